@@ -1,0 +1,62 @@
+"""stayfinite keeps PyTorch training finite.
+
+The names below are loaded on first use, because importing torch costs seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Diagnosis": "records",
+    "Incident": "records",
+    "NaNReport": "records",
+    "NaNType": "records",
+    "Origin": "records",
+    "Outcome": "records",
+    "TensorSummary": "records",
+    "ConfigError": "errors",
+    "InputError": "errors",
+    "NonFiniteError": "errors",
+    "StayFiniteError": "errors",
+    "TrainingAbortedError": "errors",
+    "NaNDetector": "detect.detector",
+    "check_gradients": "detect.tools",
+    "check_tensor": "detect.tools",
+    "attach_nan_hooks": "detect.tools",
+    "enable_nan_hooks": "detect.tools",
+}
+
+__all__ = sorted(["__version__", *_HOME])
+
+if TYPE_CHECKING:
+    from stayfinite.detect.detector import NaNDetector as NaNDetector
+    from stayfinite.detect.tools import attach_nan_hooks as attach_nan_hooks
+    from stayfinite.detect.tools import check_gradients as check_gradients
+    from stayfinite.detect.tools import check_tensor as check_tensor
+    from stayfinite.detect.tools import enable_nan_hooks as enable_nan_hooks
+    from stayfinite.errors import ConfigError as ConfigError
+    from stayfinite.errors import InputError as InputError
+    from stayfinite.errors import NonFiniteError as NonFiniteError
+    from stayfinite.errors import StayFiniteError as StayFiniteError
+    from stayfinite.errors import TrainingAbortedError as TrainingAbortedError
+    from stayfinite.records import Diagnosis as Diagnosis
+    from stayfinite.records import Incident as Incident
+    from stayfinite.records import NaNReport as NaNReport
+    from stayfinite.records import NaNType as NaNType
+    from stayfinite.records import Origin as Origin
+    from stayfinite.records import Outcome as Outcome
+    from stayfinite.records import TensorSummary as TensorSummary
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'stayfinite' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"stayfinite.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

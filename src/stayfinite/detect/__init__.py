@@ -1,0 +1,1 @@
+"""That something is not finite: asked on the device, told once."""

@@ -1,0 +1,43 @@
+"""Every exception, each with its report or its remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stayfinite.records import Incident, NaNReport
+
+
+class StayFiniteError(Exception):
+    """Base of all errors that stayfinite raises on purpose."""
+
+
+class ConfigError(StayFiniteError, ValueError):
+    """An option has a value that it cannot have; the message says which values it can."""
+
+
+class InputError(StayFiniteError, TypeError):
+    """Something was passed that is not what the call accepts."""
+
+
+class RecordError(StayFiniteError, ValueError):
+    """A saved record cannot be read."""
+
+
+class NonFiniteError(StayFiniteError, ArithmeticError):
+    """A value that must be finite is not; `report` says what was seen, `incident` where it began."""
+
+    def __init__(
+        self, message: str, *, report: NaNReport | None = None, incident: Incident | None = None
+    ) -> None:
+        super().__init__(message)
+        self.report = report
+        self.incident = incident
+
+
+class TrainingAbortedError(StayFiniteError, RuntimeError):
+    """Training was stopped on purpose, before the weights were touched; `incident` says why."""
+
+    def __init__(self, message: str, *, incident: Incident | None = None) -> None:
+        super().__init__(message)
+        self.incident = incident

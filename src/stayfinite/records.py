@@ -1,0 +1,268 @@
+"""What happened: frozen records, and their way to JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, TypeVar
+
+from stayfinite.errors import RecordError
+
+SCHEMA = 1
+
+Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "init", "distributed"]
+Confidence = Literal["proven", "likely", "possible"]
+HopKind = Literal["birth", "conversion", "spread", "constant", "allocation", "foreign"]
+Exit = Literal["finite", "incident", "script-error"]
+
+
+class NaNType(Enum):
+    """Which kind of non-finite value; the worst one where there are several."""
+
+    NAN = "nan"
+    POS_INF = "inf"
+    NEG_INF = "-inf"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSummary:
+    """Counts and finite statistics of one tensor; None where there is no finite element."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    numel: int
+    nan_count: int = 0
+    pos_inf_count: int = 0
+    neg_inf_count: int = 0
+    zero_count: int = 0
+    negative_count: int = 0
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    first_bad_index: tuple[int, ...] | None = None
+
+    @property
+    def bad_count(self) -> int:
+        return self.nan_count + self.pos_inf_count + self.neg_inf_count
+
+    @property
+    def nan_type(self) -> NaNType:
+        if self.nan_count:
+            return NaNType.NAN
+        if self.pos_inf_count:
+            return NaNType.POS_INF
+        return NaNType.NEG_INF if self.neg_inf_count else NaNType.NONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaNReport:
+    """What one check saw.
+
+    `has_nan` is true for Inf too. `location` is "loss", "gradients.<param>",
+    "parameters.<param>", "buffers.<buffer>", "inputs.<path>" or "optimizer.<param>.<key>".
+    `tensor_stats` has the keys of TensorSummary less `name` and `shape`; it is empty
+    when the tensor was not described.
+    """
+
+    has_nan: bool
+    nan_type: NaNType
+    location: str
+    tensor_shape: tuple[int, ...]
+    tensor_stats: dict[str, Any] = field(default_factory=dict)
+    suggested_action: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One operation on the way from birth to the value that was noticed."""
+
+    kind: HopKind
+    op: str
+    phase: Phase
+    node: str | None = None
+    file: str | None = None
+    line: int | None = None
+    code: str = ""
+    module: str | None = None
+    nan_type: NaNType = NaNType.NAN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a non-finite value was born."""
+
+    phase: Phase
+    op: str | None = None
+    node: str | None = None
+    file: str | None = None
+    line: int | None = None
+    end_line: int | None = None
+    columns: tuple[int, int] | None = None
+    code: str = ""
+    function: str | None = None
+    module: str | None = None
+    root: str | None = None
+    inputs: tuple[TensorSummary, ...] = ()
+    outputs: tuple[TensorSummary, ...] = ()
+    lineage: tuple[Hop, ...] = ()
+    exact: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Why it happened, and what to change."""
+
+    cause: str
+    why: str
+    fix: str
+    patch: str | None = None
+    confidence: Confidence = "possible"
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was done about it."""
+
+    strategy: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """One bad step: what is saved, shown and sent."""
+
+    step: int
+    rank: int = 0
+    time: float = 0.0
+    reports: tuple[NaNReport, ...] = ()
+    origin: Origin | None = None
+    diagnosis: Diagnosis | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What `stayfinite run --json FILE` writes."""
+
+    schema: int = SCHEMA
+    incidents: tuple[Incident, ...] = ()
+    skipped_by_scaler: int = 0
+    steps: int = 0
+    exit: Exit = "finite"
+
+
+Record = TypeVar("Record")
+
+
+def to_data(value: Any) -> Any:
+    """The value as strict-JSON data: non-finite floats become "nan", "inf", "-inf"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {str(key): to_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_data(item) for item in value]
+    return value
+
+
+def to_json(record: Any, *, indent: int | None = None) -> str:
+    """The record as one strict JSON document."""
+    return json.dumps(to_data(record), allow_nan=False, indent=indent)
+
+
+def from_data(kind: type[Record], data: Any) -> Record:
+    """The record that `to_data` came from; unknown keys are ignored, so newer files can be read."""
+    try:
+        return typing.cast(Record, _decode(kind, data))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"this is not a {kind.__name__} record: {error}") from error
+
+
+def from_json(kind: type[Record], text: str | bytes) -> Record:
+    """The record that `to_json` came from."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"this is not JSON: {error}") from error
+    if kind is RunResult and isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
+        raise RecordError(
+            f"the file has schema {data['schema']!r}; this version reads schema {SCHEMA}. "
+            "Upgrade stayfinite to read it."
+        )
+    return from_data(kind, data)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _decode(kind: Any, data: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return data
+    if origin in (types.UnionType, typing.Union):
+        return _decode_optional(kind, data)
+    if origin is Literal:
+        return _member(typing.get_args(kind), data)
+    if origin is tuple:
+        return _decode_tuple(typing.get_args(kind), data)
+    if origin is dict:
+        return dict(data)
+    if dataclasses.is_dataclass(kind):
+        return _decode_record(typing.cast(type, kind), data)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(data)
+    if kind is float:
+        return float(data)
+    return _plain(kind, data)
+
+
+def _decode_optional(kind: Any, data: Any) -> Any:
+    if data is None:
+        return None
+    (inner,) = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
+    return _decode(inner, data)
+
+
+def _decode_tuple(args: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise TypeError(f"expected a list, got {type(data).__name__}")
+    if args[-1] is Ellipsis:
+        return tuple(_decode(args[0], item) for item in data)
+    return tuple(_decode(arg, item) for arg, item in zip(args, data, strict=True))
+
+
+def _decode_record(kind: type, data: Any) -> Any:
+    if not isinstance(data, dict):
+        raise TypeError(f"expected an object, got {type(data).__name__}")
+    hints = _hints(kind)
+    return kind(**{name: _decode(hints[name], data[name]) for name in hints if name in data})
+
+
+def _member(allowed: tuple[Any, ...], data: Any) -> Any:
+    if data not in allowed:
+        raise ValueError(f"{data!r} is not one of {', '.join(map(repr, allowed))}")
+    return data
+
+
+def _plain(kind: Any, data: Any) -> Any:
+    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+        raise TypeError(f"expected {kind.__name__}, got {type(data).__name__}")
+    return data

@@ -1,0 +1,1 @@
+"""Telling people: a report in the terminal, as a page, in a run directory. No torch here."""

@@ -1,0 +1,227 @@
+"""An incident in words: short plain phrases for every kind of report."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+
+from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, RunResult, TensorSummary
+
+KINDS = {NaNType.NAN: "NaN", NaNType.POS_INF: "Inf", NaNType.NEG_INF: "-Inf", NaNType.NONE: "NaN"}
+
+CONFIDENCE = {"proven": "proven by replay", "likely": "likely", "possible": "possible"}
+
+PLACES = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "data": "in the batch",
+    "checkpoint": "in the loaded checkpoint",
+    "init": "in the initial weights",
+    "distributed": "in a collective operation",
+}
+
+LOCATIONS = {
+    "gradients": "the gradient of",
+    "parameters": "parameter",
+    "buffers": "buffer",
+    "inputs": "input",
+    "optimizer": "optimizer state",
+}
+
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def visible(character: str) -> str:
+    """The character, or its escape where a terminal would obey it instead of showing it."""
+    if character == "\t":
+        return "    "
+    if unicodedata.category(character) not in HIDDEN:
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def plain(text: str) -> str:
+    """The text on one line, safe to print: control characters are shown, not sent."""
+    return "".join(map(visible, " ".join(text.split("\n")).rstrip()))
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def headline(incident: Incident) -> str:
+    """What went bad, where it was noticed, and when."""
+    bad = [report for report in incident.reports if report.has_nan]
+    kind = KINDS[bad[0].nan_type] if bad else made_kind(incident.origin)
+    seen = f" in {noticed(incident)}" if bad else ""
+    return f"{kind}{seen} at step {incident.step}{on_rank(incident)}"
+
+
+def noticed(incident: Incident) -> str:
+    """The first bad tensor that was noticed, and how many more there are."""
+    bad = [report for report in incident.reports if report.has_nan]
+    if not bad:
+        return "a value that was checked"
+    more = f" and {count(len(bad) - 1, 'more tensor')}" if len(bad) > 1 else ""
+    return place(bad[0]) + more
+
+
+def place(report: NaNReport) -> str:
+    group, _, name = report.location.partition(".")
+    if group == "loss":
+        return "the loss"
+    return f"{LOCATIONS.get(group, group)} {plain(name)}".strip()
+
+
+def on_rank(incident: Incident) -> str:
+    """Empty for a run of one process, where a rank says nothing."""
+    origin = incident.origin
+    if incident.rank < 0:
+        return ", rank not known"
+    many = origin is not None and (origin.phase == "distributed" or _world_size(origin) > 1)
+    return f" on rank {incident.rank}" if incident.rank or many else ""
+
+
+def _world_size(origin: Origin) -> int:
+    size = origin.facts.get("world_size", 1)
+    return size if isinstance(size, int) else 1
+
+
+def spot(origin: Origin | None) -> str:
+    """File, line and column, function and module, as far as each is known."""
+    if origin is None:
+        return "where it was born is not known"
+    where = _position(origin) or f"{PLACES[origin.phase]} (no source line)"
+    return where + _function(origin) + _module(origin)
+
+
+def _position(origin: Origin) -> str:
+    if origin.file is None:
+        return ""
+    line = "" if origin.line is None else f":{origin.line}"
+    column = f":{origin.columns[0] + 1}" if line and origin.columns else ""
+    return plain(origin.file) + line + column
+
+
+def _function(origin: Origin) -> str:
+    return f", in {plain(origin.function)}" if origin.function else ""
+
+
+def _module(origin: Origin) -> str:
+    root = plain(origin.root or "")
+    if origin.module:
+        return f", module {plain(origin.module)}" + (f" of {root}" if root else "")
+    return f", module {root}" if origin.module is not None and root else ""
+
+
+def made_kind(origin: Origin | None) -> str:
+    """Which kind was born: from the outputs, else from the first hop."""
+    if origin is None:
+        return KINDS[NaNType.NAN]
+    kinds = [out.nan_type for out in origin.outputs if out.bad_count]
+    kinds += [hop.nan_type for hop in origin.lineage[:1]]
+    return KINDS[kinds[0] if kinds else NaNType.NAN]
+
+
+def birth(origin: Origin) -> str:
+    """What happened on the guilty line, for the place under it."""
+    kind, op = made_kind(origin), short_op(origin.op)
+    if origin.phase == "backward":
+        return f"{_made(op, kind)} in the backward pass of {_forward_op(origin)}"
+    if origin.phase in ("forward", "distributed"):
+        return f"{_made(op, kind)} here{_from(origin.inputs)}"
+    return f"{_made(op, kind) if op else f'{kind} found'} {PLACES[origin.phase]}"
+
+
+def _made(op: str, kind: str) -> str:
+    return f"{op} made {kind}" if op else f"{kind} made"
+
+
+def _from(inputs: tuple[TensorSummary, ...]) -> str:
+    return " from finite inputs" if inputs and not any(each.bad_count for each in inputs) else ""
+
+
+def _forward_op(origin: Origin) -> str:
+    """`SqrtBackward0` is spoken of as `sqrt`."""
+    name = re.sub(r"Backward\d*$", "", plain(origin.node or ""))
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() or "this line"
+
+
+def short_op(op: str | None) -> str:
+    """`aten.log.default` is spoken of as `log`."""
+    parts = plain(op or "").split(".")
+    return parts[1] if len(parts) == 3 else parts[-1]
+
+
+def full_op(origin: Origin) -> str:
+    """The exact names of the operation and its autograd node, for a search."""
+    node = f"autograd node {plain(origin.node)}" if origin.node else ""
+    return ", ".join(filter(None, (plain(origin.op or ""), node)))
+
+
+def way(incident: Incident, *, keep: int = 4) -> str:
+    """The way from birth to what was noticed: first, conversions, last; the rest counted."""
+    hops = incident.origin.lineage if incident.origin else ()
+    if not hops:
+        return ""
+    steps = [hop_words(hops[0], first=True)]
+    for before, at in _gaps(_milestones(hops, keep)):
+        steps += [count(at - before - 1, "more op")] if at - before > 1 else []
+        steps.append(hop_words(hops[at]))
+    return " -> ".join([*steps, f"reached {noticed(incident)}"])
+
+
+def _gaps(indices: list[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(indices))
+
+
+def _milestones(hops: tuple[Hop, ...], keep: int) -> list[int]:
+    turns = [i for i, hop in enumerate(hops) if hop.kind == "conversion"][: max(keep - 2, 0)]
+    return sorted({0, len(hops) - 1, *turns})
+
+
+def hop_words(hop: Hop, *, first: bool = False) -> str:
+    """`-Inf born at train.py:46 (log)`, `became NaN at ...`, `still NaN at ...`."""
+    kind, where = KINDS[hop.nan_type], hop_place(hop)
+    if first:
+        verb = {"birth": "born", "foreign": "came in"}.get(hop.kind, "began")
+        return f"{kind} {verb} at {where}"
+    return f"{'became' if hop.kind == 'conversion' else 'still'} {kind} at {where}"
+
+
+def hop_place(hop: Hop) -> str:
+    """`train.py:46 (log)`, with the pass named where it is not the forward."""
+    where = plain(hop.file).replace("\\", "/").rsplit("/", 1)[-1] if hop.file else "no line"
+    line = f":{hop.line}" if hop.file and hop.line is not None else ""
+    phase = "" if hop.phase == "forward" else f", {hop.phase}"
+    return f"{where}{line} ({short_op(hop.op)}{phase})"
+
+
+def closing_line(result: RunResult) -> str:
+    """The one line at the end of a run: how much was checked, and what was seen."""
+    return f"stayfinite: {_checked(result)}{_verdict(result)}{_scaler(result)}{_ending(result)}"
+
+
+def _checked(result: RunResult) -> str:
+    return f"{count(result.steps, 'step')} checked" if result.steps else "no training step seen"
+
+
+def _verdict(result: RunResult) -> str:
+    if not result.incidents:
+        return ", all finite" if result.steps else ""
+    first = result.incidents[0]
+    cause = f": {plain(first.diagnosis.cause)}" if first.diagnosis else ""
+    when = "at" if len(result.incidents) == 1 else "the first at"
+    return f", {count(len(result.incidents), 'incident')} ({when} step {first.step}{cause})"
+
+
+def _scaler(result: RunResult) -> str:
+    skipped = result.skipped_by_scaler
+    return f"; {count(skipped, 'step')} skipped by the loss scaler" if skipped else ""
+
+
+def _ending(result: RunResult) -> str:
+    return "; the script ended with an error of its own" if result.exit == "script-error" else ""

@@ -1,0 +1,169 @@
+"""The plain memory behind any tensor, in whole or in small pieces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.parameter import is_lazy
+
+PIECE = 1 << 16
+"""Elements looked at together where a copy cannot be avoided: the largest temporary we make."""
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+# Packed 4-bit floats have neither NaN nor Inf, and torch cannot convert them.
+_PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}
+_INTEGERS = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+_INTEGERS |= {torch.int8, torch.int16, torch.int32, torch.int64}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, deaf to the caller's autograd, default device, vmap and fake tensors.
+
+    Below autograd no graph is made and no version counter moves; this costs half of no_grad.
+    """
+
+    @functools.wraps(function)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _functorch.peek_interpreter_stack() is None and _no_fake_mode():
+            with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack(), unset_fake_temporarily():
+            return inner(*args, **kwargs)
+
+    return inner
+
+
+def _no_fake_mode() -> bool:
+    return torch._C._len_torch_dispatch_stack() == 0 or torch._C._get_dispatch_mode(_FAKE) is None
+
+
+def float_parts(value: Any) -> Iterator[Tensor]:
+    """Dense, strided, real floating-point tensors that are finite if and only if `value` is.
+
+    They share its memory. Nothing comes from what cannot be non-finite or has no memory:
+    None and other non-tensors, integers, empty, meta, fake and freed tensors. Of a sparse
+    tensor the stored values are meant, of a DTensor the local shard, of a quantized one the
+    scales.
+    """
+    for part in plain_parts(value):
+        if part.is_complex():
+            yield from real_and_imaginary(part)
+        elif part.is_floating_point() and is_readable(part.dtype):
+            yield part
+
+
+def is_readable(dtype: torch.dtype) -> bool:
+    """Whether torch can convert elements of this dtype to numbers."""
+    if dtype in _INTEGERS or dtype.is_complex:
+        return True
+    return dtype.is_floating_point and dtype not in _PACKED
+
+
+def real_and_imaginary(tensor: Tensor) -> Iterator[Tensor]:
+    """Real views of a complex tensor."""
+    if not tensor.is_conj():
+        yield torch.view_as_real(tensor)
+        return
+    both = torch.view_as_real(tensor.conj())
+    yield both[..., 0]
+    yield both[..., 1]._neg_view()
+
+
+def plain_parts(value: Any) -> Iterator[Tensor]:
+    """Like float_parts, but of any dtype."""
+    if not isinstance(value, Tensor):
+        return
+    for applies, inner_tensors in _WRAPPERS:
+        if applies(value):
+            for inner in inner_tensors(value):
+                yield from plain_parts(inner)
+            return
+    # FSDP frees the storage of parameters that are not in use; reading them would crash.
+    if value.numel() and value.untyped_storage().size():
+        yield value
+
+
+def _is_absent(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or is_lazy(tensor) or tensor.is_meta
+
+
+def _nested_tensors(tensor: Any) -> tuple[Tensor, ...]:
+    # With lengths there are holes between the rows, and they may hold anything.
+    if tensor.layout is torch.jagged and tensor._lengths is None:
+        return (tensor._values,)
+    return tuple(tensor.unbind())
+
+
+def _flattened(tensor: Any) -> list[Any]:
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
+def _scales(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return (torch.tensor(tensor.q_scale(), device=tensor.device),)
+    return (tensor.q_per_channel_scales(),)
+
+
+def _valid_only(tensor: Any) -> tuple[Tensor, ...]:
+    # Masked-out elements may be non-finite; only a copy tells them apart.
+    return (tensor._masked_data.masked_fill(~tensor._masked_mask, 0),)
+
+
+_WRAPPERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (_functorch.is_functorch_wrapped_tensor, lambda t: (_functorch.get_unwrapped(t),)),
+    (_is_absent, lambda t: ()),
+    # A collective that may still be under way.
+    (lambda t: hasattr(t, "trigger_wait"), lambda t: (t.trigger_wait(),)),
+    (lambda t: t.is_nested, _nested_tensors),
+    (lambda t: hasattr(t, "__tensor_flatten__"), _flattened),
+    (lambda t: hasattr(t, "_masked_data"), _valid_only),
+    (lambda t: t.layout is torch.sparse_coo, lambda t: (t._values(),)),
+    # The packed memory of mkldnn cannot be read in place.
+    (lambda t: t.is_mkldnn, lambda t: (t.to_dense(),)),
+    (lambda t: t.layout is not torch.strided, lambda t: (t.values(),)),
+    (lambda t: t.is_quantized, _scales),
+)
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A view of the same elements, contiguous where the memory has no gaps.
+
+    Repeats made by expand() are left out and dimensions are put in memory order.
+    """
+    if tensor.is_contiguous():
+        return tensor
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    kept = sorted(((step, size) for step, size in dims if step and size > 1), reverse=True)
+    sizes, strides = [size for _, size in kept], [step for step, _ in kept]
+    return tensor.as_strided(sizes, strides, tensor.storage_offset())
+
+
+def pieces(tensor: Tensor, limit: int = PIECE) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Views of at most `limit` elements in row-major order, each with the index of its start.
+
+    A piece may have fewer dimensions than the tensor; they are its last ones.
+    """
+    if tensor.numel() <= limit:
+        yield (0,) * tensor.dim(), tensor
+        return
+    rows = tensor.shape[0]
+    step = limit * rows // tensor.numel()
+    if step == 0:
+        for row in range(rows):
+            for start, piece in pieces(tensor[row], limit):
+                yield (row, *start), piece
+        return
+    rest = (0,) * (tensor.dim() - 1)
+    for row in range(0, rows, step):
+        yield (row, *rest), tensor.narrow(0, row, min(step, rows - row))

@@ -38,10 +38,11 @@ def _source(page: Page) -> Part:
     room = page.width - page.gutter - 3
     shown = excerpt(origin, folder=page.folder, width=room)
     lines = [line for source in shown for line in _numbered(page, source)]
+    label, edge = Text(wording.birth(page.incident, origin), style="red"), gutter(page)
     if not lines:
-        return Part(lines=row(page, "born", Text(wording.birth(origin))))
-    lines += _label(page, Text(wording.birth(origin), style="red"), lines.pop(), shown[-1])
-    edge = gutter(page)
+        told = hang(page, gutter(page).append(" "), label) if origin.op else []
+        return Part(lines=[edge, *told, edge] if told else [edge])
+    lines += _label(page, label, lines.pop(), shown[-1])
     return Part(lines=[edge, *lines, edge], least=len(lines) + 1)
 
 

@@ -61,10 +61,10 @@ FULL: dict[str, Column] = {
 
 def table(origin: Origin, *, verbose: bool) -> list[Text]:
     """A header and a row per input; the outputs too if verbose, or if there are no inputs."""
+    if not origin.inputs:
+        return _block("tensor", origin.outputs, verbose=verbose)
     lines = _block("input", origin.inputs, verbose=verbose)
-    if verbose or not lines:
-        lines += _block("output", origin.outputs, verbose=verbose)
-    return lines
+    return lines + (_block("output", origin.outputs, verbose=verbose) if verbose else [])
 
 
 def _block(title: str, tensors: tuple[TensorSummary, ...], *, verbose: bool) -> list[Text]:

@@ -53,11 +53,11 @@ def count(number: int, noun: str) -> str:
 
 
 def headline(incident: Incident) -> str:
-    """What went bad, where it was noticed, and when."""
+    """What went bad, when, and where it was noticed."""
     bad = [report for report in incident.reports if report.has_nan]
-    kind = KINDS[bad[0].nan_type] if bad else made_kind(incident.origin)
+    kind = KINDS[bad[0].nan_type] if bad else made_kind(incident)
     seen = f" in {noticed(incident)}" if bad else ""
-    return f"{kind}{seen} at step {incident.step}{on_rank(incident)}"
+    return f"{kind} at step {incident.step}{on_rank(incident)}{seen}"
 
 
 def noticed(incident: Incident) -> str:
@@ -80,7 +80,7 @@ def on_rank(incident: Incident) -> str:
     """Empty for a run of one process, where a rank says nothing."""
     origin = incident.origin
     if incident.rank < 0:
-        return ", rank not known"
+        return " on an unknown rank"
     many = origin is not None and (origin.phase == "distributed" or _world_size(origin) > 1)
     return f" on rank {incident.rank}" if incident.rank or many else ""
 
@@ -117,27 +117,28 @@ def _module(origin: Origin) -> str:
     return f", module {root}" if origin.module is not None and root else ""
 
 
-def made_kind(origin: Origin | None) -> str:
-    """Which kind was born: from the outputs, else from the first hop."""
-    if origin is None:
-        return KINDS[NaNType.NAN]
-    kinds = [out.nan_type for out in origin.outputs if out.bad_count]
-    kinds += [hop.nan_type for hop in origin.lineage[:1]]
+def made_kind(incident: Incident) -> str:
+    """Which kind was born: from the outputs, else the first hop, else what was noticed."""
+    origin = incident.origin
+    kinds = [out.nan_type for out in origin.outputs if out.bad_count] if origin else []
+    kinds += [hop.nan_type for hop in origin.lineage[:1]] if origin else []
+    kinds += [report.nan_type for report in incident.reports if report.has_nan]
     return KINDS[kinds[0] if kinds else NaNType.NAN]
 
 
-def birth(origin: Origin) -> str:
+def birth(incident: Incident, origin: Origin) -> str:
     """What happened on the guilty line, for the place under it."""
-    kind, op = made_kind(origin), short_op(origin.op)
+    kind, op = made_kind(incident), short_op(origin.op)
+    made = _made(op, kind, "" if origin.exact else "probably ")
     if origin.phase == "backward":
-        return f"{_made(op, kind)} in the backward pass of {_forward_op(origin)}"
+        return f"{made} in the backward pass of {_forward_op(origin)}"
     if origin.phase in ("forward", "distributed"):
-        return f"{_made(op, kind)} here{_from(origin.inputs)}"
-    return f"{_made(op, kind) if op else f'{kind} found'} {PLACES[origin.phase]}"
+        return f"{made} here{_from(origin.inputs)}"
+    return f"{made if op else f'{kind} found'} {PLACES[origin.phase]}"
 
 
-def _made(op: str, kind: str) -> str:
-    return f"{op} made {kind}" if op else f"{kind} made"
+def _made(op: str, kind: str, adverb: str) -> str:
+    return f"{op} {adverb}made {kind}" if op else f"{kind} {adverb}made"
 
 
 def _from(inputs: tuple[TensorSummary, ...]) -> str:

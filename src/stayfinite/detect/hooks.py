@@ -1,0 +1,255 @@
+"""All that attaches to torch: hooks around every optimizer's step, and around GradScaler.step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from stayfinite.detect.scan import all_finite, nonfinite
+from stayfinite.detect.veto import Pairs, StepAside, WatchedOptimizer
+from stayfinite.errors import InputError, TrainingAbortedError
+
+
+class StepListener(Protocol):
+    """Who is asked and told about each optimizer step; derive from it and change what you need.
+
+    Only TrainingAbortedError leaves a listener; any other exception of it is logged once.
+    """
+
+    def judge(
+        self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
+    ) -> Tensor | bool | None:
+        """Whether the step is bad; None: this step is not judged.
+
+        With `on_device` the answer must be a new 0-d bool tensor, made without a host read.
+        It is called last thing before the update, also without gradients. Where a GradScaler
+        leaves unscaling to a fused optimizer, the gradients are the scaled ones.
+        """
+        if on_device:
+            return nonfinite(gradients, writable=True, exact_on_device=True)
+        return not all_finite(gradients, writable=True)
+
+    def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
+        """A bad step was found. Return True to veto the update, False to let it happen.
+
+        `gradients` are the pairs of parameter and gradient. When `late`, the device has
+        vetoed the step before this one, its gradients are gone and the answer is ignored.
+        """
+        return True
+
+    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
+        """A step was attempted: once for each, the vetoed ones and those of the scaler included.
+
+        `vetoed` is None while only the device knows.
+        """
+
+    def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: GradScaler | None) -> None:
+        """The GradScaler absorbed an overflow of its own scale; no harm done.
+
+        `scaler` is None with a fused optimizer: there the skip is seen at the optimizer.
+        """
+
+
+class Attachment:
+    """What is attached to torch, until `remove()` or the end of a `with` block.
+
+    Do not remove it from inside a listener: torch is going through its hooks then.
+    """
+
+    def __init__(
+        self, remove: Callable[[], None], *, flush: Callable[[], None] = lambda: None
+    ) -> None:
+        self._remove: Callable[[], None] | None = remove
+        self._flush = flush
+
+    def flush(self) -> None:
+        """Read the flags that are still on a device; call it after the last step."""
+        self._flush()
+
+    def remove(self) -> None:
+        """Leave torch as it was before; a second call does nothing."""
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def watch_steps(
+    listener: StepListener, *, optimizer: Optimizer | None = None, defer: bool = True
+) -> Attachment:
+    """Judge the gradients at each step of one optimizer, or of all: also those made later.
+
+    With `defer`, a fused optimizer is given its verdict on the device and the host reads it
+    at the next step; without, and for all other optimizers, the host reads once per step.
+    A step compiled by torch.compile is left alone.
+    """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer, "
+            "or None to watch all of them."
+        )
+    watch = _StepWatch(listener, only=optimizer, defer=defer)
+    return Attachment(watch.remove, flush=watch.flush)
+
+
+class _Seat(NamedTuple):
+    optimizer: weakref.ref[Optimizer]
+    watched: WatchedOptimizer
+    before: RemovableHandle
+    after: RemovableHandle
+
+
+class _StepWatch:
+    """A global hook that runs first and sees to it that our own hooks are where they must be."""
+
+    def __init__(self, listener: StepListener, *, only: Optimizer | None, defer: bool) -> None:
+        self._listener = listener
+        self._only = None if only is None else weakref.ref(only)
+        self._defer = defer
+        self._aside = StepAside()
+        self._seats: dict[int, _Seat] = {}
+        self._handle = register_optimizer_step_pre_hook(self._arrive)
+
+    def _arrive(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_compiling():
+            return
+        try:
+            seat = self._seats.get(id(optimizer))
+            if seat is None:
+                seat = self._adopt(optimizer)
+            if seat is not None:
+                _keep_in_place(optimizer, seat)
+        except Exception:
+            self._aside()
+
+    def _adopt(self, optimizer: Optimizer) -> _Seat | None:
+        if self._only is not None and self._only() is not optimizer:
+            return None
+        watched = WatchedOptimizer(optimizer, self._listener, defer=self._defer, aside=self._aside)
+        seats, key = self._seats, id(optimizer)
+        seats[key] = _Seat(
+            weakref.ref(optimizer, lambda _: seats.pop(key, None)),
+            watched,
+            optimizer.register_step_pre_hook(watched.before),
+            optimizer.register_step_post_hook(watched.after),
+        )
+        return seats[key]
+
+    def flush(self) -> None:
+        for seat in list(self._seats.values()):
+            optimizer = seat.optimizer()
+            if optimizer is not None:
+                seat.watched.flush(optimizer)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        seats = list(self._seats.values())
+        self._seats.clear()
+        for seat in seats:
+            seat.before.remove()
+            seat.after.remove()
+        for seat in seats:
+            optimizer = seat.optimizer()
+            if optimizer is not None:
+                seat.watched.release(optimizer)
+
+
+def _keep_in_place(optimizer: Optimizer, seat: _Seat) -> None:
+    """Our pre-hook last (after those that clip), our post-hook first (before those that look)."""
+    before: Any = optimizer._optimizer_step_pre_hooks
+    if len(before) > 1 and next(reversed(before)) != seat.before.id:
+        before.move_to_end(seat.before.id)
+    after: Any = optimizer._optimizer_step_post_hooks
+    if len(after) > 1 and next(iter(after)) != seat.after.id:
+        after.move_to_end(seat.after.id, last=False)
+
+
+def watch_scalers(listener: StepListener) -> Attachment:
+    """Tell the listener of each step that a GradScaler skips without calling the optimizer.
+
+    torch has no hook there, so this wraps GradScaler.step, once for all listeners.
+    """
+    _ScalerWatch.listeners.append(listener)
+    if len(_ScalerWatch.listeners) == 1:
+        _ScalerWatch.attach()
+    return Attachment(functools.partial(_ScalerWatch.forget, listener))
+
+
+class _ScalerWatch:
+    listeners: ClassVar[list[StepListener]] = []
+    original: ClassVar[Any] = None
+    wrapper: ClassVar[Any] = None
+    aside: ClassVar[StepAside] = StepAside()
+
+    @classmethod
+    def attach(cls) -> None:
+        original = cls.original = GradScaler.step
+
+        @functools.wraps(original)
+        def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            with _CallCount(optimizer) as calls:
+                result = original(self, optimizer, *args, **kwargs)
+            if not calls.count and self.is_enabled():
+                cls.tell(self, optimizer)
+            return result
+
+        cls.wrapper = GradScaler.step = step  # type: ignore[method-assign]
+
+    @classmethod
+    def tell(cls, scaler: GradScaler, optimizer: Optimizer) -> None:
+        for listener in tuple(cls.listeners):
+            try:
+                listener.skipped_by_scaler(optimizer, scaler=scaler)
+                listener.stepped(optimizer, vetoed=False)
+            except TrainingAbortedError:
+                raise
+            except Exception:
+                cls.aside()
+
+    @classmethod
+    def forget(cls, listener: StepListener) -> None:
+        cls.listeners.remove(listener)
+        if not cls.listeners and GradScaler.step is cls.wrapper:
+            GradScaler.step = cls.original  # type: ignore[method-assign]
+
+
+class _CallCount:
+    """How often the optimizer's step was entered inside the `with` block."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.count = 0
+        self._handle = None
+        if isinstance(optimizer, Optimizer):
+            self._handle = optimizer.register_step_pre_hook(self._counted)
+        else:
+            self.count = 1  # one that cannot be counted is not said to be skipped
+
+    def _counted(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.count += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()

@@ -1,0 +1,296 @@
+"""What happens around one optimizer's step: judge the gradients, and hide the bad ones from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.optim import LBFGS, Optimizer
+
+from stayfinite.detect.flags import (
+    BAD,
+    InstalledFlag,
+    LateFlag,
+    is_capturing,
+    is_ready,
+    obeys_flag,
+    with_scaler,
+)
+from stayfinite.detect.scan import nonfinite
+from stayfinite.errors import TrainingAbortedError
+
+if TYPE_CHECKING:
+    from stayfinite.detect.hooks import StepListener
+
+Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
+Closure: TypeAlias = Callable[..., Any]
+
+logger = logging.getLogger("stayfinite")
+
+
+class StepAside:
+    """Logs the first failure of our own and keeps quiet about the next ones."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self) -> None:
+        if not self._said:
+            self._said = True
+            logger.exception("stayfinite failed inside a step; the step goes on without it")
+
+
+class WatchedOptimizer:
+    """The two hooks of one optimizer, and what they must remember between them.
+
+    It keeps no reference to the optimizer, so it does not keep it alive.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, listener: StepListener, *, defer: bool, aside: StepAside
+    ) -> None:
+        self._listener = listener
+        self._judge = listener.judge
+        self._stepped = listener.stepped
+        self._aside = aside
+        self._defer = defer and obeys_flag(optimizer)
+        self._hidden: Pairs = []
+        self._installed: InstalledFlag | None = None
+        self._late: LateFlag | None = None
+        self._copy: LBFGSCopy | None = None
+        self._looked = False
+        self._vetoed: bool | None = False
+        self._unclean = False
+
+    def before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The pre-hook; it must come last, after hooks that clip."""
+        if is_compiling():
+            return None
+        try:
+            if self._unclean:  # a raising step() skips the post-hook
+                self._clean(optimizer)
+            if self._late is not None:
+                self.flush(optimizer)
+            self._looked = self._vetoed = False
+            if len(args) > 1 or kwargs:
+                wrapped = self._with_closure(optimizer, args, kwargs)
+                if wrapped is not None:
+                    return wrapped
+            self._look(optimizer)
+        except TrainingAbortedError:
+            raise
+        except Exception:
+            self._fail()
+        return None
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The post-hook; it must come first, so that others find the gradients in place."""
+        if is_compiling():
+            return
+        try:
+            if self._unclean:
+                self._finish(optimizer)
+            self._stepped(optimizer, vetoed=self._vetoed)
+        except TrainingAbortedError:
+            raise
+        except Exception:
+            self._fail()
+
+    def flush(self, optimizer: Optimizer) -> None:
+        """Read the flag of the last step, if it is still on the device, and tell the listener."""
+        late, self._late = self._late, None
+        answer = 0 if late is None else late.read()
+        if answer == BAD:
+            self._listener.refused(optimizer, [], late=True)
+        elif answer:
+            self._listener.skipped_by_scaler(optimizer, scaler=None)
+
+    def release(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer as it would be without us."""
+        if self._unclean:
+            self._clean(optimizer)
+        self.flush(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        self._looked = True
+        gradients = [
+            grad
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if (grad := param.grad) is not None
+        ]
+        may_defer = self._defer and is_ready(optimizer)
+        if may_defer or "grad_scale" in optimizer.__dict__ or is_capturing(gradients):
+            self._look_on_device(optimizer, gradients, may_defer=may_defer)
+        elif self._judge(optimizer, gradients, on_device=False):
+            self._answer(optimizer, BAD)
+
+    def _look_on_device(
+        self, optimizer: Optimizer, gradients: list[Tensor], *, may_defer: bool
+    ) -> None:
+        may_read = not is_capturing(gradients)
+        if not (may_defer or may_read):
+            return
+        flag = self._judge(optimizer, gradients, on_device=True)
+        if flag is None:
+            return
+        flag = with_scaler(optimizer, torch.as_tensor(flag))
+        if may_defer:
+            self._leave_to_device(optimizer, flag, read_late=may_read)
+        elif answer := flag.item():  # host sync
+            self._answer(optimizer, int(answer))
+
+    def _leave_to_device(self, optimizer: Optimizer, flag: Tensor, *, read_late: bool) -> None:
+        if self._installed is not None:
+            self._installed.take_away(optimizer)
+        self._installed = InstalledFlag(optimizer, flag)
+        self._unclean = True
+        if read_late:
+            self._late = LateFlag(flag)
+            self._vetoed = None
+
+    def _answer(self, optimizer: Optimizer, answer: int) -> None:
+        if answer != BAD:
+            # On a first step the fused kernels do not skip cleanly on their own.
+            self._hide(optimizer)
+            self._listener.skipped_by_scaler(optimizer, scaler=None)
+        elif self._is_refused(optimizer):
+            self._vetoed = True
+            self._hide(optimizer)
+
+    def _is_refused(self, optimizer: Optimizer) -> bool:
+        try:
+            return self._listener.refused(optimizer, _pairs(optimizer), late=False)
+        except TrainingAbortedError:
+            raise
+        except Exception:
+            self._aside()
+            return True  # the gradients are bad, whoever failed to say so
+
+    def _hide(self, optimizer: Optimizer) -> None:
+        self._unclean = True
+        self._hidden = _pairs(optimizer)
+        for param, _ in self._hidden:
+            param.grad = None
+
+    def _give_back(self) -> None:
+        hidden, self._hidden = self._hidden, []
+        if all(param.grad is None for param, _ in hidden):  # else a backward pass came between
+            for param, grad in hidden:
+                param.grad = grad
+
+    def _clean(self, optimizer: Optimizer) -> None:
+        self._unclean = False
+        self._copy = None
+        self._give_back()
+        if self._installed is not None:
+            self._installed.take_away(optimizer)
+            self._installed = None
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        copy = self._copy
+        self._clean(optimizer)
+        if copy is None:
+            return
+        if self._vetoed or (copy.went_bad(optimizer) and self._undo_refused(optimizer, copy)):
+            self._vetoed = True
+            copy.restore(optimizer)
+
+    def _undo_refused(self, optimizer: Optimizer, copy: LBFGSCopy) -> bool:
+        try:
+            return self._is_refused(optimizer)
+        except TrainingAbortedError:
+            copy.restore(optimizer)
+            raise
+
+    def _fail(self) -> None:
+        self._aside()
+        self._give_back()
+
+    def _with_closure(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._wrap(optimizer, closure)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._wrap(optimizer, args[1]), *args[2:]), kwargs
+        return None
+
+    def _wrap(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        if isinstance(optimizer, LBFGS):
+            self._copy = LBFGSCopy(optimizer)
+            self._unclean = True
+
+        def judged(*args: Any, **kwargs: Any) -> Any:
+            self._give_back()
+            result = closure(*args, **kwargs)
+            self._after_closure(optimizer)
+            return result
+
+        return judged
+
+    def _after_closure(self, optimizer: Optimizer) -> None:
+        try:
+            if self._vetoed:  # refused at an earlier call in this same step
+                self._hide(optimizer)
+            elif self._copy is None or not self._looked:
+                self._look(optimizer)
+        except TrainingAbortedError:
+            if self._copy is not None:
+                self._copy.restore(optimizer)
+            raise
+        except Exception:
+            self._fail()
+
+
+class LBFGSCopy:
+    """Parameters and state of an LBFGS, which moves through several points within one step.
+
+    A line search may look at a point that is not finite and turn back: only the first
+    gradient and the point where it ends are judged.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._params = [(p, p.detach().clone()) for p in _params(optimizer)]
+        self._states = {p: _copy_state(s) for p, s in optimizer.state.items()}
+
+    def went_bad(self, optimizer: Optimizer) -> bool:
+        tensors = [p.detach() for p in _params(optimizer)]
+        for state in optimizer.state.values():
+            for value in state.values():
+                tensors += value if isinstance(value, list) else [value]
+        numbers = [torch.as_tensor(v) for v in tensors if isinstance(v, (Tensor, float))]
+        return bool(nonfinite(numbers))  # host sync
+
+    def restore(self, optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            for param, value in self._params:
+                param.copy_(value)
+        optimizer.state.clear()
+        for param, state in self._states.items():
+            optimizer.state[param].update(_copy_state(state))
+
+
+def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors inside its lists are never written to, only replaced."""
+    return {key: _copy_value(value) for key, value in state.items()}
+
+
+def _copy_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _pairs(optimizer: Optimizer) -> Pairs:
+    return [(param, grad) for param in _params(optimizer) if (grad := param.grad) is not None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 PIECE = 1 << 16
 """Elements looked at together where a copy cannot be avoided: the largest temporary we make."""
@@ -83,7 +83,7 @@ def plain_parts(value: Any) -> Iterator[Tensor]:
     """Like float_parts, but of any dtype."""
     if not isinstance(value, Tensor):
         return
-    for applies, inner_tensors in _WRAPPERS:
+    for applies, inner_tensors in () if _is_ordinary(value) else _WRAPPERS:
         if applies(value):
             for inner in inner_tensors(value):
                 yield from plain_parts(inner)
@@ -91,6 +91,16 @@ def plain_parts(value: Any) -> Iterator[Tensor]:
     # FSDP frees the storage of parameters that are not in use; reading them would crash.
     if value.numel() and value.untyped_storage().size():
         yield value
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether none of the wrappers below can apply; most tensors need no more questions."""
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+        and not _functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def _is_absent(tensor: Tensor) -> bool:

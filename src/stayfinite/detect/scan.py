@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,6 +22,8 @@ _SUMMABLE = {torch.float32, torch.float64, torch.bfloat16}
 # The fused check writes back what it read; for 16-bit floats it changes the payload of a NaN.
 _FUSABLE = {torch.float32, torch.float64}
 _NATIVE = _SUMMABLE | {torch.float16}
+_ONE = undisturbed(torch.ones)((), device="cpu")
+_CPU = torch.device("cpu")
 _Parts = dict[torch.device, list[Tensor]]
 
 
@@ -51,7 +53,7 @@ def all_finite(tensors: Iterable[Any], *, writable: bool = False) -> bool:
     True
     """
     flags = _flags(tensors, writable, exact=False)
-    return not (flags and bool(_joined(flags)))  # host sync
+    return not flags or not bool(flags[0] if len(flags) == 1 else _joined(flags))  # host sync
 
 
 @undisturbed
@@ -68,26 +70,20 @@ def classify(tensor: Tensor) -> NaNType:
 
 def _flags(tensors: Iterable[Any], writable: bool, exact: bool) -> list[Tensor]:
     """0-d tensors, non-zero where something is bad; none when all is known to be finite."""
-    tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
-    ours, others = _divided(tensors) if writable else ([], list(tensors))
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    ours = [t for t in tensors if _is_fusable(t)] if writable else []
     found = _fused_check(ours) if ours else None
     if found is None:
-        others += ours
-    by_device = _by_device(others)
-    if not exact and not _cpu_alarm(by_device.get(torch.device("cpu"), []), found):
-        by_device.pop(torch.device("cpu"), None)
+        by_device = _by_device(tensors)
+    elif len(ours) == len(tensors):
+        return [found]
+    else:
+        by_device = _by_device(t for t in tensors if not _is_fusable(t))
+    if not exact and not _cpu_alarm(by_device.get(_CPU, []), found):
+        by_device.pop(_CPU, None)
         found = None
     flags = [_exact_flag(parts) for parts in by_device.values()]
     return flags if found is None else [found, *flags]
-
-
-def _divided(tensors: Iterable[Any]) -> tuple[list[Tensor], list[Any]]:
-    """What the fused check may be given, and the rest."""
-    ours: list[Tensor] = []
-    others: list[Any] = []
-    for tensor in tensors:
-        (ours if _is_fusable(tensor) else others).append(tensor)
-    return ours, others
 
 
 def _is_fusable(tensor: Any) -> bool:
@@ -105,15 +101,10 @@ def _fused_check(tensors: list[Tensor]) -> Tensor | None:
     """1 where there is a bad value, else 0; None when torch refuses one of the tensors."""
     found = torch.zeros((), device="cpu")
     try:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _one())
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _ONE)
     except RuntimeError:  # expanded, nested, or another layout it cannot write to
         return None
     return found
-
-
-@functools.cache
-def _one() -> Tensor:
-    return torch.ones((), device="cpu")
 
 
 def _by_device(values: Iterable[Any]) -> _Parts:
@@ -134,28 +125,38 @@ def _cpu_alarm(parts: list[Tensor], found: Tensor | None) -> bool:
     return bool(suspect if found is None else suspect + found)  # host sync
 
 
-def _quick(part: Tensor) -> Iterator[Tensor]:
+def _quick(part: Tensor) -> Iterable[Tensor]:
     if part.dtype not in _SUMMABLE:
-        yield from _extremes(part)
-    else:
-        # A lazily negated tensor would be copied; the sign does not matter here.
-        yield compact(part._neg_view() if part.is_neg() else part).sum()
+        return _extremes(part)
+    # A lazily negated tensor would be copied; the sign does not matter here.
+    return (compact(part._neg_view() if part.is_neg() else part).sum(),)
 
 
 def _exact_flag(parts: list[Tensor]) -> Tensor:
-    return torch.stack(list(_exact(parts))).isfinite().all().logical_not()
+    together = [part for part in parts if part.is_cuda and _is_direct(part)]
+    alone = [part for part in parts if not (part.is_cuda and _is_direct(part))]
+    values = _largest(together) + [value for part in alone for value in _extremes(part)]
+    return torch.stack(values).isfinite().all().logical_not()
 
 
-def _exact(parts: list[Tensor]) -> Iterator[Tensor]:
-    """0-d tensors of which one is non-finite if and only if an element is."""
+def _largest(parts: list[Tensor]) -> list[Tensor]:
+    """The largest magnitude of each, NaN where there is one; one kernel for each dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
-        yield from _extremes(part)
+        by_dtype.setdefault(part.dtype, []).append(part)
+    groups = by_dtype.values()
+    return [value for group in groups for value in torch._foreach_norm(group, math.inf)]
+
+
+def _is_direct(part: Tensor) -> bool:
+    """Whether torch reduces it without a copy."""
+    return part.is_contiguous() and part.dtype in _NATIVE and not part.is_neg()
 
 
 def _extremes(part: Tensor) -> Iterator[Tensor]:
     """Smallest and largest element; NaN where there is one. By pieces where torch would copy."""
     packed = compact(part)
-    if packed.is_contiguous() and packed.dtype in _NATIVE and not packed.is_neg():
+    if _is_direct(packed):
         yield from packed.aminmax()
         return
     dtype = packed.dtype if packed.dtype in _NATIVE else torch.float32

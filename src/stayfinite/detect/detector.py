@@ -1,0 +1,192 @@
+"""NaNDetector: checks that a training loop calls by hand, and what they have seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.history import CheckHistory
+from stayfinite.detect.reports import (
+    bad_reports,
+    clean_report,
+    report_on,
+    require_model,
+    require_tensor,
+)
+from stayfinite.detect.walk import (
+    Named,
+    is_container,
+    named_gradients,
+    named_states,
+    named_tensors,
+    named_weights,
+)
+from stayfinite.errors import ConfigError, InputError
+from stayfinite.records import NaNReport, Origin
+
+# Names given to check_tensor that are counted apart; a loop may make up a new one every step.
+_MOST_NAMES = 10_000
+
+
+class NaNDetector:
+    """Checks losses, gradients, weights, optimizer state and batches for NaN and Inf.
+
+    `check_loss`, `check_gradients` and `check_parameters` (with the buffers) switch those checks
+    off and on for good: a check that is off finds nothing. The answer always covers every
+    element; `max_items_to_check` limits how many of the bad tensors in one call are described
+    (have `tensor_stats`).
+
+    With `detection_interval=n` a check looks at its 1st, (n+1)th, (2n+1)th ... call and else
+    returns at once that nothing was found: a clean report, an empty list. Calls are counted
+    for each model, each optimizer, and for check_loss, check_losses and check_batch, so call
+    each of these once a step. check_tensor always looks.
+
+    >>> import torch
+    >>> detector = NaNDetector()
+    >>> detector.check_loss(torch.tensor(float("nan"))).nan_type
+    <NaNType.NAN: 'nan'>
+    >>> terms = {"bbox": torch.tensor(1.0), "dfl": torch.tensor(-1.0).log()}
+    >>> [report.location for report in detector.check_losses(terms)]
+    ['loss.dfl']
+    >>> detector.get_statistics()["hits"]
+    2
+    """
+
+    def __init__(
+        self,
+        *,
+        check_loss: bool = True,
+        check_gradients: bool = True,
+        check_parameters: bool = False,
+        detection_interval: int = 1,
+        max_items_to_check: int = 1000,
+    ) -> None:
+        # Not self.check_loss: that is the method.
+        self._looks_at_loss = _flag("check_loss", check_loss)
+        self._looks_at_gradients = _flag("check_gradients", check_gradients)
+        self._looks_at_parameters = _flag("check_parameters", check_parameters)
+        self._interval = _at_least("detection_interval", detection_interval, 1)
+        self._described = _at_least("max_items_to_check", max_items_to_check, 0)
+        self.reset_statistics()
+
+    def check_tensor(self, tensor: Tensor, name: str = "tensor") -> NaNReport:
+        """What is wrong with this tensor, if anything; `name` is the location in the report."""
+        require_tensor(tensor, "check_tensor")
+        known = name in self._names or len(self._names) < _MOST_NAMES
+        self._names[name if known else ""] += 1
+        return self._one(self._names[name if known else ""] - 1, name, tensor)
+
+    def check_loss(self, loss: Tensor) -> NaNReport:
+        """What is wrong with the loss, if anything."""
+        require_tensor(loss, "check_loss")
+        step = self._due("loss", self._looks_at_loss)
+        return clean_report("loss", loss) if step is None else self._one(step, "loss", loss)
+
+    def check_losses(self, losses: Mapping[str, Tensor]) -> list[NaNReport]:
+        """The bad terms of a loss that is a sum, such as {"bbox": ..., "dfl": ...}."""
+        if not isinstance(losses, Mapping):
+            raise InputError(
+                f"check_losses got a {type(losses).__name__}; it accepts a mapping "
+                'of names to tensors, such as {"bbox": ..., "dfl": ...}.'
+            )
+        for name, loss in losses.items():
+            require_tensor(loss, f"check_losses[{name!r}]")
+        step = self._due("losses", self._looks_at_loss)
+        return self._many(step, ((f"loss.{name}", loss) for name, loss in losses.items()))
+
+    def check_model(self, model: nn.Module, check_gradients: bool = True) -> list[NaNReport]:
+        """The bad gradients of the model and, with check_parameters, its parameters and buffers."""
+        require_model(model, "check_model")
+        named: list[Named] = []
+        if check_gradients and self._looks_at_gradients:
+            named += named_gradients(model)
+        if self._looks_at_parameters:
+            named += named_weights(model)
+        return self._many(self._due(model), named)
+
+    def check_optimizer(self, optimizer: Optimizer) -> list[NaNReport]:
+        """The bad tensors in the optimizer's state, and bad learning rates."""
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+            kind = type(optimizer).__name__
+            raise InputError(f"check_optimizer got a {kind}; it accepts a torch.optim.Optimizer.")
+        return self._many(self._due(optimizer), named_states(optimizer))
+
+    def check_batch(self, batch: Any) -> list[NaNReport]:
+        """The bad tensors in a batch: a tensor, or dicts, lists, tuples, dataclasses of them."""
+        if not isinstance(batch, Tensor) and not is_container(batch):
+            raise InputError(
+                f"check_batch got a {type(batch).__name__}; it accepts a tensor, or a dict, "
+                "list, tuple or dataclass of tensors."
+            )
+        return self._many(self._due("batch"), named_tensors(batch, "inputs"))
+
+    def get_statistics(self) -> dict[str, Any]:
+        """What has been seen since the start or the last reset_statistics().
+
+        - checks: calls that looked; skipped: calls that did not
+        - hits: checks that found something; hit_rate: hits / checks
+        - hits_by_type: bad tensors by kind ("nan", "inf", "-inf"); hits_by_location: by location
+        - first_bad_step, last_bad_step: None without a hit; steps are counted from 0, by the
+          calls of the same check
+        - current_streak, longest_streak: bad steps in a row
+        """
+        return self._history.as_dict()
+
+    def reset_statistics(self) -> None:
+        """Forget all that was counted, the steps included."""
+        self._history = CheckHistory()
+        self._names: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()
+        self._objects: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    @staticmethod
+    def find_nan_source(
+        model: nn.Module, inputs: Any, targets: Any = None, loss_fn: Any = None
+    ) -> Origin | None:
+        """Where a forward and backward pass on these inputs first makes a NaN or an Inf.
+
+        None if it makes none. Without `loss_fn` the model's own loss, or the sum of its float
+        outputs, is back-propagated.
+        """
+        from stayfinite.locate.replay import find_source
+
+        return find_source(model, inputs, targets=targets, loss_fn=loss_fn)
+
+    def _due(self, key: Any, is_on: bool = True) -> int | None:
+        """The step of this call, None if it is not to look."""
+        calls: Any = self._kinds if isinstance(key, str) else self._objects
+        step: int = calls.get(key, 0)
+        calls[key] = step + 1
+        if is_on and step % self._interval == 0:
+            return step
+        self._history.skipped += 1
+        return None
+
+    def _one(self, step: int, location: str, tensor: Tensor) -> NaNReport:
+        report = report_on(location, tensor)
+        self._history.looked(step, [report] if report.has_nan else [])
+        return report
+
+    def _many(self, step: int | None, named: Iterable[Named]) -> list[NaNReport]:
+        if step is None:
+            return []
+        bad = bad_reports(named, described=self._described)
+        self._history.looked(step, bad)
+        return bad
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be True or False.")
+    return value
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+    return value

@@ -1,0 +1,184 @@
+"""Small tools for a debugging session; nothing of them is needed for training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from stayfinite.detect.reports import bad_reports, report_on, require_model, require_tensor
+from stayfinite.detect.scan import all_finite, summarize
+from stayfinite.detect.walk import named_gradients, named_tensors
+from stayfinite.errors import InputError, NonFiniteError
+from stayfinite.records import NaNReport, TensorSummary
+
+logger = logging.getLogger("stayfinite")
+
+
+def check_tensor(tensor: Tensor, name: str = "tensor") -> Tensor:
+    """The same tensor, so that it can stand inside an expression; NonFiniteError if it is bad.
+
+    >>> import torch
+    >>> check_tensor(torch.ones(2), "logits")
+    tensor([1., 1.])
+    """
+    report = report_on(name, require_tensor(tensor, "check_tensor"))
+    if not report.has_nan:
+        return tensor
+    raise NonFiniteError(_bad_text(summarize(name, tensor)), report=report)
+
+
+def check_gradients(model: nn.Module) -> list[NaNReport]:
+    """Reports on the bad gradients of the model; empty when all are finite."""
+    return bad_reports(named_gradients(require_model(model, "check_gradients")))
+
+
+def attach_nan_hooks(
+    model: nn.Module, *, verbose: bool = False, file: TextIO | None = None
+) -> NaNHooks:
+    """Prints each layer whose output turns non-finite, with its input and output ranges.
+
+    With `verbose` it prints every layer. Prints to stdout unless `file` is given. Layers inside
+    torch.compile are not seen. Undo with `.remove()`, or use it in a `with` block.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise InputError(f"attach_nan_hooks got a {kind}; it accepts a torch.nn.Module.")
+    return NaNHooks(model, verbose=verbose, file=file)
+
+
+enable_nan_hooks = attach_nan_hooks
+
+
+class NaNHooks:
+    """The hooks that attach_nan_hooks() put on a model."""
+
+    def __init__(self, model: nn.Module, *, verbose: bool, file: TextIO | None) -> None:
+        self._verbose = verbose
+        self._file = file
+        self._failed = False
+        self._inputs: dict[str, list[TensorSummary]] = {}
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            self._attach(name, module)
+
+    def remove(self) -> None:
+        """Take the hooks off; a second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._inputs.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _attach(self, name: str, module: nn.Module) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not is_compiling():
+                self._guarded(self._before, name, module, (args, kwargs))
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not is_compiling():
+                self._guarded(self._after, name, module, (args, kwargs), output)
+
+        self._handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def _guarded(self, function: Any, *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception:
+            if not self._failed:
+                logger.exception("stayfinite failed inside a forward hook; the model goes on")
+            self._failed = True
+
+    def _before(self, name: str, module: nn.Module, given: Any) -> None:
+        inputs = _inputs(given)
+        self._inputs.pop(name, None)
+        # A layer that works in place changes its input, so it is described before.
+        if self._verbose or getattr(module, "inplace", False) or not _finite(inputs):
+            self._inputs[name] = _summaries(inputs)
+
+    def _after(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        described = self._inputs.pop(name, None)
+        outputs = list(named_tensors(output, "output"))
+        if self._verbose or not _finite(outputs):
+            inputs = _summaries(_inputs(given)) if described is None else described
+            print(_layer_text(name, module, inputs, _summaries(outputs)), file=self._file)
+
+
+def _inputs(given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Tensor]]:
+    args, kwargs = given
+    named = [*named_tensors(args, "input"), *named_tensors(kwargs, "input")]
+    return [("input", tensor) for _, tensor in named] if len(named) == 1 else named
+
+
+def _finite(named: Iterable[tuple[str, Tensor]]) -> bool:
+    return all_finite(tensor for _, tensor in named)
+
+
+def _summaries(named: Iterable[tuple[str, Tensor]]) -> list[TensorSummary]:
+    return [summarize(name, tensor) for name, tensor in named]
+
+
+def _layer_text(
+    name: str, module: nn.Module, inputs: list[TensorSummary], outputs: list[TensorSummary]
+) -> str:
+    kind = type(module).__name__
+    title = f"{name} ({kind})" if name else f"the whole model ({kind})"
+    lines = [f"  {_range_text(summary)}" for summary in (*inputs, *outputs)]
+    return "\n".join([f"{title}: {_verdict(module, inputs, outputs)}", *lines])
+
+
+def _verdict(module: nn.Module, inputs: list[TensorSummary], outputs: list[TensorSummary]) -> str:
+    if not any(summary.bad_count for summary in outputs):
+        return "output is finite"
+    own = [
+        name for name, weight in module.named_parameters(recurse=False) if not all_finite([weight])
+    ]
+    if any(summary.bad_count for summary in inputs):
+        return "BAD, and so was its input"
+    if own:
+        return f"BAD, because of its own {', '.join(own)}"
+    return "BAD, from finite input"
+
+
+def _range_text(summary: TensorSummary) -> str:
+    text = f"{summary.name} {_shape_text(summary)}"
+    if summary.min is not None and summary.max is not None:
+        text += f" from {summary.min:.4g} to {summary.max:.4g}"
+    return f"{text}; {_counts_text(summary)}" if summary.bad_count else text
+
+
+def _bad_text(summary: TensorSummary) -> str:
+    return f"{summary.name} is not finite: {_counts_text(summary)}; {_shape_text(summary)}."
+
+
+def _shape_text(summary: TensorSummary) -> str:
+    return f"{summary.dtype}[{', '.join(map(str, summary.shape))}]"
+
+
+def _counts_text(summary: TensorSummary) -> str:
+    counts = {
+        "NaN": summary.nan_count,
+        "+Inf": summary.pos_inf_count,
+        "-Inf": summary.neg_inf_count,
+    }
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    text = f"{kinds} of {summary.numel} elements"
+    if summary.first_bad_index is None:
+        return text
+    return f"{text}, first at index {list(summary.first_bad_index)}"

@@ -20,7 +20,7 @@ from stayfinite.detect.flags import (
     obeys_flag,
     with_scaler,
 )
-from stayfinite.detect.scan import nonfinite
+from stayfinite.detect.lbfgs import LBFGSCopy
 from stayfinite.errors import TrainingAbortedError
 
 if TYPE_CHECKING:
@@ -119,12 +119,7 @@ class WatchedOptimizer:
 
     def _look(self, optimizer: Optimizer) -> None:
         self._looked = True
-        gradients = [
-            grad
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if (grad := param.grad) is not None
-        ]
+        gradients = gradients_of(optimizer)
         may_defer = self._defer and is_ready(optimizer)
         if may_defer or "grad_scale" in optimizer.__dict__ or is_capturing(gradients):
             self._look_on_device(optimizer, gradients, may_defer=may_defer)
@@ -198,7 +193,7 @@ class WatchedOptimizer:
         self._clean(optimizer)
         if copy is None:
             return
-        if self._vetoed or (copy.went_bad(optimizer) and self._undo_refused(optimizer, copy)):
+        if self._vetoed or (copy.ends_badly(optimizer) and self._undo_refused(optimizer, copy)):
             self._vetoed = True
             copy.restore(optimizer)
 
@@ -235,11 +230,17 @@ class WatchedOptimizer:
 
         return judged
 
+    def _look_on_the_way(self, optimizer: Optimizer, copy: LBFGSCopy) -> None:
+        if self._judge(optimizer, gradients_of(optimizer), on_device=False):  # host sync
+            copy.note_bad_point(optimizer)
+
     def _after_closure(self, optimizer: Optimizer) -> None:
         try:
             if self._vetoed:  # refused at an earlier call in this same step
                 self._hide(optimizer)
-            elif self._copy is None or not self._looked:
+            elif self._copy is not None and self._looked:
+                self._look_on_the_way(optimizer, self._copy)
+            else:
                 self._look(optimizer)
         except TrainingAbortedError:
             if self._copy is not None:
@@ -249,48 +250,16 @@ class WatchedOptimizer:
             self._fail()
 
 
-class LBFGSCopy:
-    """Parameters and state of an LBFGS, which moves through several points within one step.
-
-    A line search may look at a point that is not finite and turn back: only the first
-    gradient and the point where it ends are judged.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._params = [(p, p.detach().clone()) for p in _params(optimizer)]
-        self._states = {p: _copy_state(s) for p, s in optimizer.state.items()}
-
-    def went_bad(self, optimizer: Optimizer) -> bool:
-        tensors = [p.detach() for p in _params(optimizer)]
-        for state in optimizer.state.values():
-            for value in state.values():
-                tensors += value if isinstance(value, list) else [value]
-        numbers = [torch.as_tensor(v) for v in tensors if isinstance(v, (Tensor, float))]
-        return bool(nonfinite(numbers))  # host sync
-
-    def restore(self, optimizer: Optimizer) -> None:
-        with torch.no_grad():
-            for param, value in self._params:
-                param.copy_(value)
-        optimizer.state.clear()
-        for param, state in self._states.items():
-            optimizer.state[param].update(_copy_state(state))
-
-
-def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors inside its lists are never written to, only replaced."""
-    return {key: _copy_value(value) for key, value in state.items()}
-
-
-def _copy_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return list(value) if isinstance(value, list) else value
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that are there."""
+    return [
+        grad
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (grad := param.grad) is not None
+    ]
 
 
 def _pairs(optimizer: Optimizer) -> Pairs:
-    return [(param, grad) for param in _params(optimizer) if (grad := param.grad) is not None]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(param, grad) for param in params if (grad := param.grad) is not None]

@@ -1,0 +1,102 @@
+"""What the last steps looked like: the part of the evidence that one step cannot show."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+_KEEP = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """One update that was attempted; numbers may be NaN, None is not known."""
+
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    scale: float | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """What the rules need to know of an optimizer."""
+
+    kind: str = ""
+    learning_rate: float | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    line_search: str | None = None
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """All that is known besides the origin."""
+
+    step: int = 0
+    locations: tuple[str, ...] = ()
+    history: tuple[StepFacts, ...] = ()
+    optimizer: OptimizerFacts | None = None
+    optimizer_count: int = 0
+    scaler_skips: int = 0
+    scale: float | None = None
+    input_ranges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    weight_ranges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    poisoned_buffers: tuple[str, ...] = ()
+    loaded_keys: tuple[str, ...] = ()
+    bootstraps: bool = False
+    is_adversarial: bool = False
+    compiled_only: bool = False
+
+
+class History:
+    """A ring of the last steps. Values may be device tensors; they are read only when asked for."""
+
+    def __init__(self) -> None:
+        self._ring: deque[dict[str, Any]] = deque(maxlen=_KEEP)
+        self._first: list[dict[str, Any]] = []
+
+    def add(self, **facts: Any) -> None:
+        self._ring.append(facts)
+        if len(self._first) < 8:
+            self._first.append(facts)
+
+    def steps(self) -> tuple[StepFacts, ...]:
+        """Oldest first; the run's first few steps are always among them."""
+        recent = list(self._ring)
+        early = [facts for facts in self._first if facts["step"] < recent[0]["step"]] if recent else []
+        return tuple(_read(facts) for facts in [*early, *recent])
+
+
+def _read(facts: dict[str, Any]) -> StepFacts:
+    numbers = {
+        name: float(value) if value is not None else None
+        for name, value in facts.items()
+        if name in ("loss", "grad_norm", "learning_rate", "scale")
+    }
+    return StepFacts(step=facts["step"], skipped=bool(facts.get("skipped")), **numbers)
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """The values that are known and finite."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def growth(values: list[float], *, of: Callable[[list[float]], float] = max) -> float:
+    """How many times larger the last few values got than the typical one before; 1 if unknown.
+
+    Early and late are compared as magnitudes, so that a falling log-likelihood counts too.
+    """
+    sizes = [abs(value) for value in values]
+    if len(sizes) < 3:
+        return 1.0
+    late = of(sizes[-3:])
+    early = statistics.median(sizes[: max(1, len(sizes) - 3)][:16])
+    return late / early if early > 0 else 1.0

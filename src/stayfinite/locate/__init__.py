@@ -1,0 +1,1 @@
+"""Where a non-finite value was born: its operation, line and module."""

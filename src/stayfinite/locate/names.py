@@ -1,0 +1,65 @@
+"""Dotted names of modules and parameters, from their topmost owner."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+# Wrappers that put a prefix of their own before the user's names.
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel"}
+
+
+class Names:
+    """The names of everything that is alive now. Looks at every object once, so make it seldom."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._holders: dict[int, tuple[nn.Module, str]] = {}
+        for module in _living_modules():
+            for name, child in _children(module, "_modules"):
+                self._owners.setdefault(id(child), []).append((module, name))
+            for kind in ("_parameters", "_buffers"):
+                for name, tensor in _children(module, kind):
+                    self._holders.setdefault(id(tensor), (module, name))
+
+    def module(self, module: nn.Module, around: Iterable[nn.Module] = ()) -> tuple[str, str]:
+        """(class name of the topmost owner, dotted name in it); owners in `around` go first."""
+        names: list[str] = []
+        current, seen = module, {id(module)}
+        near = {id(other) for other in around}
+        while (owner := self._owner(current, seen, near)) is not None:
+            current = owner[0]
+            names.append(owner[1])
+            seen.add(id(current))
+        return type(current).__name__, ".".join(reversed(names))
+
+    def tensor(self, tensor: Tensor) -> str | None:
+        """The dotted name of a parameter or buffer; None for other tensors."""
+        holder = self._holders.get(id(tensor))
+        if holder is None:
+            return None
+        prefix = self.module(holder[0])[1]
+        return f"{prefix}.{holder[1]}" if prefix else holder[1]
+
+    def _owner(
+        self, module: nn.Module, seen: set[int], near: set[int]
+    ) -> tuple[nn.Module, str] | None:
+        owners = [
+            (owner, name)
+            for owner, name in self._owners.get(id(module), ())
+            if id(owner) not in seen and type(owner).__name__ not in _WRAPPERS
+        ]
+        owners.sort(key=lambda owner: id(owner[0]) not in near)
+        return owners[0] if owners else None
+
+
+def _living_modules() -> list[nn.Module]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+
+
+def _children(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
+    held = module.__dict__.get(kind) or {}
+    return [(name, child) for name, child in held.items() if child is not None]

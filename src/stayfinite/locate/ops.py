@@ -1,0 +1,121 @@
+"""What one aten operator does to its arguments, read off its schema once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Memory that nobody has written yet: whatever is in it was not computed.
+_ALLOCATORS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+# A non-finite constant given to one of these is meant.
+_FILLS = {
+    "full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where",
+    "scalar_tensor", "constant_pad_nd", "index_fill", "index_fill_", "index_put", "index_put_",
+    "clamp", "clamp_", "clamp_min", "clamp_max", "nan_to_num", "nan_to_num_", "add", "add_", "sub",
+    "mul", "mul_",
+}  # fmt: skip
+# In place, but the old content is not read.
+_OVERWRITES = {
+    "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
+    "log_normal_", "cauchy_", "geometric_", "set_", "resize_",
+}  # fmt: skip
+
+
+class OpInfo(NamedTuple):
+    """name, what it writes, and whether its output needs a look."""
+
+    name: str
+    base: str
+    arguments: tuple[str, ...]
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    overwrites: bool
+    is_view: bool
+    allocates: bool
+    fills: bool
+    is_collective: bool
+
+
+def learn(func: Any) -> OpInfo:
+    """The facts about an operator."""
+    schema = func._schema
+    base = schema.name.split("::")[-1]
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    out_variant = "out" in func._overloadname or any(name == "out" for _, name in written)
+    aliases = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
+    return OpInfo(
+        name=str(func),
+        base=base,
+        arguments=tuple(argument.name for argument in schema.arguments),
+        written=tuple(index for index, _ in written),
+        written_names=tuple(name for _, name in written),
+        overwrites=out_variant or base in _OVERWRITES,
+        is_view=(bool(getattr(func, "is_view", False)) or aliases) and not written,
+        allocates=base in _ALLOCATORS,
+        fills=base in _FILLS,
+        is_collective=func.namespace in ("c10d", "_c10d_functional", "c10d_functional"),
+    )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among operator arguments or results; lists are opened."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def named_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Tensor arguments with the schema's names; list members get an index."""
+    found: list[tuple[str, Tensor]] = []
+    pairs = [*zip(info.arguments, args, strict=False), *kwargs.items()]
+    for name, value in pairs:
+        members = tensors_in(value)
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        else:
+            found.extend((f"{name}[{index}]", tensor) for index, tensor in enumerate(members))
+    return found
+
+
+def scalars(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The plain numbers, strings and short number lists among the arguments."""
+    pairs = [*zip(info.arguments, args, strict=False), *kwargs.items()]
+    return {name: value for name, value in pairs if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) <= 8 and all(isinstance(item, (bool, int, float)) for item in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def nonfinite_constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    """Inf and NaN that were given as Python numbers."""
+    values = [*args, *kwargs.values()]
+    return [v for v in values if isinstance(v, float) and not math.isfinite(v)]
+
+
+def is_bad(tensor: Tensor) -> bool:
+    """Whether any element is not finite; one pass, confirmed only when the sum overflows."""
+    dtype = tensor.dtype
+    if dtype is torch.float32 or dtype is torch.bfloat16 or dtype is torch.float64:
+        if math.isfinite(tensor.sum().item()):  # host sync
+            return False
+    elif not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    return _is_bad_exactly(tensor)
+
+
+def _is_bad_exactly(tensor: Tensor) -> bool:
+    from stayfinite.detect.scan import all_finite
+
+    return not all_finite([tensor])

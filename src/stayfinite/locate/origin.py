@@ -1,0 +1,114 @@
+"""From traced events to the Origin that a person reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from stayfinite.locate.events import Event, Site, ancestors, guilty, path
+from stayfinite.locate.names import Names
+from stayfinite.locate.source import Place, resolve
+from stayfinite.records import Hop, Origin, Phase
+
+_MOST_HOPS = 24
+
+
+def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, Event] | None:
+    """Where the noticed events began, and the event itself; None without events."""
+    following = ancestors(noticed)
+    event = guilty(following)
+    if event is None:
+        return None
+    hops = path(event, following)
+    phase, place, site = _meaning(event, hops)
+    span = resolve(place, folder=folder) if place else None
+    names = Names()
+    root, module = _module(site, names)
+    origin = Origin(
+        phase=phase,
+        op=event.op or None,
+        node=event.node,
+        file=span.file if span else None,
+        line=span.line if span else None,
+        end_line=span.end_line if span else None,
+        columns=span.columns if span else None,
+        code=span.code if span else "",
+        function=span.function if span else None,
+        module=module,
+        root=root,
+        inputs=event.inputs,
+        outputs=event.outputs,
+        lineage=tuple(_hop(hop, names, folder) for hop in _shortened(hops)),
+        exact=True,
+        facts=_facts(event, hops),
+    )
+    return origin, event
+
+
+def _meaning(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site]:
+    """Phase, line and module, which for values that nobody computed are where they came in."""
+    if event.kind == "allocation":
+        user = next((hop.site for hop in hops[1:] if hop.site.modules), event.site)
+        return "init", event.site.place, user
+    if event.kind != "foreign":
+        return event.phase, event.site.place, event.site
+    if event.phase == "checkpoint" or _is_load(hops):
+        return "checkpoint", event.site.place, Site(None)
+    if event.facts.get("is_parameter"):
+        return "init", event.site.place, event.site
+    entered = next((hop for hop in hops[1:] if hop.site.entry is not None), None)
+    if entered is not None and event.site.entry is None:
+        return "data", entered.site.entry, Site(None)
+    if event.site.entry is not None:
+        return "data", event.site.entry, Site(None)
+    met = next((hop for hop in hops[1:] if hop.site.made_node), None)
+    site = met.site if met is not None else event.site
+    return "data", site.place, site
+
+
+def _is_load(hops: list[Event]) -> bool:
+    return any(hop.facts.get("loading") for hop in hops[:2])
+
+
+def _module(site: Site, names: Names) -> tuple[str | None, str | None]:
+    return names.module(site.modules[-1], site.modules) if site.modules else (None, None)
+
+
+def _hop(event: Event, names: Names, folder: str | None) -> Hop:
+    span = resolve(event.site.place, folder=folder) if event.site.place else None
+    return Hop(
+        kind=event.kind,
+        op=event.op,
+        phase=event.phase,
+        node=event.node,
+        file=span.file if span else None,
+        line=span.line if span else None,
+        code=span.code if span else "",
+        module=_module(event.site, names)[1],
+        nan_type=event.nan_type,
+    )
+
+
+def _shortened(hops: list[Event]) -> list[Event]:
+    """At most _MOST_HOPS: both ends and the conversions between them."""
+    if len(hops) <= _MOST_HOPS:
+        return hops
+    half = _MOST_HOPS // 2
+    turns = [hop for hop in hops[half:-half] if hop.kind == "conversion"]
+    return [*hops[:half], *turns[: _MOST_HOPS // 4], *hops[-half:]]
+
+
+def _facts(event: Event, hops: list[Event]) -> dict[str, Any]:
+    facts = dict(event.facts)
+    facts["clock"] = event.clock
+    turn = next((hop for hop in hops[1:] if hop.kind == "conversion"), None)
+    if turn is not None:
+        facts["became_nan"] = {
+            "op": turn.op,
+            "node": turn.node,
+            "inputs": [dataclasses.asdict(summary) for summary in turn.inputs],
+        }
+    if event.kind in ("foreign", "allocation"):
+        facts["foreign"] = event.kind == "foreign" and event.facts.get("label") is None
+    return facts

@@ -1,0 +1,117 @@
+"""From a Python stack to the user's file, line and columns."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+from torch.autograd import graph as autograd_graph
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
+
+USER, INTERNAL, ENGINE = 0, 1, 2
+_kind_of_code: dict[CodeType, int] = {}
+
+
+class Place(NamedTuple):
+    """A point in somebody's code, cheap enough to take at every operation."""
+
+    code: CodeType
+    lasti: int
+    line: int
+
+
+class Span(NamedTuple):
+    """A place with its text: the contract's file, line, end_line, columns, code, function."""
+
+    file: str
+    line: int
+    end_line: int
+    columns: tuple[int, int] | None
+    code: str
+    function: str
+
+
+def kind_of(code: CodeType) -> int:
+    """USER, INTERNAL (torch, the standard library, ourselves) or ENGINE (a backward pass starts)."""
+    kind = _kind_of_code.get(code)
+    if kind is None:
+        kind = _kind_of_code[code] = _classify_code(code)
+    return kind
+
+
+def _classify_code(code: CodeType) -> int:
+    name = code.co_filename
+    if name.startswith(_TORCH):
+        engine = code.co_name == "_engine_run_backward" and name == autograd_graph.__file__
+        return ENGINE if engine else INTERNAL
+    if name.startswith((_OURS, "<frozen ")) or name in ("<__array_function__ internals>",):
+        return INTERNAL
+    if name.startswith(_STDLIB) and not name.startswith(_PACKAGES) and "-packages" not in name:
+        return INTERNAL
+    return USER
+
+
+def user_place(frame: FrameType | None) -> Place | None:
+    """The innermost user frame; None when a backward pass begins before one is met."""
+    while frame is not None:
+        code = frame.f_code
+        kind = _kind_of_code.get(code)
+        if kind is None:
+            kind = kind_of(code)
+        if kind == USER:
+            return Place(code, frame.f_lasti, frame.f_lineno)
+        if kind == ENGINE:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def user_places(frame: FrameType | None, limit: int = 12) -> list[Place]:
+    """User frames from the innermost outwards, through backward passes too."""
+    found: list[Place] = []
+    while frame is not None and len(found) < limit:
+        if kind_of(frame.f_code) == USER:
+            found.append(Place(frame.f_code, frame.f_lasti, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def resolve(place: Place, *, folder: str | None) -> Span:
+    """The place with its source text; the file is relative to `folder` when it is inside it."""
+    line, end_line, start, end = _positions(place)
+    path = place.code.co_filename
+    columns = None
+    if start is not None and end is not None:
+        columns = _characters(path, line, start), _characters(path, end_line, end)
+    text = linecache.getline(path, line).strip()
+    function = place.code.co_name
+    return Span(relative(path, folder), line, end_line, columns, text, function)
+
+
+def relative(path: str, folder: str | None) -> str:
+    """The path as the contract writes it."""
+    if folder is None or path.startswith("<"):
+        return path
+    full = os.path.realpath(path)
+    root = os.path.realpath(folder)
+    return os.path.relpath(full, root) if full.startswith(root + os.sep) else os.path.abspath(path)
+
+
+def _positions(place: Place) -> tuple[int, int, int | None, int | None]:
+    for index, (line, end_line, start, end) in enumerate(place.code.co_positions()):
+        if index == place.lasti // 2:
+            return line or place.line, end_line or line or place.line, start, end
+    return place.line, place.line, None, None
+
+
+def _characters(path: str, line: int, offset: int) -> int:
+    # co_positions counts UTF-8 bytes; people count characters.
+    return len(linecache.getline(path, line).encode()[:offset].decode(errors="ignore"))

@@ -1,0 +1,112 @@
+"""The end of a run: one result of all processes, said on stderr and written as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+from stayfinite.records import Exit, Incident, RunResult, to_json
+from stayfinite.runner import tree
+from stayfinite.runner.aside import step_aside
+from stayfinite.runner.ending import Ending, flush
+from stayfinite.runner.plan import write_atomically
+from stayfinite.runner.scene import Scene
+from stayfinite.runner.second import look_again
+from stayfinite.runner.watch import Watch
+from stayfinite.runner.words import count, one_line, say
+
+
+def close(scene: Scene, watch: Watch, ending: Ending) -> int:
+    """Say and save what was found; the result is the exit code of the run."""
+    code = ending.code
+    with step_aside("the report"):
+        watch.end()
+        flush()
+        records = tree.load(scene.plan.folder)
+        result = tree.merged(records, only_first=scene.plan.stops)
+        if result.incidents and scene.plan.stops:
+            code = 3
+        _conclude(scene, records, dataclasses.replace(result, exit=_exit_of(result, ending)))
+        _say_last(scene, records, result, ending)
+    shutil.rmtree(scene.plan.folder, ignore_errors=True)
+    return code
+
+
+def tell_at_once(scene: Scene, incident: Incident) -> None:
+    """One line while the script goes on; in stop mode the report follows soon enough."""
+    if not scene.plan.stops:
+        say(f"{one_line(incident)}; the script goes on.")
+
+
+def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult) -> None:
+    _write(scene, result)
+    notes: list[str] = []
+    if result.incidents:
+        result, notes = look_again(scene, records, result)
+        _write(scene, result)
+    for incident in result.incidents:
+        _show(scene, incident)
+    for note in notes:
+        say(note)
+
+
+def _write(scene: Scene, result: RunResult) -> None:
+    if scene.options.json is None:
+        return
+    try:
+        write_atomically(scene.options.json, to_json(result, indent=1) + "\n")
+    except OSError as error:
+        say(f"{scene.options.json} cannot be written any more: {error.strerror}.")
+
+
+def _show(scene: Scene, incident: Incident) -> None:
+    try:
+        from stayfinite.report.terminal import show
+
+        folder = Path(str(scene.plan.guard["folder"]))
+        show(incident, verbose=scene.options.verbose, folder=folder, file=sys.stderr)
+    except Exception as error:
+        say(one_line(incident))
+        with step_aside("the full report"):
+            raise error
+
+
+def _exit_of(result: RunResult, ending: Ending) -> Exit:
+    if result.incidents:
+        return "incident"
+    return "script-error" if ending.code else "finite"
+
+
+def _say_last(
+    scene: Scene, records: list[tree.ProcessRecord], result: RunResult, ending: Ending
+) -> None:
+    if result.incidents:
+        say(_last_of_incident(scene, result))
+    else:
+        say(f"{_how_it_ended(ending)}{_what_was_checked(records, result)}")
+
+
+def _last_of_incident(scene: Scene, result: RunResult) -> str:
+    first = result.incidents[0]
+    if scene.plan.stops:
+        return f"the script was ended at step {first.step}; exit code 3."
+    found = count(len(result.incidents), "incident")
+    return f"{found} in {count(result.steps, 'step')}; the script went on (--on-nan warn)."
+
+
+def _how_it_ended(ending: Ending) -> str:
+    if ending.interrupted:
+        return "interrupted; "
+    return f"the script ended with exit code {ending.code}; " if ending.code else ""
+
+
+def _what_was_checked(records: list[tree.ProcessRecord], result: RunResult) -> str:
+    if not any(record.saw_torch for record in records):
+        return "the script did not import torch, so nothing was checked."
+    if not result.steps:
+        return "no backward pass and no optimizer step was seen, so nothing was checked."
+    skipped = result.skipped_by_scaler
+    scaler = f" ({count(skipped, 'update')} skipped by the loss scaler)" if skipped else ""
+    return f"{count(result.steps, 'step')} checked, all finite{scaler}."

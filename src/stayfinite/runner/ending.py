@@ -1,0 +1,166 @@
+"""How a script ended, with the words and the exit code that the interpreter would have given."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from stayfinite.errors import TrainingAbortedError
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+# Raised in a parent when a child that we ended has gone; by name, since torch may not be there.
+_MACHINERY = frozenset(
+    {
+        "torch.multiprocessing.spawn.ProcessRaisedException",
+        "torch.multiprocessing.spawn.ProcessExitedException",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
+        "concurrent.futures.process.BrokenProcessPool",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The script's own exit code, and whether Ctrl-C ended it."""
+
+    code: int = 0
+    interrupted: bool = False
+
+
+def ending_of(run: Callable[[], None], *, stopped_by_us: Callable[[], bool]) -> Ending:
+    """Run to the very end, exit handlers included, and say how it ended.
+
+    Tracebacks are printed as the interpreter prints them, less our own frames.
+    """
+    try:
+        run()
+        ending = Ending()
+    except SystemExit as request:
+        ending = Ending(code=_exit_code(request))
+    except BaseException as error:
+        ending = Ending(code=1, interrupted=isinstance(error, KeyboardInterrupt))
+        if not (is_ours(error) or (_is_machinery(error) and stopped_by_us())):
+            _show(error)
+    _run_exit_handlers()
+    return ending
+
+
+def is_ours(error: BaseException | None) -> bool:
+    """Whether the error is our own stop, not something that the script made of it."""
+    return isinstance(error, TrainingAbortedError)
+
+
+def leave(ending: Ending, code: int) -> None:
+    """End this process with the code; after Ctrl-C by the signal itself, as python does."""
+    if ending.interrupted and code == 1:
+        flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(code)
+
+
+def flush() -> None:
+    """Push out what the script printed, so that our words come after it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def without_our_frames(error: BaseException) -> BaseException:
+    """The error with every frame of this package taken out of its tracebacks."""
+    for link in _chain(error):
+        link.__traceback__ = _trim(link.__traceback__)
+        if is_ours(link.__context__):
+            link.__context__ = None
+        if is_ours(link.__cause__):
+            link.__cause__ = None
+    return error
+
+
+def watch_threads() -> None:
+    """Keep our own stop from being printed as a crash of the thread that it ended."""
+    theirs = threading.excepthook
+
+    def excepthook(args: threading.ExceptHookArgs) -> None:
+        if is_ours(args.exc_value):
+            return
+        if args.exc_value is not None:
+            without_our_frames(args.exc_value)
+        theirs(args)
+
+    threading.excepthook = excepthook
+
+
+def _exit_code(request: SystemExit) -> int:
+    code = request.code
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    error = without_our_frames(error)
+    sys.last_type, sys.last_value = type(error), error
+    sys.last_traceback = error.__traceback__
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as second:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(without_our_frames(second), file=sys.stderr)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(error, file=sys.stderr)
+
+
+def _run_exit_handlers() -> None:
+    # The order of the interpreter's own shutdown: threads first, then atexit.
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException as error:
+        _show(error)
+    with contextlib.suppress(SystemExit):
+        atexit._run_exitfuncs()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    todo, seen = [error], set()
+    while todo:
+        link = todo.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        todo += [e for e in (link.__cause__, link.__context__) if e is not None]
+        if isinstance(link, BaseExceptionGroup):
+            todo += link.exceptions
+
+
+def _trim(trace: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while trace is not None:
+        if not _is_our_frame(trace):
+            kept.append(trace)
+        trace = trace.tb_next
+    for here, following in zip(kept, [*kept[1:], None], strict=False):
+        here.tb_next = following
+    return kept[0] if kept else None
+
+
+def _is_our_frame(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def _is_machinery(error: BaseException) -> bool:
+    kind = type(error)
+    return f"{kind.__module__}.{kind.__qualname__}" in _MACHINERY

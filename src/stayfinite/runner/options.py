@@ -1,0 +1,42 @@
+"""The options of `stayfinite run`, each written once; the command line is made from them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stayfinite.errors import ConfigError
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a script is watched and what is done about an incident."""
+
+    on_nan: Literal["stop", "warn"] = _option(
+        "stop", "stop: end the script before the update, exit code 3. warn: report and go on."
+    )
+    second_run: Literal["auto", "always", "never"] = _option(
+        "auto",
+        "Find the exact operation by running the script again with the tracer on. "
+        "auto: if the first run took under 5 minutes and changed nothing outside "
+        "temporary folders.",
+    )
+    trace: bool = _option(False, "Trace from the start, which is slower; no second run is needed.")
+    max_scaler_skips: int = _option(
+        20, "Loss-scale overflows in a row that are still taken for normal."
+    )
+    json: str | None = _option(None, "Write the result to this file, as JSON.")
+    verbose: bool = _option(False, "Show the whole report.")
+
+    def __post_init__(self) -> None:
+        if self.max_scaler_skips < 1:
+            raise ConfigError(
+                f"max_scaler_skips is {self.max_scaler_skips}; it must be at least 1."
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", os.path.abspath(self.json))

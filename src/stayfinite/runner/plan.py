@@ -1,0 +1,72 @@
+"""What a watched process is told, as a JSON file whose path travels in one variable."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+from stayfinite.records import from_json, to_json
+
+VARIABLE = "STAYFINITE_PLAN"
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where a process reports to, how its guard watches, and what it repeats.
+
+    `folder` belongs to one run of the script and all its processes. `guard` has the fields
+    of GuardSettings, as data, because that class cannot be imported before torch.
+    `repeat` is the folder of an earlier run whose generator states are given back.
+    """
+
+    folder: str
+    guard: dict[str, Any] = field(default_factory=dict)
+    repeat: str | None = None
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.folder, "plan.json")
+
+    @property
+    def stops(self) -> bool:
+        """Whether the first incident ends the script."""
+        return self.guard.get("on_nan", "stop") == "stop"
+
+    def with_guard(self, **changes: Any) -> Plan:
+        return dataclasses.replace(self, guard={**self.guard, **changes})
+
+    def save(self) -> None:
+        write_atomically(self.path, to_json(self))
+
+
+def read_plan(path: str) -> Plan:
+    """The plan that was saved at the path."""
+    with open(path, encoding="utf-8") as file:
+        return from_json(Plan, file.read())
+
+
+def write_atomically(path: str, text: str) -> None:
+    """Write the file so that a reader sees the old content or the new one, never a part."""
+    folder, name = os.path.split(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder or ".")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def child_command(target: list[str], *, flags: list[str] | None = None) -> list[str]:
+    """The command that runs the target as a watched process of an existing plan."""
+    boot = f"import sys; sys.path.insert(0, {ROOT!r}); from stayfinite.runner.child import main"
+    if flags is None:
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", f"{boot}; main()", *target]

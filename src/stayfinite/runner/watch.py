@@ -1,0 +1,145 @@
+"""The watch over one process: a guard from the moment torch is there, and its record on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from stayfinite.records import Incident, RunResult, from_data
+from stayfinite.runner import tree
+from stayfinite.runner.aside import step_aside
+from stayfinite.runner.audit import Audit
+from stayfinite.runner.imports import after_import
+from stayfinite.runner.plan import Plan
+from stayfinite.runner.seeds import Seeds
+from stayfinite.runner.unheard import note_native_writers, note_stdin
+
+if TYPE_CHECKING:
+    from stayfinite.guard import Guard
+
+Listener = Callable[["Watch", Incident], None]
+
+
+class Watch:
+    """Watches this process and keeps its record current; `listeners` hear of each incident."""
+
+    def __init__(self, plan: Plan, *, key: str, started: float | None = None) -> None:
+        self.plan = plan
+        self.started = time.time() if started is None else started
+        self.pid = os.getpid()
+        self.guard: Guard | None = None
+        self.listeners: list[Listener] = []
+        self.in_group = False
+        self.is_muted = False
+        self._seconds: float | None = None
+        self._rank: int | None = None
+        self._has_saved = False
+        keep = (os.getcwd(), str(plan.guard.get("folder") or os.getcwd()))
+        self.audit = Audit(keep=keep, on_first=self.save)
+        self.seeds = Seeds(folder=plan.folder, repeat=plan.repeat, key=key)
+
+    def start(self) -> None:
+        """Attach to this process, and to torch as soon as the script imports it."""
+        self.seeds.install()
+        if self.plan.repeat is None:
+            self.audit.install()
+            note_native_writers(self.audit)
+            note_stdin(self.audit)
+        after_import("torch", self._attach)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the guard ended the script here on purpose."""
+        return bool(self.guard and self.guard.stopped)
+
+    def record(self) -> tree.ProcessRecord:
+        """What this process has to report now."""
+        guard = self.guard
+        incidents = tuple(map(self._with_rank, guard.incidents)) if self._speaks() else ()
+        return tree.ProcessRecord(
+            pid=self.pid,
+            rank=self._rank or 0,
+            result=RunResult(
+                incidents=incidents,
+                steps=guard.steps if guard else 0,
+                skipped_by_scaler=guard.skipped_by_scaler if guard else 0,
+            ),
+            saw_torch=guard is not None,
+            stopped=self.has_stopped or (self.plan.stops and bool(incidents)),
+            in_group=self.in_group,
+            arm_at=guard.arm_at() if guard and incidents else None,
+            seconds=self._seconds,
+            effects=tuple(self.audit.effects),
+        )
+
+    def save(self) -> None:
+        """Bring the record on disk up to date."""
+        if os.path.isdir(self.plan.folder):
+            tree.save(self.record(), self.plan.folder)
+            self._has_saved = True
+
+    def end(self) -> None:
+        """Detach, read the last flags, and save if there is anything to tell."""
+        with step_aside("closing the guard"):
+            if self.guard is not None and not self.is_muted:
+                self.guard.close()
+            if self._has_saved or self._speaks():
+                self.save()
+
+    def mute(self) -> None:
+        """Report nothing from this process; what it changes is still noted."""
+        self.is_muted = True
+        if self.guard is not None:
+            self.guard.close()
+
+    def after_fork(self) -> None:
+        """Become the watch of a forked child: its own record, nothing of the parent's."""
+        self.pid = os.getpid()
+        self._seconds, self._has_saved = None, False
+        self.audit.effects.clear()
+        self.seeds.forget_key()
+        if self.guard is not None:
+            self.guard.after_fork()
+
+    def _attach(self, torch: ModuleType) -> None:
+        from stayfinite.guard import Guard, GuardSettings
+
+        if self.is_muted:
+            return
+        guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
+        guard.attach()
+        self.guard = guard
+
+    def _heard(self, incident: Incident) -> None:
+        if self.is_muted:
+            return
+        if self._seconds is None:
+            self._seconds = time.time() - self.started
+        self._rank = rank()
+        with step_aside("saving the incident"):
+            self.save()
+        for listen in self.listeners:
+            with step_aside("telling of the incident"):
+                listen(self, self._with_rank(incident))
+
+    def _with_rank(self, incident: Incident) -> Incident:
+        if incident.rank or not self._rank:
+            return incident
+        return dataclasses.replace(incident, rank=self._rank)
+
+    def _speaks(self) -> bool:
+        return self.guard is not None and not self.is_muted
+
+
+def rank() -> int:
+    """This process's rank: torch's if it is in a group, else the launcher's, else 0."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdigit() else 0

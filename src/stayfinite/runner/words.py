@@ -1,0 +1,30 @@
+"""What `run` says: single lines on stderr, and the names of counts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from stayfinite.records import Incident
+
+
+def say(line: str) -> None:
+    """Print one line of ours on stderr; a closed or broken stderr is no reason to fail."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"stayfinite: {line}\n")
+        sys.stderr.flush()
+
+
+def count(number: int, noun: str) -> str:
+    """The number with its noun: "1 step", "12 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def one_line(incident: Incident) -> str:
+    """The incident in one line: which step and rank, what was seen, and where if that is known."""
+    rank = f", rank {incident.rank}" if incident.rank > 0 else ""
+    seen = ", ".join(f"{r.location} is {r.nan_type.value}" for r in incident.reports[:1])
+    more = f" (and {len(incident.reports) - 1} more)" if len(incident.reports) > 1 else ""
+    origin = incident.origin
+    place = f", at {origin.file}:{origin.line}" if origin and origin.file else ""
+    return f"step {incident.step}{rank}: {seen or 'a value is not finite'}{more}{place}"

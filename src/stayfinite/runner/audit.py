@@ -15,7 +15,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _DEVICES = ("/dev/", "/proc/")
 # Run by libraries to look at the machine or to compile into temporary folders.
 _HARMLESS_PROGRAMS = frozenset(
-    "uname ldconfig lscpu nvidia-smi rocm-smi cc c++ gcc g++ clang clang++ ld as ptxas objdump file".split()
+    ["uname", "ldconfig", "lscpu", "nvidia-smi", "rocm-smi", "file", "objdump", "ptxas"]
+    + ["cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "as"]
 )
 _LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0", "::ffff:127.")
 

@@ -22,7 +22,7 @@ def after_import(name: str, react: Reaction) -> None:
         return
     _waiting.setdefault(name, []).append(react)
     if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _finder)
 
 
 class _Finder:
@@ -64,4 +64,4 @@ def _react(reactions: list[Reaction], module: ModuleType) -> None:
         with step_aside(f"attaching to {module.__name__}"):
             react(module)
     if not _waiting and _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(_finder)

@@ -36,7 +36,7 @@ class Plan:
     @property
     def stops(self) -> bool:
         """Whether the first incident ends the script."""
-        return self.guard.get("on_nan", "stop") == "stop"
+        return bool(self.guard.get("on_nan", "stop") == "stop")
 
     def with_guard(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, guard={**self.guard, **changes})

@@ -65,7 +65,7 @@ def _scene(target: Target, options: RunOptions) -> Scene:
         folder = tempfile.mkdtemp(prefix="stayfinite-")
     except OSError as error:
         raise ConfigError(
-            f"no temporary folder can be made ({error}); set TMPDIR to a folder that can be written."
+            f"no temporary folder can be made ({error}); set TMPDIR to one that can be written."
         ) from error
     plan = Plan(folder=folder, guard=guard_data(options, target))
     plan.save()

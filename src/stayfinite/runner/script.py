@@ -73,7 +73,7 @@ def _fresh_main() -> types.ModuleType:
     _launcher.append(sys.modules["__main__"])
     main = types.ModuleType("__main__")
     if sys.version_info < (3, 14):
-        main.__dict__["__annotations__"] = {}
+        main.__annotations__ = {}
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     return main

@@ -62,10 +62,11 @@ def note_stdin(audit: Audit) -> None:
 
     _replaced.append(theirs)
     raw = Noted(theirs.fileno(), "rb", closefd=False)
-    raw.name = theirs.buffer.name  # type: ignore[misc]
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(
+    raw.name = theirs.buffer.name
+    sys.stdin = io.TextIOWrapper(
         io.BufferedReader(raw), encoding=theirs.encoding, errors=theirs.errors
     )
+    sys.__stdin__ = sys.stdin  # type: ignore[misc]
 
 
 def changed_files(folders: set[str], *, since: float, audit: Audit) -> Iterator[str]:
@@ -76,9 +77,17 @@ def changed_files(folders: set[str], *, since: float, audit: Audit) -> Iterator[
         for entry in _entries(todo.pop(0)):
             if entry.is_dir(follow_symlinks=False):
                 todo.append(entry.path)
-            elif os.path.splitext(entry.name)[1] not in _LOGS and not entry.is_symlink():
-                if entry.stat().st_mtime >= since and not audit.is_temporary(entry.path):
-                    yield entry.path
+            elif _is_changed(entry, since) and not audit.is_temporary(entry.path):
+                yield entry.path
+
+
+def _is_changed(entry: os.DirEntry[str], since: float) -> bool:
+    if os.path.splitext(entry.name)[1] in _LOGS or entry.is_symlink():
+        return False
+    try:
+        return entry.stat().st_mtime >= since
+    except OSError:
+        return False
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

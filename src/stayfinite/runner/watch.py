@@ -60,21 +60,27 @@ class Watch:
     def record(self) -> tree.ProcessRecord:
         """What this process has to report now."""
         guard = self.guard
-        incidents = tuple(map(self._with_rank, guard.incidents)) if self._speaks() else ()
+        result = self._result()
         return tree.ProcessRecord(
             pid=self.pid,
             rank=self._rank or 0,
-            result=RunResult(
-                incidents=incidents,
-                steps=guard.steps if guard else 0,
-                skipped_by_scaler=guard.skipped_by_scaler if guard else 0,
-            ),
+            result=result,
             saw_torch=guard is not None,
-            stopped=self.has_stopped or (self.plan.stops and bool(incidents)),
+            stopped=self.has_stopped or (self.plan.stops and bool(result.incidents)),
             in_group=self.in_group,
-            arm_at=guard.arm_at() if guard and incidents else None,
+            arm_at=guard.arm_at() if guard and result.incidents else None,
             seconds=self._seconds,
             effects=tuple(self.audit.effects),
+        )
+
+    def _result(self) -> RunResult:
+        guard = self.guard
+        if guard is None or self.is_muted:
+            return RunResult()
+        return RunResult(
+            incidents=tuple(self._with_rank(incident) for incident in guard.incidents),
+            steps=guard.steps,
+            skipped_by_scaler=guard.skipped_by_scaler,
         )
 
     def save(self) -> None:
@@ -88,7 +94,7 @@ class Watch:
         with step_aside("closing the guard"):
             if self.guard is not None and not self.is_muted:
                 self.guard.close()
-            if self._has_saved or self._speaks():
+            if self._has_saved or (self.guard is not None and not self.is_muted):
                 self.save()
 
     def mute(self) -> None:
@@ -131,9 +137,6 @@ class Watch:
         if incident.rank or not self._rank:
             return incident
         return dataclasses.replace(incident, rank=self._rank)
-
-    def _speaks(self) -> bool:
-        return self.guard is not None and not self.is_muted
 
 
 def rank() -> int:

@@ -51,7 +51,9 @@ def with_scaler(optimizer: Optimizer, flag: Tensor) -> Tensor:
     found itself it also skips itself; a scale of 0 it does not find, and it makes NaN of all.
     """
     given = vars(optimizer)
-    found, scale = given.get("found_inf"), given.get("grad_scale")
+    if "grad_scale" not in given:
+        return flag
+    found, scale = given.get("found_inf"), given["grad_scale"]
     if scale is not None:
         flag = flag | (scale == 0).to(flag.device, non_blocking=True)
     if found is None:

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.scan import all_finite, nonfinite
-from stayfinite.detect.veto import Pairs, StepAside, WatchedOptimizer
+from stayfinite.detect.veto import StepAside, WatchedOptimizer
 from stayfinite.errors import InputError, TrainingAbortedError
 
 
@@ -156,22 +157,23 @@ class _StepWatch:
         return seats[key]
 
     def flush(self) -> None:
-        for seat in list(self._seats.values()):
-            optimizer = seat.optimizer()
-            if optimizer is not None:
-                seat.watched.flush(optimizer)
+        for optimizer, seat in self._alive():
+            seat.watched.flush(optimizer)
 
     def remove(self) -> None:
         self._handle.remove()
-        seats = list(self._seats.values())
+        alive = self._alive()
         self._seats.clear()
-        for seat in seats:
+        for optimizer, seat in alive:
             seat.before.remove()
             seat.after.remove()
-        for seat in seats:
-            optimizer = seat.optimizer()
-            if optimizer is not None:
-                seat.watched.release(optimizer)
+            seat.watched.release(optimizer)
+        for optimizer, seat in alive:  # last, since a listener may abort
+            seat.watched.flush(optimizer)
+
+    def _alive(self) -> list[tuple[Optimizer, _Seat]]:
+        seats = list(self._seats.values())
+        return [(optimizer, s) for s in seats if (optimizer := s.optimizer()) is not None]
 
 
 def _keep_in_place(optimizer: Optimizer, seat: _Seat) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from stayfinite.detect.flags import (
     BAD,
+    FINE,
     InstalledFlag,
     LateFlag,
     is_capturing,
@@ -20,13 +22,13 @@ from stayfinite.detect.flags import (
     obeys_flag,
     with_scaler,
 )
+from stayfinite.detect.gradients import HiddenGradients, gradients_of, pairs_of
 from stayfinite.detect.lbfgs import LBFGSCopy
 from stayfinite.errors import TrainingAbortedError
 
 if TYPE_CHECKING:
     from stayfinite.detect.hooks import StepListener
 
-Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
 Closure: TypeAlias = Callable[..., Any]
 
 logger = logging.getLogger("stayfinite")
@@ -58,13 +60,14 @@ class WatchedOptimizer:
         self._stepped = listener.stepped
         self._aside = aside
         self._defer = defer and obeys_flag(optimizer)
-        self._hidden: Pairs = []
+        self._hidden = HiddenGradients()
         self._installed: InstalledFlag | None = None
         self._late: LateFlag | None = None
         self._copy: LBFGSCopy | None = None
         self._looked = False
         self._vetoed: bool | None = False
         self._unclean = False
+        self._depth = 0
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,11 +76,15 @@ class WatchedOptimizer:
         if is_compiling():
             return None
         try:
+            if self._depth and (above := _steps_above(optimizer)):
+                self._look_inside(optimizer, args, kwargs, depth=above + 1)
+                return None
             if self._unclean:  # a raising step() skips the post-hook
                 self._clean(optimizer)
             if self._late is not None:
                 self.flush(optimizer)
             self._looked = self._vetoed = False
+            self._depth = 1
             if len(args) > 1 or kwargs:
                 wrapped = self._with_closure(optimizer, args, kwargs)
                 if wrapped is not None:
@@ -93,6 +100,9 @@ class WatchedOptimizer:
         """The post-hook; it must come first, so that others find the gradients in place."""
         if is_compiling():
             return
+        self._depth -= 1
+        if self._depth > 0:
+            return
         try:
             if self._unclean:
                 self._finish(optimizer)
@@ -105,17 +115,21 @@ class WatchedOptimizer:
     def flush(self, optimizer: Optimizer) -> None:
         """Read the flag of the last step, if it is still on the device, and tell the listener."""
         late, self._late = self._late, None
-        answer = 0 if late is None else late.read()
-        if answer == BAD:
-            self._listener.refused(optimizer, [], late=True)
-        elif answer:
-            self._listener.skipped_by_scaler(optimizer, scaler=None)
+        try:
+            answer = FINE if late is None else late.read()
+            if answer == BAD:
+                self._listener.refused(optimizer, [], late=True)
+            elif answer != FINE:
+                self._listener.skipped_by_scaler(optimizer, scaler=None)
+        except TrainingAbortedError:
+            raise
+        except Exception:
+            self._aside()
 
     def release(self, optimizer: Optimizer) -> None:
-        """Leave the optimizer as it would be without us."""
+        """Leave the optimizer as it would be without us; a late flag can still be read."""
         if self._unclean:
             self._clean(optimizer)
-        self.flush(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         self._looked = True
@@ -125,6 +139,14 @@ class WatchedOptimizer:
             self._look_on_device(optimizer, gradients, may_defer=may_defer)
         elif self._judge(optimizer, gradients, on_device=False):
             self._answer(optimizer, BAD)
+
+    def _look_inside(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, depth: int
+    ) -> None:
+        """For a step() that calls super().step(), which torch has given the same hooks."""
+        self._depth = depth
+        if not self._hidden and _closure(args, kwargs) is None:  # else it is wrapped already
+            self._look(optimizer)
 
     def _look_on_device(
         self, optimizer: Optimizer, gradients: list[Tensor], *, may_defer: bool
@@ -161,7 +183,7 @@ class WatchedOptimizer:
 
     def _is_refused(self, optimizer: Optimizer) -> bool:
         try:
-            return self._listener.refused(optimizer, _pairs(optimizer), late=False)
+            return self._listener.refused(optimizer, pairs_of(optimizer), late=False)
         except TrainingAbortedError:
             raise
         except Exception:
@@ -170,20 +192,12 @@ class WatchedOptimizer:
 
     def _hide(self, optimizer: Optimizer) -> None:
         self._unclean = True
-        self._hidden = _pairs(optimizer)
-        for param, _ in self._hidden:
-            param.grad = None
-
-    def _give_back(self) -> None:
-        hidden, self._hidden = self._hidden, []
-        if all(param.grad is None for param, _ in hidden):  # else a backward pass came between
-            for param, grad in hidden:
-                param.grad = grad
+        self._hidden.take(optimizer)
 
     def _clean(self, optimizer: Optimizer) -> None:
         self._unclean = False
         self._copy = None
-        self._give_back()
+        self._hidden.give_back()
         if self._installed is not None:
             self._installed.take_away(optimizer)
             self._installed = None
@@ -206,16 +220,18 @@ class WatchedOptimizer:
 
     def _fail(self) -> None:
         self._aside()
-        self._give_back()
+        self._hidden.give_back()
 
     def _with_closure(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if callable(closure := kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._wrap(optimizer, closure)}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._wrap(optimizer, args[1]), *args[2:]), kwargs
-        return None
+        closure = _closure(args, kwargs)
+        if closure is None:
+            return None
+        judged = self._wrap(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": judged}
+        return (args[0], judged, *args[2:]), kwargs
 
     def _wrap(self, optimizer: Optimizer, closure: Closure) -> Closure:
         if isinstance(optimizer, LBFGS):
@@ -223,7 +239,7 @@ class WatchedOptimizer:
             self._unclean = True
 
         def judged(*args: Any, **kwargs: Any) -> Any:
-            self._give_back()
+            self._hidden.give_back()
             result = closure(*args, **kwargs)
             self._after_closure(optimizer)
             return result
@@ -250,16 +266,20 @@ class WatchedOptimizer:
             self._fail()
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that are there."""
-    return [
-        grad
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if (grad := param.grad) is not None
-    ]
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    given = kwargs.get("closure") if len(args) < 2 else args[1]
+    return given if callable(given) else None
 
 
-def _pairs(optimizer: Optimizer) -> Pairs:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [(param, grad) for param in params if (grad := param.grad) is not None]
+def _steps_above(optimizer: Optimizer) -> int:
+    """How many steps of this optimizer are running now, less the one that called our hook.
+
+    After a step that raised there are none, though its post-hook never came.
+    """
+    hooked = sys._getframe(2)
+    frame, count = hooked.f_back, 0
+    while frame is not None:
+        if frame.f_code is hooked.f_code:
+            count += any(value is optimizer for value in frame.f_locals.values())
+        frame = frame.f_back
+    return count

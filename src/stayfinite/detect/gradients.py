@@ -1,0 +1,48 @@
+"""The gradients of an optimizer, and how they are hidden from its step."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Parameters, each with its gradient."""
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that are there."""
+    return [
+        grad
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (grad := param.grad) is not None
+    ]
+
+
+def pairs_of(optimizer: Optimizer) -> Pairs:
+    """The same, each with its parameter."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(param, grad) for param in params if (grad := param.grad) is not None]
+
+
+class HiddenGradients:
+    """Gradients taken away for a while: an optimizer leaves a parameter without one alone."""
+
+    def __init__(self) -> None:
+        self._pairs: Pairs = []
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def take(self, optimizer: Optimizer) -> None:
+        self._pairs = pairs_of(optimizer)
+        for param, _ in self._pairs:
+            param.grad = None
+
+    def give_back(self) -> None:
+        pairs, self._pairs = self._pairs, []
+        if all(param.grad is None for param, _ in pairs):  # else a backward pass came between
+            for param, grad in pairs:
+                param.grad = grad

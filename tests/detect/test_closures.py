@@ -1,0 +1,97 @@
+"""Optimizers that call a closure, once or many times, within one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizer_variants import Parameters, Recorder, image, make, step
+from torch import Tensor, nn
+
+from stayfinite.detect.hooks import watch_steps
+from stayfinite.errors import TrainingAbortedError
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_that_ends_at_a_bad_point_is_taken_back(line_search: str | None) -> None:
+    options = {"line_search_fn": line_search, "max_iter": 4}
+    optimizer, params = make(torch.optim.LBFGS, options)
+    calls = 0
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        params.fill(bad=float("nan") if calls > 1 else None)
+        return 1.0 if calls == 1 else float("nan")
+
+    step(optimizer, params)
+    before = image(optimizer)
+    with watch_steps(recorder := Recorder()):
+        optimizer.step(closure)
+    assert image(optimizer) == before
+    assert recorder.events == ["refused"]
+
+
+def test_line_search_may_look_at_a_point_that_is_not_finite() -> None:
+    param = nn.Parameter(torch.tensor([3.0]))
+    optimizer = torch.optim.LBFGS([param], lr=1e30, line_search_fn="strong_wolfe", max_iter=6)
+    seen: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (param**4).sum()
+        loss.backward()
+        seen.append(param.grad.item())
+        return loss
+
+    with watch_steps(recorder := Recorder()):
+        optimizer.step(closure)
+    assert float("-inf") in seen
+    assert recorder.events == []
+    assert torch.isfinite(param).all()
+
+
+def test_abort_in_a_closure_leaves_lbfgs_as_it_was() -> None:
+    optimizer, params = make(torch.optim.LBFGS, {})
+    step(optimizer, params)
+    before = image(optimizer)
+    with watch_steps(Aborting()), pytest.raises(TrainingAbortedError):
+        step(optimizer, params, bad=float("nan"))
+    assert image(optimizer) == before
+
+
+class Aborting(Recorder):
+    def refused(self, optimizer: Any, gradients: Any, *, late: bool) -> bool:
+        raise TrainingAbortedError("stop")
+
+
+class TwiceCalling(torch.optim.SGD):
+    """Like sharpness-aware methods: it asks the closure twice in one step."""
+
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        first = torch.enable_grad()(closure)()
+        super().step()
+        torch.enable_grad()(closure)()
+        super().step()
+        return first
+
+
+@pytest.mark.parametrize("bad_call", [1, 2])
+def test_closure_that_is_called_twice_is_judged_each_time(bad_call: int) -> None:
+    params = Parameters(TwiceCalling)
+    optimizer = TwiceCalling(params.all, lr=0.1)
+    calls = 0
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        params.fill(bad=float("nan") if calls == bad_call else None)
+        return 1.0
+
+    with watch_steps(recorder := Recorder()):
+        optimizer.step(closure)
+    assert all(torch.isfinite(p).all() for p in params.used)
+    assert "refused" in recorder.events
+    assert all(p.grad is not None for p in params.used)

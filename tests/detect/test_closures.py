@@ -95,3 +95,29 @@ def test_closure_that_is_called_twice_is_judged_each_time(bad_call: int) -> None
     assert all(torch.isfinite(p).all() for p in params.used)
     assert "refused" in recorder.events
     assert all(p.grad is not None for p in params.used)
+
+
+class SuperCalling(torch.optim.SGD):
+    """torch runs the hooks for its own step and again for the one of its base class."""
+
+    spoil = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.spoil:
+            self.param_groups[0]["params"][0].grad.mul_(float("nan"))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("spoil", [True, False])
+def test_step_within_a_step_is_judged_again_and_told_once(spoil: bool) -> None:
+    make(torch.optim.SGD, {})  # from here on SGD.step runs the hooks itself
+    params = Parameters(SuperCalling)
+    optimizer = SuperCalling(params.all, lr=0.1, momentum=0.9)
+    with watch_steps(recorder := Recorder()):
+        for is_bad in (False, True, False):
+            optimizer.spoil = spoil and is_bad
+            before = image(optimizer)
+            step(optimizer, params, bad=float("nan") if is_bad and not spoil else None)
+            assert (image(optimizer) == before) == is_bad
+            assert all(p.grad is not None for p in params.used)
+    assert recorder.events == ["refused"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stayfinite.runner.aside import step_aside
-from stayfinite.runner.plan import VARIABLE
+from stayfinite.runner.plan import VARIABLE, ours
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _DEVICES = ("/dev/", "/proc/")
@@ -57,7 +57,7 @@ class Audit:
 
         def hook(event: str, args: tuple[Any, ...]) -> None:
             judge = judges.get(event)
-            if judge is not None:
+            if judge is not None and not getattr(ours, "is_writing", False):
                 try:
                     judge(*args)  # type: ignore[operator]
                 except Exception:
@@ -113,6 +113,7 @@ class Audit:
         """Whether a second run may write there: temporary, but not where the script lives."""
         if path.startswith(_DEVICES) or f"{os.sep}__pycache__" in path:
             return True
+        path += os.sep  # an unnamed temporary file is opened by the name of its folder
         return path.startswith(self._temporary) and not path.startswith(self._keep)
 
     def _note(self, effect: str) -> None:

@@ -1,9 +1,168 @@
-"""Processes that the script starts with multiprocessing."""
+"""Processes that the script starts with multiprocessing, by fork, spawn or forkserver."""
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+from stayfinite.records import Incident
+from stayfinite.runner.aside import step_aside
+from stayfinite.runner.ending import (
+    INCIDENT_CODE,
+    Ending,
+    watch_sudden_exit,
+    watch_threads,
+    without_our_frames,
+)
+from stayfinite.runner.imports import after_import
+from stayfinite.runner.peers import end_peers, is_consequence, watch_group
+from stayfinite.runner.plan import ROOT, read_plan
+from stayfinite.runner.torchrun import watch_launcher
 from stayfinite.runner.watch import Watch
+from stayfinite.runner.words import one_line, say
+
+_WORKER = "torch.utils.data._utils.worker"
+
+_JOIN = """
+import sys
+sys.path.insert(0, {root!r})
+try:
+    from stayfinite.runner.children import join
+    join({plan!r}, {key!r})
+except Exception as error:
+    sys.stderr.write(f"stayfinite: a child process is not watched ({{error}}).\\n")
+finally:
+    sys.path.remove({root!r})
+"""
 
 
 def watch_children(watch: Watch) -> None:
-    """Have the children of this process watched."""
+    """Have every process that this one starts watched, less the workers of a DataLoader."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _forked(watch))
+    after_import("multiprocessing.process", lambda module: _watch_processes(module, watch))
+    after_import("multiprocessing.spawn", lambda module: _watch_spawn(module, watch))
+    watch_group(watch)
+    watch_launcher(watch)
+
+
+def join(plan_path: str, key: str) -> None:
+    """Begin to watch this process, which a watched one has spawned."""
+    watch = Watch(read_plan(plan_path), key=key)
+    watch.listeners.append(tell_once)
+    watch.start()
+    watch_children(watch)
+    watch_threads()
+    watch_sudden_exit(lambda ending: exit_code(watch, ending))
+
+
+def exit_code(watch: Watch, ending: Ending) -> int:
+    """End the watch over a process that another one reports for; the result is its exit code."""
+    watch.end()
+    with step_aside("ending the other ranks"):
+        end_peers(watch)
+    return INCIDENT_CODE if watch.has_stopped else ending.code
+
+
+def _forked(watch: Watch) -> None:
+    with step_aside("watching a forked process"):
+        watch.after_fork()
+        if tell_once not in watch.listeners:
+            watch.listeners.insert(0, tell_once)
+
+
+class _Ticket:
+    """Pickles to code that begins the watch where it is unpickled, or to nothing at all."""
+
+    def __init__(self, watch: Watch, key: str) -> None:
+        self._code = _JOIN.format(root=ROOT, plan=watch.plan.path, key=key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (self._code, {})
+
+
+def _watch_spawn(module: ModuleType, watch: Watch) -> None:
+    theirs = module.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data: dict[str, Any] = theirs(name)
+        with step_aside("watching a spawned process"):
+            if not watch.is_muted and not any(map(_is_loader_worker, _processes_named(name))):
+                # First in the dict, so that it is there before the script's main module is.
+                return {"stayfinite": _Ticket(watch, name), **data}
+        return data
+
+    module.get_preparation_data = get_preparation_data  # type: ignore[attr-defined]
+
+
+def _processes_named(name: str) -> list[Any]:
+    process: Any = sys.modules["multiprocessing.process"]
+    return [one for one in list(process._dangling) if one.name == name]
+
+
+def _is_loader_worker(process: Any) -> bool:
+    target = getattr(process, "_target", None)
+    return getattr(target, "__module__", None) == _WORKER
+
+
+def _watch_processes(module: ModuleType, watch: Watch) -> None:
+    theirs = module.BaseProcess._bootstrap
+
+    def _bootstrap(self: Any, *args: Any, **options: Any) -> int:
+        with step_aside("watching a child process"):
+            _begin(watch, self)
+        code: int = theirs(self, *args, **options)
+        return exit_code(watch, Ending(code=code))
+
+    module.BaseProcess._bootstrap = _bootstrap
+
+
+def _begin(watch: Watch, process: Any) -> None:
+    if _is_loader_worker(process):
+        watch.mute()
+        return
+    watch.seeds.take_key_if_none(process.name)
+    process.run = _without_our_stop(process, process.run, watch)
+
+
+def _without_our_stop(process: Any, theirs: Callable[[], None], watch: Watch) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            theirs()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            if is_consequence(error, watch):
+                raise SystemExit(INCIDENT_CODE) from None
+            _show(process, error, sys._getframe(1))
+            raise SystemExit(1) from None
+
+    return run
+
+
+def _show(process: Any, error: BaseException, frame: Any) -> None:
+    # What multiprocessing prints for an error in run(), without the frame of our own run().
+    inner = without_our_frames(error).__traceback__
+    error.__traceback__ = TracebackType(inner, frame, frame.f_lasti, frame.f_lineno)
+    sys.stderr.write(f"Process {process.name}:\n")
+    traceback.print_exception(error)
+
+
+def tell_once(watch: Watch, incident: Incident) -> None:
+    """One line from the first process that knows.
+
+    A parent that waits for this process for ever would otherwise never say why.
+    """
+    marker = os.path.join(
+        watch.plan.folder, "told" if watch.plan.stops else f"told-{incident.step}"
+    )
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except OSError:
+        return
+    end = "ending the run" if watch.plan.stops else "the script goes on"
+    say(f"{one_line(incident)}; {end}.")

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from stayfinite.records import Exit, Incident, RunResult, to_json
-from stayfinite.runner import tree
+from stayfinite.runner import ranks, tree
 from stayfinite.runner.aside import step_aside
-from stayfinite.runner.ending import Ending, flush
+from stayfinite.runner.children import exit_code
+from stayfinite.runner.ending import INCIDENT_CODE, Ending, flush
 from stayfinite.runner.plan import write_atomically
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.second import look_again
@@ -20,17 +21,19 @@ from stayfinite.runner.words import count, one_line, say
 
 def close(scene: Scene, watch: Watch, ending: Ending) -> int:
     """Say and save what was found; the result is the exit code of the run."""
-    code = ending.code
+    code = exit_code(watch, ending)
     with step_aside("the report"):
-        watch.end()
         flush()
         records = tree.load(scene.plan.folder)
+        if scene.is_rank:
+            records = ranks.heard_out(scene.plan.folder)
         result = tree.merged(records, only_first=scene.plan.stops)
         if result.incidents and scene.plan.stops:
-            code = 3
-        _conclude(scene, records, dataclasses.replace(result, exit=_exit_of(result, ending)))
-        _say_last(scene, records, result, ending)
-    shutil.rmtree(scene.plan.folder, ignore_errors=True)
+            code = INCIDENT_CODE
+        if not scene.is_rank or ranks.speaks(records, watch):
+            _conclude(scene, records, dataclasses.replace(result, exit=_exit_of(result, ending)))
+            _say_last(scene, records, result, ending)
+    ranks.leave(watch) if scene.is_rank else shutil.rmtree(scene.plan.folder, ignore_errors=True)
     return code
 
 
@@ -46,8 +49,9 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
     if result.incidents:
         result, notes = look_again(scene, records, result)
         _write(scene, result)
+    folder = _folder(scene, records)
     for incident in result.incidents:
-        _show(scene, incident)
+        _show(incident, folder=folder, verbose=scene.options.verbose)
     for note in notes:
         say(note)
 
@@ -61,12 +65,16 @@ def _write(scene: Scene, result: RunResult) -> None:
         say(f"{scene.options.json} cannot be written any more: {error.strerror}.")
 
 
-def _show(scene: Scene, incident: Incident) -> None:
+def _folder(scene: Scene, records: list[tree.ProcessRecord]) -> Path:
+    found = tree.first_incident(records)
+    return Path((found and found[0].folder) or str(scene.plan.guard["folder"]))
+
+
+def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:
     try:
         from stayfinite.report.terminal import show
 
-        folder = Path(str(scene.plan.guard["folder"]))
-        show(incident, verbose=scene.options.verbose, folder=folder, file=sys.stderr)
+        show(incident, verbose=verbose, folder=folder, file=sys.stderr)
     except Exception as error:
         say(one_line(incident))
         with step_aside("the full report"):

@@ -16,16 +16,7 @@ from types import TracebackType
 from stayfinite.errors import TrainingAbortedError
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-# Raised in a parent when a child that we ended has gone; by name, since torch may not be there.
-_MACHINERY = frozenset(
-    {
-        "torch.multiprocessing.spawn.ProcessRaisedException",
-        "torch.multiprocessing.spawn.ProcessExitedException",
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
-        "concurrent.futures.process.BrokenProcessPool",
-    }
-)
+INCIDENT_CODE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +27,13 @@ class Ending:
     interrupted: bool = False
 
 
-def ending_of(run: Callable[[], None], *, stopped_by_us: Callable[[], bool]) -> Ending:
+def ending_of(
+    run: Callable[[], None], *, is_consequence: Callable[[BaseException], bool]
+) -> Ending:
     """Run to the very end, exit handlers included, and say how it ended.
 
-    Tracebacks are printed as the interpreter prints them, less our own frames.
+    Tracebacks are printed as the interpreter prints them, less our own frames;
+    none for an error that is only a consequence of a stop of ours.
     """
     try:
         run()
@@ -48,7 +42,7 @@ def ending_of(run: Callable[[], None], *, stopped_by_us: Callable[[], bool]) -> 
         ending = Ending(code=_exit_code(request))
     except BaseException as error:
         ending = Ending(code=1, interrupted=isinstance(error, KeyboardInterrupt))
-        if not (is_ours(error) or (_is_machinery(error) and stopped_by_us())):
+        if not is_consequence(error):
             _show(error)
     _run_exit_handlers()
     return ending
@@ -98,6 +92,20 @@ def watch_threads() -> None:
         theirs(args)
 
     threading.excepthook = excepthook
+
+
+def watch_sudden_exit(finish: Callable[[Ending], int]) -> None:
+    """Have `finish` run, and give the exit code, when the script calls `os._exit`."""
+    theirs = os._exit
+
+    def _exit(status: int) -> None:
+        os._exit = theirs
+        try:
+            status = finish(Ending(code=status))
+        finally:
+            theirs(status)
+
+    os._exit = _exit  # type: ignore[assignment]
 
 
 def _exit_code(request: SystemExit) -> int:
@@ -159,8 +167,3 @@ def _trim(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_our_frame(trace: TracebackType) -> bool:
     return trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
-
-
-def _is_machinery(error: BaseException) -> bool:
-    kind = type(error)
-    return f"{kind.__module__}.{kind.__qualname__}" in _MACHINERY

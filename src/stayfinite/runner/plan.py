@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
-import tempfile
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from stayfinite.records import from_json, to_json
 
+MAIN = "main"  # the key of the process that the script begins in
 VARIABLE = "STAYFINITE_PLAN"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+ours = threading.local()  # `is_writing` while a file is written that is not the script's doing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +27,20 @@ class Plan:
 
     `folder` belongs to one run of the script and all its processes. `guard` has the fields
     of GuardSettings, as data, because that class cannot be imported before torch.
+    `pid` is the process that reports for all; `ends_peers` is false where a launcher ends them.
     `repeat` is the folder of an earlier run whose generator states are given back.
     """
 
     folder: str
     guard: dict[str, Any] = field(default_factory=dict)
     repeat: str | None = None
+    started: float = field(default_factory=time.time)
+    pid: int = field(default_factory=os.getpid)
+    ends_peers: bool = True
 
     @property
     def path(self) -> str:
-        return os.path.join(self.folder, "plan.json")
+        return os.path.join(self.folder, f"plan-{self.pid}.json")
 
     @property
     def stops(self) -> bool:
@@ -54,19 +63,23 @@ def read_plan(path: str) -> Plan:
 def write_atomically(path: str, text: str) -> None:
     """Write the file so that a reader sees the old content or the new one, never a part."""
     folder, name = os.path.split(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder or ".")
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}")
+    ours.is_writing = True
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
+    finally:
+        ours.is_writing = False
 
 
-def child_command(target: list[str], *, flags: list[str] | None = None) -> list[str]:
+def child_command(target: list[str], *, key: str, flags: list[str] | None = None) -> list[str]:
     """The command that runs the target as a watched process of an existing plan."""
     boot = f"import sys; sys.path.insert(0, {ROOT!r}); from stayfinite.runner.child import main"
     if flags is None:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-c", f"{boot}; main()", *target]
+    return [sys.executable, *flags, "-c", f"{boot}; main(key={key!r})", *target]

@@ -8,18 +8,24 @@ from collections.abc import Callable
 
 from stayfinite.errors import ConfigError
 from stayfinite.records import Incident, RunResult, to_json
-from stayfinite.runner import tree
-from stayfinite.runner.children import watch_children
+from stayfinite.runner import ranks, tree
+from stayfinite.runner.children import exit_code, watch_children
 from stayfinite.runner.closing import close, tell_at_once
-from stayfinite.runner.ending import Ending, ending_of, leave, watch_threads
+from stayfinite.runner.ending import (
+    Ending,
+    ending_of,
+    leave,
+    watch_sudden_exit,
+    watch_threads,
+)
 from stayfinite.runner.options import RunOptions
-from stayfinite.runner.plan import Plan, write_atomically
+from stayfinite.runner.peers import is_consequence
+from stayfinite.runner.plan import MAIN, Plan, write_atomically
 from stayfinite.runner.scene import Scene, guard_data
 from stayfinite.runner.script import Target, execute, problem
-from stayfinite.runner.watch import Watch
+from stayfinite.runner.watch import Watch, rank
 from stayfinite.runner.words import say
 
-INCIDENT_CODE = 3
 _running: list[Scene] = []
 
 
@@ -34,11 +40,10 @@ def run(target: Target, *, options: RunOptions) -> None:
         say("this script is already being watched; the inner `run` adds nothing.")
         execute(target)
         return
-    _check_writable(options)
     scene = _scene(target, options)
     _running.append(scene)
-    watch = Watch(scene.plan, key="main", started=scene.started)
-    watch.listeners.append(lambda w, i: _heard(scene, w, i))
+    watch = Watch(scene.plan, key=f"rank-{rank()}" if scene.is_rank else MAIN)
+    watch.listeners.append(lambda w, i: _heard(scene, i))
     watch_and_leave(watch, target, finish=lambda ending: close(scene, watch, ending))
 
 
@@ -49,60 +54,43 @@ def watch_and_leave(watch: Watch, target: Target, *, finish: Callable[[Ending], 
     def finish_here(ending: Ending) -> int:
         if os.getpid() == home:
             return finish(ending)
-        watch.end()
-        return INCIDENT_CODE if watch.has_stopped else ending.code
+        return exit_code(watch, ending)
 
     watch.start()
     watch_children(watch)
     watch_threads()
-    _watch_sudden_exit(finish_here)
-    ending = ending_of(lambda: execute(target), stopped_by_us=lambda: _has_stopped(watch))
+    watch_sudden_exit(finish_here)
+    ending = ending_of(lambda: execute(target), is_consequence=lambda e: is_consequence(e, watch))
     leave(ending, finish_here(ending))
 
 
 def _scene(target: Target, options: RunOptions) -> Scene:
+    is_rank = ranks.is_rank()
+    if options.json is not None and (rank() == 0 or not is_rank):
+        _check_writable(options.json)
     try:
-        folder = tempfile.mkdtemp(prefix="stayfinite-")
+        folder = ranks.shared_folder() if is_rank else tempfile.mkdtemp(prefix="stayfinite-")
     except OSError as error:
         raise ConfigError(
             f"no temporary folder can be made ({error}); set TMPDIR to one that can be written."
         ) from error
-    plan = Plan(folder=folder, guard=guard_data(options, target))
+    plan = Plan(folder=folder, guard=guard_data(options, target), ends_peers=not is_rank)
     plan.save()
-    return Scene(target=target, options=options, plan=plan)
+    return Scene(target=target, options=options, plan=plan, is_rank=is_rank)
 
 
-def _check_writable(options: RunOptions) -> None:
-    if options.json is None:
-        return
+def _check_writable(path: str) -> None:
     # Stands until the run has ended properly: a process that is killed is a script error.
     begun = to_json(RunResult(exit="script-error"), indent=1)
     try:
-        write_atomically(options.json, begun)
+        write_atomically(path, begun)
     except OSError as error:
-        raise ConfigError(f"{options.json!r} cannot be written: {error.strerror}.") from error
+        raise ConfigError(f"{path!r} cannot be written: {error.strerror}.") from error
 
 
-def _heard(scene: Scene, watch: Watch, incident: Incident) -> None:
+def _heard(scene: Scene, incident: Incident) -> None:
     tell_at_once(scene, incident)
-    if scene.options.json is not None:
+    if scene.options.json is not None and not scene.is_rank:
         records = tree.load(scene.plan.folder)
         so_far = tree.merged(records, only_first=scene.plan.stops)
         write_atomically(scene.options.json, to_json(so_far, indent=1))
-
-
-def _has_stopped(watch: Watch) -> bool:
-    return any(record.stopped for record in tree.load(watch.plan.folder))
-
-
-def _watch_sudden_exit(finish: Callable[[Ending], int]) -> None:
-    theirs = os._exit
-
-    def _exit(status: int) -> None:
-        os._exit = theirs
-        try:
-            status = finish(Ending(code=status))
-        finally:
-            theirs(status)
-
-    os._exit = _exit  # type: ignore[assignment]

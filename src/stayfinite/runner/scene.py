@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from dataclasses import dataclass, field
 
 from stayfinite.runner.options import RunOptions
@@ -14,15 +13,21 @@ from stayfinite.runner.script import Target
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Taken before the script starts, so that it holds whatever the script does later."""
+    """Taken before the script starts, so that it holds whatever the script does later.
+
+    `is_rank`: this is one of several runs, each started by a launcher for its own rank.
+    """
 
     target: Target
     options: RunOptions
     plan: Plan
-    pid: int = field(default_factory=os.getpid)
+    is_rank: bool = False
     cwd: str = field(default_factory=os.getcwd)
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    started: float = field(default_factory=time.time)
+
+    @property
+    def started(self) -> float:
+        return self.plan.started
 
     def again(self, *extra: str) -> str:
         """The command line that runs the same again with more options."""

@@ -1,13 +1,112 @@
-"""The second run."""
+"""A second run of the script with the tracer on, and when there may be one."""
 
 from __future__ import annotations
 
-from stayfinite.records import RunResult
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stayfinite.records import Incident, RunResult
+from stayfinite.runner import tree
+from stayfinite.runner.again import Again, run_again
+from stayfinite.runner.audit import Audit
+from stayfinite.runner.match import confirmed, is_foreign, is_same, unconfirmed
+from stayfinite.runner.plan import Plan
 from stayfinite.runner.scene import Scene
+from stayfinite.runner.seeds import unrepeatable
 from stayfinite.runner.tree import ProcessRecord
+from stayfinite.runner.unheard import changed_files
+
+LONGEST = 300.0  # a first run of more seconds is repeated only when asked
+TRACE_ALL = 25.0  # an incident within so many seconds is traced from the start
+
+
+@dataclass(frozen=True, kw_only=True)
+class _First:
+    scene: Scene
+    record: ProcessRecord
+    incident: Incident
+    duration: float
 
 
 def look_again(
     scene: Scene, records: list[ProcessRecord], result: RunResult
 ) -> tuple[RunResult, list[str]]:
-    return result, []
+    """The result with the first incident seen exactly if it may be, and lines that say how."""
+    found = tree.first_incident(records)
+    if found is None or _is_exact(found[1]) or scene.options.trace:
+        return result, []
+    record, incident = found
+    if scene.is_rank:
+        return result, ["To find the exact operation, add --trace to `stayfinite run`."]
+    if (reason := why_not(scene, records)) is not None:
+        command = scene.again("--second-run", "always")
+        return result, [f"{reason} To find the exact operation: {command}"]
+    duration = time.time() - scene.started
+    first = _First(scene=scene, record=record, incident=incident, duration=duration)
+    incident, notes = _second(first)
+    return _with_incident(result, incident), notes
+
+
+def why_not(scene: Scene, records: list[ProcessRecord]) -> str | None:
+    """Why the script is not run a second time, as a sentence; None if it may be."""
+    if scene.options.second_run == "always":
+        return None
+    if scene.options.second_run == "never":
+        return "There was no second run (--second-run never)."
+    took = time.time() - scene.started
+    if took > LONGEST:
+        return f"There was no second run, because the first took {took / 60:.0f} minutes."
+    effect = next(_effects(scene, records), None)
+    return f"There was no second run, because the script {effect}." if effect else None
+
+
+def _effects(scene: Scene, records: list[ProcessRecord]) -> Iterator[str]:
+    for record in records:
+        yield from record.effects
+    folders = {scene.cwd, str(scene.plan.guard["folder"])}
+    audit = Audit(keep=tuple(folders), on_first=lambda: None)
+    for path in changed_files(folders, since=scene.started, audit=audit):
+        if path != scene.options.json:
+            yield f"changed {path}"
+
+
+def _second(first: _First) -> tuple[Incident, list[str]]:
+    reached = first.record.seconds or first.duration
+    from_start = reached < TRACE_ALL
+    again = _run(first, from_start=from_start)
+    if not from_start and is_foreign(again.incident) and 12 * reached < LONGEST:
+        again = _run(first, from_start=True)
+    return _judge(first.incident, again)
+
+
+def _run(first: _First, *, from_start: bool) -> Again:
+    armed = {"trace": "armed", "arm_at": first.record.arm_at}
+    how = {"trace": "start", "arm_at": None} if from_start else armed
+    scene = first.scene
+    folder = os.path.join(scene.plan.folder, "from-start" if from_start else "armed")
+    os.mkdir(folder)
+    plan = Plan(folder=folder, guard=scene.plan.guard, repeat=scene.plan.folder)
+    plan = plan.with_guard(on_nan="stop", **how)
+    plan.save()
+    return run_again(scene, plan, seconds=first.duration)
+
+
+def _judge(first: Incident, again: Again) -> tuple[Incident, list[str]]:
+    second = again.incident
+    if second is not None and is_same(first, second):
+        return confirmed(first, second), []
+    if again.problem is not None and second is None:
+        return first, [again.problem, *again.tail]
+    return unconfirmed(first, second), unrepeatable()
+
+
+def _is_exact(incident: Incident) -> bool:
+    return incident.origin is not None and incident.origin.exact
+
+
+def _with_incident(result: RunResult, new: Incident) -> RunResult:
+    incidents = tuple(new if is_same(old, new) else old for old in result.incidents)
+    return dataclasses.replace(result, incidents=incidents)

@@ -49,6 +49,11 @@ class Seeds:
         self._drawn = {"python": random.getstate(), "numpy": [], "torch": []}
         self._save()
 
+    def take_key_if_none(self, key: str) -> None:
+        """Take the name of a forked process, which had none until now."""
+        if self._key is None:
+            self.take_key(key)
+
     def forget_key(self) -> None:
         """Called in a forked child that has no name yet: what it draws is not the parent's."""
         self._key, self._left = None, {}

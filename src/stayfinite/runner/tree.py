@@ -18,7 +18,8 @@ class ProcessRecord:
     """One process: what its guard saw, and what a second run needs to know about it.
 
     `seconds` is the time from the start of the run to the first incident. `effects` are
-    the things outside temporary folders that the process changed.
+    the things outside temporary folders that the process changed. `folder` is the one
+    that file names in its incidents are relative to.
     """
 
     pid: int
@@ -30,6 +31,7 @@ class ProcessRecord:
     arm_at: int | None = None
     seconds: float | None = None
     effects: tuple[str, ...] = ()
+    folder: str | None = None
 
 
 def save(record: ProcessRecord, folder: str) -> None:

@@ -28,9 +28,8 @@ Listener = Callable[["Watch", Incident], None]
 class Watch:
     """Watches this process and keeps its record current; `listeners` hear of each incident."""
 
-    def __init__(self, plan: Plan, *, key: str, started: float | None = None) -> None:
-        self.plan = plan
-        self.started = time.time() if started is None else started
+    def __init__(self, plan: Plan, *, key: str) -> None:
+        self.plan, self.key = plan, key
         self.pid = os.getpid()
         self.guard: Guard | None = None
         self.listeners: list[Listener] = []
@@ -38,7 +37,7 @@ class Watch:
         self.is_muted = False
         self._seconds: float | None = None
         self._rank: int | None = None
-        self._has_saved = False
+        self._has_saved = self._has_ended = False
         keep = (os.getcwd(), str(plan.guard.get("folder") or os.getcwd()))
         self.audit = Audit(keep=keep, on_first=self.save)
         self.seeds = Seeds(folder=plan.folder, repeat=plan.repeat, key=key)
@@ -71,6 +70,7 @@ class Watch:
             arm_at=guard.arm_at() if guard and result.incidents else None,
             seconds=self._seconds,
             effects=tuple(self.audit.effects),
+            folder=self.plan.guard.get("folder"),
         )
 
     def _result(self) -> RunResult:
@@ -91,11 +91,21 @@ class Watch:
 
     def end(self) -> None:
         """Detach, read the last flags, and save if there is anything to tell."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         with step_aside("closing the guard"):
             if self.guard is not None and not self.is_muted:
                 self.guard.close()
             if self._has_saved or (self.guard is not None and not self.is_muted):
                 self.save()
+
+    def join_group(self) -> None:
+        """Note that this process trains together with others."""
+        self.in_group = True
+        with step_aside("noting the process group"):
+            self._rank = rank()
+            self.save()
 
     def mute(self) -> None:
         """Report nothing from this process; what it changes is still noted."""
@@ -106,7 +116,8 @@ class Watch:
     def after_fork(self) -> None:
         """Become the watch of a forked child: its own record, nothing of the parent's."""
         self.pid = os.getpid()
-        self._seconds, self._has_saved = None, False
+        self._seconds, self._rank = None, None
+        self._has_saved = self._has_ended = self.in_group = False
         self.audit.effects.clear()
         self.seeds.forget_key()
         if self.guard is not None:
@@ -125,7 +136,7 @@ class Watch:
         if self.is_muted:
             return
         if self._seconds is None:
-            self._seconds = time.time() - self.started
+            self._seconds = time.time() - self.plan.started
         self._rank = rank()
         with step_aside("saving the incident"):
             self.save()

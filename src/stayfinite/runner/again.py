@@ -1,0 +1,112 @@
+"""The process of a second run: started, waited for with a sign of life, and read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stayfinite.records import Incident
+from stayfinite.runner import tree
+from stayfinite.runner.plan import MAIN, VARIABLE, Plan, child_command
+from stayfinite.runner.scene import Scene
+from stayfinite.runner.words import say
+
+SHORTEST_LIMIT = 120.0
+SLOWDOWN = 12.0
+GRACE = 15.0  # seconds to unwind after the incident was seen
+TAIL_LINES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """What the second run saw; `problem` says why it saw nothing, if it ended strangely."""
+
+    incident: Incident | None = None
+    problem: str | None = None
+    tail: tuple[str, ...] = ()
+
+
+def run_again(scene: Scene, plan: Plan, *, seconds: float) -> Again:
+    """Run the scene's target under the plan; `seconds` is what the first run took."""
+    limit = max(SHORTEST_LIMIT, SLOWDOWN * seconds)
+    output = os.path.join(plan.folder, "output.txt")
+    with open(output, "wb") as file:
+        process = subprocess.Popen(
+            child_command(scene.target.command, key=MAIN),
+            cwd=scene.cwd,
+            env={**scene.environment, VARIABLE: plan.path},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    problem = _wait(process, plan, limit=limit, seconds=seconds)
+    found = tree.first_incident(tree.load(plan.folder))
+    if found is None and problem is None and process.returncode not in (0, 3):
+        problem = f"The second run failed with exit code {process.returncode}; its last lines:"
+    return Again(incident=found[1] if found else None, problem=problem, tail=_tail(output, problem))
+
+
+def _wait(
+    process: subprocess.Popen[bytes], plan: Plan, *, limit: float, seconds: float
+) -> str | None:
+    began, seen = time.monotonic(), 0.0
+    try:
+        with _sign_of_life(seconds):
+            while process.poll() is None:
+                passed = time.monotonic() - began
+                seen = seen or (passed if _has_incident(plan) else 0.0)
+                if passed > limit or (seen and passed > seen + GRACE):
+                    return f"The second run was ended after {passed:.0f} seconds; its last lines:"
+                time.sleep(min(0.5, 0.02 + passed / 20))
+    except KeyboardInterrupt:
+        return "The second run was interrupted."
+    finally:
+        _end(process)
+    return None
+
+
+def _has_incident(plan: Plan) -> bool:
+    return any(record.result.incidents for record in tree.load(plan.folder))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # The whole group: a killed script leaves its own children behind.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+            return
+
+
+def _tail(path: str, problem: str | None) -> tuple[str, ...]:
+    if problem is None or not problem.endswith(":"):
+        return ()
+    with open(path, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 8000))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return tuple(f"  {line}" for line in lines[-TAIL_LINES:])
+
+
+@contextlib.contextmanager
+def _sign_of_life(seconds: float) -> Iterator[None]:
+    what = f"running the script again, traced, to find the operation (first run: {seconds:.0f} s)"
+    if not sys.stderr.isatty():
+        say(f"{what} ...")
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(f"stayfinite: {what}", total=None)
+        yield

@@ -1,0 +1,41 @@
+"""A watched process that another one started by command line: a second run, or a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+
+from stayfinite.runner import tree
+from stayfinite.runner.children import exit_code, tell_once
+from stayfinite.runner.ending import INCIDENT_CODE, Ending
+from stayfinite.runner.plan import MAIN, VARIABLE, read_plan
+from stayfinite.runner.run import watch_and_leave
+from stayfinite.runner.script import Target
+from stayfinite.runner.watch import Watch
+
+
+def main(*, key: str) -> None:
+    """Run the target on the command line under the plan that the environment names."""
+    sys.path.pop(0)  # the entry that the starting command added to find us
+    target = _target(sys.argv[1:])
+    plan = read_plan(os.environ.pop(VARIABLE)).with_guard(folder=target.folder)
+    if key == MAIN:
+        plan = dataclasses.replace(plan, pid=os.getpid())
+        plan.save()
+    watch = Watch(plan, key=key)
+    if key != MAIN:
+        watch.listeners.append(tell_once)
+
+    def finish(ending: Ending) -> int:
+        code = exit_code(watch, ending)
+        stopped = any(record.stopped for record in tree.load(plan.folder))
+        return INCIDENT_CODE if stopped else code
+
+    watch_and_leave(watch, target, finish=finish)
+
+
+def _target(words: list[str]) -> Target:
+    is_module = words[0] == "-m"
+    name, *args = words[1:] if is_module else words
+    return Target(name=name, args=tuple(args), is_module=is_module)

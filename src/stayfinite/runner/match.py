@@ -1,0 +1,53 @@
+"""What a second run says about the incident of the first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stayfinite.records import Diagnosis, Incident
+
+
+def is_same(first: Incident, second: Incident) -> bool:
+    """Whether both runs went bad at the same place in training."""
+    return (first.step, first.rank) == (second.step, second.rank)
+
+
+def is_foreign(incident: Incident | None) -> bool:
+    """Whether the value was born before the tracer looked, so that an earlier start is needed."""
+    if incident is None:
+        return False
+    return incident.origin is None or bool(incident.origin.facts.get("foreign"))
+
+
+def confirmed(first: Incident, second: Incident) -> Incident:
+    """The first run's incident with what the tracer saw in the second."""
+    return dataclasses.replace(
+        first,
+        reports=second.reports or first.reports,
+        origin=second.origin or first.origin,
+        diagnosis=second.diagnosis or first.diagnosis,
+    )
+
+
+def unconfirmed(first: Incident, second: Incident | None) -> Incident:
+    """The first run's incident, with the evidence that it does not come back."""
+    return dataclasses.replace(first, diagnosis=_doubted(first.diagnosis, _evidence(second)))
+
+
+def _evidence(second: Incident | None) -> str:
+    what = "stayed finite" if second is None else f"went bad at step {second.step} instead"
+    if second is not None and second.rank:
+        what += f" (rank {second.rank})"
+    return f"Not deterministic: a second run with the same generator states {what}."
+
+
+def _doubted(diagnosis: Diagnosis | None, evidence: str) -> Diagnosis:
+    if diagnosis is None:
+        diagnosis = Diagnosis(
+            cause="unknown",
+            why="The run is not deterministic, so repeating it does not show the operation.",
+            fix="Seed every generator, or run with --trace to see it the first time.",
+        )
+    return dataclasses.replace(
+        diagnosis, confidence="possible", evidence=(*diagnosis.evidence, evidence)
+    )

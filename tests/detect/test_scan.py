@@ -143,7 +143,7 @@ def test_the_flag_has_no_graph() -> None:
 
 
 # Below autograd, bool(flag) and item() are not taken apart any further.
-READS = ("_local_scalar_dense", "is_nonzero", "item", "equal", "_to_copy", "nonzero")
+READS = ("_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero")
 
 
 class Ops(TorchDispatchMode):
@@ -187,6 +187,21 @@ def test_a_false_alarm_of_the_sum_is_confirmed_away() -> None:
     with Ops() as ops:
         assert all_finite([torch.full((10,), 3e38)])
     assert "aten.aminmax.default" in ops.names
+
+
+def test_a_permuted_or_expanded_tensor_is_read_in_place_and_at_once() -> None:
+    image = torch.ones(2, 3, 50, 60).to(memory_format=torch.channels_last).half()
+    with Ops() as ops:
+        all_finite([image, image[:, :1].expand(-1, 9, -1, -1)])
+    assert ops.names.count("aten.aminmax.default") <= 3
+
+
+def test_only_what_is_ours_to_touch_is_given_to_the_check_that_writes() -> None:
+    refused = [torch.ones(2, requires_grad=True), torch.ones(2).half(), torch.ones(2).bfloat16()]
+    with Ops() as ops:
+        all_finite(refused, writable=True)
+        all_finite([torch.ones(2)])
+    assert not any("_amp_" in name for name in ops.names)
 
 
 def _largest_allocation(function: Any) -> int:

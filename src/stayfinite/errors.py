@@ -25,7 +25,7 @@ class RecordError(StayFiniteError, ValueError):
 
 
 class NonFiniteError(StayFiniteError, ArithmeticError):
-    """A value that must be finite is not; `report` says what was seen, `incident` where it began."""
+    """A value that must be finite is not; `report` says what, `incident` where it began."""
 
     def __init__(
         self, message: str, *, report: NaNReport | None = None, incident: Incident | None = None

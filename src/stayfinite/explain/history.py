@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,9 +46,10 @@ class Context:
     optimizer: OptimizerFacts | None = None
     optimizer_count: int = 0
     scaler_skips: int = 0
+    uses_scaler: bool = False
     scale: float | None = None
     input_ranges: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    weight_ranges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    initial_weights: dict[str, tuple[float, float]] = field(default_factory=dict)
     poisoned_buffers: tuple[str, ...] = ()
     loaded_keys: tuple[str, ...] = ()
     bootstraps: bool = False
@@ -71,7 +72,9 @@ class History:
     def steps(self) -> tuple[StepFacts, ...]:
         """Oldest first; the run's first few steps are always among them."""
         recent = list(self._ring)
-        early = [facts for facts in self._first if facts["step"] < recent[0]["step"]] if recent else []
+        early = (
+            [facts for facts in self._first if facts["step"] < recent[0]["step"]] if recent else []
+        )
         return tuple(_read(facts) for facts in [*early, *recent])
 
 
@@ -89,14 +92,14 @@ def finite(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def growth(values: list[float], *, of: Callable[[list[float]], float] = max) -> float:
-    """How many times larger the last few values got than the typical one before; 1 if unknown.
+def growth(values: list[float]) -> float:
+    """How many times larger the last values got than the typical early one; 1 if unknown.
 
-    Early and late are compared as magnitudes, so that a falling log-likelihood counts too.
+    Magnitudes are compared, so that a log-likelihood that falls without end counts too.
     """
     sizes = [abs(value) for value in values]
-    if len(sizes) < 3:
+    if len(sizes) < 2:
         return 1.0
-    late = of(sizes[-3:])
-    early = statistics.median(sizes[: max(1, len(sizes) - 3)][:16])
+    late = max(sizes[-3:]) if len(sizes) > 4 else sizes[-1]
+    early = statistics.median(sizes[:-3][:16]) if len(sizes) > 4 else sizes[0]
     return late / early if early > 0 else 1.0

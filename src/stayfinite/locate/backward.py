@@ -28,7 +28,7 @@ class NodeSites:
         self._sites: dict[int, Site] = {}
         self._next = _number()
         self._fresh = False
-        self._recent: deque[Any] = deque(maxlen=64)
+        self._recent: deque[Any] = deque(maxlen=256)
 
     def is_new(self) -> bool:
         """Whether the operation that runs now has made a node."""
@@ -52,16 +52,19 @@ class NodeSites:
         number = node._sequence_nr()
         return self._sites.get(number) if number < _UNNUMBERED else None
 
-    def consumers(self) -> list[str]:
-        """Names of the nodes that handed their gradient to the one running now."""
+    def consumers(self, *, depth: int = 6) -> list[str]:
+        """Names of the nodes whose gradient came to the one running now, the nearest first."""
         running = torch._C._current_autograd_node()
-        if running is None:
-            return []
-        return [
-            node.name()
-            for node in self._recent
-            if any(following is running for following, _ in node.next_functions)
-        ]
+        near: list[Any] = [running] if running is not None else []
+        found: list[str] = []
+        for _ in range(depth):
+            near = [
+                node
+                for node in self._recent
+                if any(after is other for after, _ in node.next_functions for other in near)
+            ]
+            found.extend(node.name() for node in near if node.name() not in found)
+        return found
 
     def _remember_running(self) -> None:
         node = torch._C._current_autograd_node()
@@ -81,4 +84,4 @@ class NodeSites:
 
 
 def _number() -> int:
-    return torch.autograd._get_sequence_nr()
+    return int(torch._C._autograd._get_sequence_nr())

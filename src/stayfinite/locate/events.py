@@ -21,6 +21,7 @@ class Site:
     modules: tuple[nn.Module, ...] = ()
     entry: Place | None = None
     made_node: bool = False
+    made_in: str | None = None  # the backward node that made it, in a double backward
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stayfinite.detect.scan import all_finite
+
 # Wrappers that put a prefix of their own before the user's names.
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel"}
+_WRAPPERS = {
+    "DistributedDataParallel",
+    "DataParallel",
+    "OptimizedModule",
+    "FullyShardedDataParallel",
+}
 
 
 class Names:
@@ -43,6 +50,15 @@ class Names:
             return None
         prefix = self.module(holder[0])[1]
         return f"{prefix}.{holder[1]}" if prefix else holder[1]
+
+    def bad_statistics(self) -> list[str]:
+        """Names of the running statistics (BatchNorm's) that are not finite."""
+        return [
+            self.tensor(tensor) or name
+            for module in _living_modules()
+            for name, tensor in _children(module, "_buffers")
+            if name.startswith("running_") and not all_finite([tensor])
+        ]
 
     def _owner(
         self, module: nn.Module, seen: set[int], near: set[int]

@@ -17,10 +17,12 @@ _FILLS = {
     "clamp", "clamp_", "clamp_min", "clamp_max", "nan_to_num", "nan_to_num_", "add", "add_", "sub",
     "mul", "mul_",
 }  # fmt: skip
+# They only point at other memory.
+_ADOPTERS = {"set_", "lift", "alias", "_reshape_alias"}
 # In place, but the old content is not read.
 _OVERWRITES = {
     "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
-    "log_normal_", "cauchy_", "geometric_", "set_", "resize_",
+    "log_normal_", "cauchy_", "geometric_", "resize_",
 }  # fmt: skip
 
 
@@ -49,7 +51,9 @@ def learn(func: Any) -> OpInfo:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     out_variant = "out" in func._overloadname or any(name == "out" for _, name in written)
-    aliases = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
+    aliases = any(
+        ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns
+    )
     return OpInfo(
         name=str(func),
         base=base,
@@ -57,7 +61,8 @@ def learn(func: Any) -> OpInfo:
         written=tuple(index for index, _ in written),
         written_names=tuple(name for _, name in written),
         overwrites=out_variant or base in _OVERWRITES,
-        is_view=(bool(getattr(func, "is_view", False)) or aliases) and not written,
+        is_view=base in _ADOPTERS
+        or ((bool(getattr(func, "is_view", False)) or aliases) and not written),
         allocates=base in _ALLOCATORS,
         fills=base in _FILLS,
         is_collective=func.namespace in ("c10d", "_c10d_functional", "c10d_functional"),
@@ -73,7 +78,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def named_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def named_tensors(
+    info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Tensor]]:
     """Tensor arguments with the schema's names; list members get an index."""
     found: list[tuple[str, Tensor]] = []
     pairs = [*zip(info.arguments, args, strict=False), *kwargs.items()]

@@ -41,7 +41,7 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
         outputs=event.outputs,
         lineage=tuple(_hop(hop, names, folder) for hop in _shortened(hops)),
         exact=True,
-        facts=_facts(event, hops),
+        facts=_facts(event, hops, span.expression if span else None),
     )
     return origin, event
 
@@ -99,8 +99,11 @@ def _shortened(hops: list[Event]) -> list[Event]:
     return [*hops[:half], *turns[: _MOST_HOPS // 4], *hops[-half:]]
 
 
-def _facts(event: Event, hops: list[Event]) -> dict[str, Any]:
+def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str, Any]:
     facts = dict(event.facts)
+    facts["expression"] = expression
+    facts["reached"] = [hop.op for hop in hops[1:9]]
+    facts["loaded"] = any("load_state_dict" in hop.facts.get("inside", "") for hop in hops)
     facts["clock"] = event.clock
     turn = next((hop for hop in hops[1:] if hop.kind == "conversion"), None)
     if turn is not None:

@@ -12,6 +12,8 @@ import torch
 from torch.autograd import graph as autograd_graph
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_FORMULAS = ("distributions/", "nn/", "functional.py", "_tensor.py", "optim/", "linalg/")
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
@@ -37,10 +39,11 @@ class Span(NamedTuple):
     columns: tuple[int, int] | None
     code: str
     function: str
+    expression: str | None
 
 
 def kind_of(code: CodeType) -> int:
-    """USER, INTERNAL (torch, the standard library, ourselves) or ENGINE (a backward pass starts)."""
+    """USER, INTERNAL (torch, the standard library, ourselves) or ENGINE (a backward pass)."""
     kind = _kind_of_code.get(code)
     if kind is None:
         kind = _kind_of_code[code] = _classify_code(code)
@@ -74,6 +77,27 @@ def user_place(frame: FrameType | None) -> Place | None:
     return None
 
 
+def in_optimizer(frame: FrameType | None) -> bool:
+    """Whether an optimizer's own code is running, and not a closure that it was given."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OPTIM):
+            return True
+        if kind_of(frame.f_code) == USER:
+            return isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+        frame = frame.f_back
+    return False
+
+
+def library_place(frame: FrameType | None) -> str | None:
+    """ "distributions/normal.py:log_prob" where one of torch's Python formulas is what runs."""
+    while frame is not None and kind_of(frame.f_code) != USER:
+        name = frame.f_code.co_filename.removeprefix(_TORCH).replace(os.sep, "/")
+        if name.startswith(_FORMULAS):
+            return f"{name}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
 def user_places(frame: FrameType | None, limit: int = 12) -> list[Place]:
     """User frames from the innermost outwards, through backward passes too."""
     found: list[Place] = []
@@ -91,9 +115,10 @@ def resolve(place: Place, *, folder: str | None) -> Span:
     columns = None
     if start is not None and end is not None:
         columns = _characters(path, line, start), _characters(path, end_line, end)
-    text = linecache.getline(path, line).strip()
-    function = place.code.co_name
-    return Span(relative(path, folder), line, end_line, columns, text, function)
+    text = linecache.getline(path, line)
+    expression = text[slice(*columns)] if columns and line == end_line else None
+    name = relative(path, folder)
+    return Span(name, line, end_line, columns, text.strip(), place.code.co_name, expression)
 
 
 def relative(path: str, folder: str | None) -> str:

@@ -11,7 +11,7 @@ Known = TypeVar("Known")
 
 
 class StorageMap(Generic[Known]):
-    """A value per living storage; an entry ends with its memory, whose address may be used again."""
+    """A value per living storage; an entry ends with its memory, as addresses are used again."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, Known]] = {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ from stayfinite.locate.ops import (
     scalars,
     tensors_in,
 )
-from stayfinite.locate.source import Place, user_place, user_places
+from stayfinite.locate.source import (
+    Place,
+    in_optimizer,
+    library_place,
+    user_place,
+    user_places,
+)
 from stayfinite.locate.storages import StorageMap, covers_storage
 from stayfinite.records import HopKind, NaNType, Phase
 
@@ -38,16 +45,20 @@ class Tracer(TorchDispatchMode):
     no tensor: memory is known by weak references.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_enter: Callable[[nn.Module, Any], None] | None = None) -> None:
         super().__init__()
         self.clock = 0
-        self.in_optimizer = False
+        self._on_enter = on_enter
+        self.is_paused = False
         self.count = 0
         self.nodes = NodeSites()
         self._infos: dict[Any, OpInfo] = {}
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._raw: StorageMap[tuple[Site, int]] = StorageMap()
         self._labels: StorageMap[str] = StorageMap()
+        self._made: StorageMap[tuple[str, ...]] = StorageMap()
+        self._runs: dict[Place | None, int] = {}
+        self._runs_before: dict[Place | None, int] = {}
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
         self._handles: list[Any] = []
@@ -73,15 +84,27 @@ class Tracer(TorchDispatchMode):
 
     def events_of(self, tensors: Iterable[Tensor]) -> list[Event]:
         """The latest events on the memory of those tensors that are bad now."""
-        with _paused():
+        with self.paused():
             found = [event for t in tensors if is_bad(t) for event in self._sources(t, _NOWHERE)]
         return list(dict.fromkeys(found))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A time in which operations are not looked at: our own."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if not self._modules:
             self._entry = user_place(sys._getframe(1))
+            if self._on_enter is not None:
+                with self.paused():
+                    self._on_enter(module, args)
         self._modules.append(module)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -89,20 +112,29 @@ class Tracer(TorchDispatchMode):
             self._modules.pop()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
         info = self._infos.get(func)
         if info is None:
             info = self._infos[func] = learn(func)
         if self.nodes.is_new():
-            self.nodes.put(self._site(made_node=True))
+            site = self._site(made_node=True)
+            self.nodes.put(site)
+            self._runs[site.place] = self._runs.get(site.place, 0) + 1
         before = self._bad_before(info, args, kwargs) if info.written else ()
         out = func(*args, **kwargs)
         if info.allocates:
             self._note_raw(out)
         elif not info.is_view:
             self._look(info, args, kwargs, out, before)
+            self._note_made(info, args, out)
         elif info.name in _FRESH and is_bad(out):
             self._sources(out, self._site())
         return out
@@ -156,11 +188,13 @@ class Tracer(TorchDispatchMode):
         kind = _kind(info, args, kwargs, nan_type, kinds)
         event = self._event(kind, info.name, phase, site, nan_type, node, parents)
         if kind in ("birth", "conversion"):
+            event.facts = self._facts(info, args, kwargs, given, phase, site)
             event.inputs = tuple(
                 summarize(name, t) for name, t in given if t.numel() and not _holds(written, t)
             )
             event.outputs = (summarize("output", bad),)
-            event.facts = self._facts(info, args, kwargs, given, phase)
+        elif (inside := library_place(sys._getframe(2))) is not None:
+            event.facts = {"inside": inside}
         self._mark(bad, event, replace=bool(written) and covers_storage(bad))
 
     def _facts(
@@ -170,13 +204,21 @@ class Tracer(TorchDispatchMode):
         kwargs: dict[str, Any],
         given: list[tuple[str, Tensor]],
         phase: Phase,
+        site: Site,
     ) -> dict[str, Any]:
         facts: dict[str, Any] = {"scalars": scalars(info, args, kwargs)}
+        inside = library_place(sys._getframe(3))
+        if inside is not None:
+            facts["inside"] = inside
+        facts["data"] = [n for n, t in given if not t.requires_grad and t.is_floating_point()]
         raw = [name for name, tensor in given if self._raw.get(tensor) is not None]
         if raw:
             facts["uninitialised"] = raw
+        facts["made_by"] = {n: list(made) for n, t in given if (made := self._made.get(t))}
+        facts["repeats"] = max(self._runs.get(site.place, 0), self._runs_before.get(site.place, 0))
         if phase == "backward":
             facts["consumers"] = self.nodes.consumers()
+            facts["made_in"] = site.made_in
         labels = {name: label for name, t in given if (label := self._labels.get(t)) is not None}
         if labels:
             facts["labels"] = labels
@@ -221,13 +263,23 @@ class Tracer(TorchDispatchMode):
         label = self._labels.get(tensor)
         kind: HopKind = "foreign" if raw is None else "allocation"
         phase: Phase = "init" if raw else "checkpoint" if label else "data"
-        event = self._event(
-            kind, "", phase, raw[0] if raw else site, classify(tensor), None, ()
-        )
+        event = self._event(kind, "", phase, raw[0] if raw else site, classify(tensor), None, ())
         event.outputs = (summarize(label or "value", tensor),)
         event.facts = {"is_parameter": isinstance(tensor, nn.Parameter), "label": label}
         self._mark(tensor, event, replace=True)
         return (event,)
+
+    def _note_made(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
+        """Remember by which operation a value was made, and by which ones its inputs were."""
+        made = (info.base, *(self._made.get(t) or ("",) for t in args if isinstance(t, Tensor)))
+        known = tuple(name if isinstance(name, str) else name[0] for name in made)
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
+            self._made.put(tensor, known)
+
+    def next_step(self, clock: int) -> None:
+        """The guard's clock has ticked."""
+        self.clock = clock
+        self._runs_before, self._runs = self._runs, {}
 
     def _note_raw(self, out: Any) -> None:
         for tensor in tensors_in(out):
@@ -249,20 +301,19 @@ class Tracer(TorchDispatchMode):
         if place is None and (node := torch._C._current_autograd_node()) is not None:
             known = self.nodes.get(node)
             if known is not None:
-                return known
+                return dataclasses.replace(known, made_in=known.made_in or node.name())
         entry = self._entry if self._modules else None
         return Site(place, tuple(self._modules), entry, made_node)
 
     def _where(self, info: OpInfo) -> tuple[Site, Phase, str | None]:
         """Site, phase and autograd node of the operation that runs now."""
         made_node = self.nodes.latest_is_fresh()
-        if self.in_optimizer:
-            return self._site(), "optimizer", None
+        frame = sys._getframe(3)
         node = torch._C._current_autograd_node()
         if node is None:
             phase: Phase = "distributed" if info.is_collective else "forward"
+            phase = "optimizer" if in_optimizer(frame) else phase
             return self._site(made_node=made_node), phase, None
-        frame = sys._getframe(3)
         if self.nodes.is_recomputation(frame):
             return self._site(made_node=made_node), "forward", None
         place = user_place(frame)
@@ -277,14 +328,6 @@ class Tracer(TorchDispatchMode):
 
 
 _NOWHERE = Site(None)
-
-
-@contextlib.contextmanager
-def _paused() -> Iterator[None]:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield
 
 
 def _holds(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
@@ -333,6 +376,6 @@ def _kind(
 
 def _wait(out: Any) -> None:
     # A collective returns before its data has arrived.
-    work = out[-1] if isinstance(out, (list, tuple)) and out else None
+    work: Any = out[-1] if isinstance(out, (list, tuple)) and out else None
     if hasattr(work, "wait"):
         work.wait()

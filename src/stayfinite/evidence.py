@@ -1,0 +1,138 @@
+"""What is kept while training runs, at next to no cost, so that a bad step can be explained."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.walk import named_tensors
+from stayfinite.explain.history import Context, History, OptimizerFacts
+from stayfinite.locate.names import Names
+
+_SAMPLES = 64
+
+
+class Evidence:
+    """Counts and histories of the optimizers and of the calls to top-level modules."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._histories: weakref.WeakKeyDictionary[Optimizer, History] = weakref.WeakKeyDictionary()
+        self._inputs: dict[str, deque[float]] = {}
+        self._calls: dict[tuple[int, bool], int] = {}
+        self._kinds: dict[tuple[str, bool], int] = {}
+        self.backward_passes = 0
+        self.loss: Any = None
+        self.grad_norm: Any = None
+        self.bootstrap_steps = 0
+        self.twice_called_steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Updates attempted on the busiest optimizer; without one, backward passes."""
+        return max(self._counts.values(), default=self.backward_passes)
+
+    def count(self, optimizer: Optimizer) -> int:
+        return self._counts.get(optimizer, 0)
+
+    def stepped(self, optimizer: Optimizer, *, scale: Any, skipped: bool) -> None:
+        """Close the books on one attempted update."""
+        number = self._counts.get(optimizer, 0)
+        history = self._histories.get(optimizer)
+        if history is None:
+            history = self._histories[optimizer] = History()
+        history.add(
+            step=number,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            learning_rate=optimizer.param_groups[0].get("lr") if optimizer.param_groups else None,
+            scale=scale,
+            skipped=skipped,
+        )
+        self._counts[optimizer] = number + 1
+        self.grad_norm = None
+        self._close_calls()
+
+    def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A top-level module is called: remember how large its inputs are, and in which mode."""
+        grad = torch.is_grad_enabled()
+        for path, tensor in named_tensors(args, type(module).__name__):
+            if tensor.is_floating_point() and tensor.numel() and not tensor.requires_grad:
+                ring = self._inputs.setdefault(path, deque(maxlen=_SAMPLES))
+                ring.append(_largest(tensor))
+        if module.training:
+            key, kind = (id(module), grad), (_signature(module), grad)
+            self._calls[key] = self._calls.get(key, 0) + 1
+            self._kinds[kind] = self._kinds.get(kind, 0) + 1
+
+    def _close_calls(self) -> None:
+        if not self._calls:
+            return
+        kinds = self._kinds
+        self.bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
+        self.twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
+        self._calls, self._kinds = {}, {}
+
+    def context(self, optimizer: Optimizer | None, **known: Any) -> Context:
+        """All of it as plain values; reads what is still on a device."""
+        chosen = optimizer if optimizer is not None else self._busiest()
+        history = self._histories.get(chosen) if chosen is not None else None
+        steps = max(1, self.steps)
+        return Context(
+            history=history.steps() if history is not None else (),
+            optimizer=optimizer_facts(chosen) if chosen is not None else None,
+            optimizer_count=len(self._counts),
+            input_ranges={path: tuple(ring) for path, ring in self._inputs.items()},
+            bootstraps=self.bootstrap_steps > steps // 2,
+            is_adversarial=len(self._counts) > 1 and self.twice_called_steps > steps // 2,
+            **known,
+        )
+
+    def _busiest(self) -> Optimizer | None:
+        return max(self._counts, key=lambda o: self._counts[o], default=None)
+
+    def optimizers(self) -> list[Optimizer]:
+        return list(self._counts)
+
+
+def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
+    """Its first group's settings, as far as it has them."""
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    rate = group.get("lr")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return OptimizerFacts(
+        kind=type(optimizer).__name__,
+        learning_rate=float(rate) if rate is not None else None,
+        eps=group.get("eps") if isinstance(group.get("eps"), float) else None,
+        momentum=group.get("momentum"),
+        line_search=group.get("line_search_fn"),
+        dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+    )
+
+
+def weight_ranges(names: Names, optimizers: list[Optimizer]) -> dict[str, tuple[float, float]]:
+    """(largest magnitude, standard deviation) of each optimized parameter that is finite."""
+    ranges: dict[str, tuple[float, float]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.is_floating_point() and param.numel():
+                    values = param.detach()
+                    name = names.tensor(param) or f"parameter {len(ranges)}"
+                    ranges[name] = _largest(values), values.float().std(correction=0).item()
+    return ranges
+
+
+def _largest(tensor: Tensor) -> float:
+    low, high = torch.aminmax(tensor.detach())
+    return max(abs(low.item()), abs(high.item()))  # host sync
+
+
+def _signature(module: nn.Module) -> str:
+    # A target network is another object of the same build.
+    return f"{type(module).__name__}:{[tuple(p.shape) for p in module.parameters()][:4]}"

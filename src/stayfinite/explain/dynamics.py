@@ -1,0 +1,176 @@
+"""Rules for overflow: only the history of the steps before tells why numbers got so large."""
+
+from __future__ import annotations
+
+import math
+
+from stayfinite.explain.clue import Clue, diagnosis, largest, number
+from stayfinite.records import Diagnosis
+
+_RAW = 50.0  # normalised data does not reach it
+_LOOP = 8  # so many runs of one line in one forward pass are a recurrence
+_EXPONENTIALS = ("exp", "expm1", "sinh", "cosh", "exp2", "logaddexp", "softplus", "square")
+
+
+def outlier_batch(clue: Clue) -> Diagnosis | None:
+    """This batch is far larger than all before it."""
+    if clue.outlier is None or clue.op in ("exp", "expm1"):
+        return None
+    path, now, usual = clue.outlier
+    return diagnosis(
+        "bad_input_data",
+        f"The batch reaches {number(now)} in {path}, where it is usually {number(usual)}; "
+        f"`{clue.expression}` overflows on it.",
+        "Check the range where the data is read, and drop or rescale such samples.",
+    )
+
+
+def line_search(clue: Clue) -> Diagnosis | None:
+    """LBFGS takes full steps when nobody searches the line."""
+    facts = clue.context.optimizer
+    if facts is None or facts.kind != "LBFGS" or facts.line_search:
+        return None
+    return diagnosis(
+        "lbfgs_no_line_search",
+        "LBFGS without a line search takes the full quasi-Newton step, however far that is.",
+        'Pass line_search_fn="strong_wolfe" to torch.optim.LBFGS.',
+    )
+
+
+def recurrence(clue: Clue) -> Diagnosis | None:
+    """One line that runs again on its own result, growing each time."""
+    repeats = int(clue.fact("repeats", 0))
+    if repeats < _LOOP:
+        return None
+    return diagnosis(
+        "exploding_recurrence",
+        f"`{clue.expression}` ran {repeats} times in this step on its own result and grew until it "
+        "overflowed.",
+        "Initialise the recurrent weight with nn.init.orthogonal_, use a gated cell (LSTM, GRU) or "
+        "a normalisation in the loop, and clip the gradient norm.",
+    )
+
+
+def huge_weights(clue: Clue) -> Diagnosis | None:
+    """Weights that are too large from the start."""
+    weights = [w for w in clue.context.initial_weights.items() if math.isfinite(w[1][1])]
+    worst = max(weights, key=lambda item: item[1][1], default=None)
+    if worst is None or worst[1][1] < 3 or clue.context.step > 20:
+        return None
+    name, (size, spread) = worst
+    return diagnosis(
+        "bad_init",
+        f"{name} starts with a standard deviation of {number(spread)} (up to {number(size)}), so "
+        f"`{clue.expression}` overflows.",
+        "Scale it with the fan-in: nn.init.kaiming_normal_(weight) or std = fan_in ** -0.5.",
+    )
+
+
+def raw_inputs(clue: Clue) -> Diagnosis | None:
+    """Inputs in their natural units."""
+    if clue.typical_input < _RAW or not (clue.is_diverging or clue.context.step < 3):
+        return None
+    return diagnosis(
+        "unnormalized_input",
+        f"The inputs reach {number(clue.typical_input)} in every batch; activations and gradients "
+        f"grow with them until `{clue.expression}` overflows.",
+        "Normalise them: `x = (x - mean) / std` with the training set's statistics.",
+    )
+
+
+def bootstrapped_values(clue: Clue) -> Diagnosis | None:
+    """A value network that learns from its own growing targets."""
+    if not clue.is_diverging or not clue.context.bootstraps:
+        return None
+    return diagnosis(
+        "rl_value_divergence",
+        f"The targets come from a network of the same build, and both have grown "
+        f"({_trend(clue)}) until `{clue.expression}` overflowed.",
+        "Update the target network more slowly, lower gamma or the learning rate, and clip or "
+        "normalise rewards and targets.",
+    )
+
+
+def adversaries(clue: Clue) -> Diagnosis | None:
+    """Two networks that push each other away."""
+    if not clue.is_diverging or not clue.context.is_adversarial:
+        return None
+    return diagnosis(
+        "gan_divergence",
+        f"Two optimizers drive each other's loss, and it ran away ({_trend(clue)}).",
+        "Bound the critic (spectral norm, gradient penalty), lower both learning rates, and use "
+        "losses on logits.",
+    )
+
+
+def too_fast(clue: Clue) -> Diagnosis | None:
+    """Plain divergence."""
+    if not clue.is_diverging:
+        return None
+    rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
+    lower = f" from {number(rate)} to {number(rate / 10)}" if rate else ""
+    return diagnosis(
+        "lr_too_high",
+        f"Training was diverging ({_trend(clue)}) before `{clue.expression}` overflowed: the steps "
+        "are too large.",
+        f"Lower the learning rate{lower}, warm it up over the first steps, and clip the gradients: "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
+    )
+
+
+def _trend(clue: Clue) -> str:
+    parts = []
+    if len(clue.losses) > 1:
+        parts.append(f"loss from {number(clue.losses[0])} to {number(clue.losses[-1])}")
+    if len(clue.norms) > 1:
+        parts.append(f"gradient norm from {number(clue.norms[0])} to {number(clue.norms[-1])}")
+    return ", ".join(parts) or f"{len(clue.context.history)} steps"
+
+
+def exponential(clue: Clue) -> Diagnosis | None:
+    """exp(89)."""
+    if clue.op not in _EXPONENTIALS:
+        return None
+    item = clue.first
+    top = number(item.max) if item else "a large number"
+    if "nn/functional.py" in clue.inside and "loss" in clue.inside:
+        return diagnosis(
+            "loss_of_extreme_logits",
+            f"The loss in `{clue.expression}` exponentiates a model output of {top}.",
+            "Bound or rescale the logits before the loss, or use a loss that is written on logits.",
+        )
+    limit = "11.1" if clue.dtype == "float16" else "88.7"
+    return diagnosis(
+        "exp_overflow",
+        f"The exponent in `{clue.expression}` reaches {top}; exp overflows {clue.dtype} above "
+        f"{limit}.",
+        "Bound the exponent (`x.clamp(max=20)`), subtract the maximum first (softmax, logsumexp), "
+        "or use softplus in place of exp.",
+    )
+
+
+def slow_growth(clue: Clue) -> Diagnosis | None:
+    """An overflow in plain arithmetic with weights or inputs that are already enormous."""
+    size = max((largest(item) for item in clue.origin.inputs), default=0.0)
+    if size < 1e6:
+        return None
+    return diagnosis(
+        "lr_too_high",
+        f"`{clue.expression}` overflowed on values that had grown to {number(size)}.",
+        "Lower the learning rate, clip the gradients, and look at which layer grows first.",
+        sure="possible",
+    )
+
+
+DYNAMICS_RULES = (
+    outlier_batch,
+    line_search,
+    recurrence,
+    huge_weights,
+    bootstrapped_values,
+    adversaries,
+    raw_inputs,
+    too_fast,
+    exponential,
+    slow_growth,
+)

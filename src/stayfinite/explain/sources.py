@@ -1,0 +1,126 @@
+"""Rules for values that training did not compute: data, checkpoints, memory, other ranks."""
+
+from __future__ import annotations
+
+from stayfinite.explain.clue import Clue, diagnosis, largest, number
+from stayfinite.records import Diagnosis
+
+# Far beyond anything that is measured or normalised, yet finite.
+_ABSURD = 1e15
+
+
+def loaded_weights(clue: Clue) -> Diagnosis | None:
+    """Weights that were bad in the file."""
+    if clue.origin.phase != "checkpoint":
+        return None
+    keys = clue.context.loaded_keys
+    named = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+    return diagnosis(
+        "checkpoint_corrupt",
+        f"The state that was loaded here was not finite already: {named or 'some tensors'}.",
+        "Go back to the last finite checkpoint, and refuse to save one that is not "
+        "(stayfinite.NaNDetector().check_model(model) before torch.save).",
+        evidence=tuple(keys[:20]),
+    )
+
+
+def narrowed_checkpoint(clue: Clue) -> Diagnosis | None:
+    """Weights that became Inf when they were narrowed for saving."""
+    if clue.op != "to_copy" or clue.dtype != "float16" or not clue.fact("loaded"):
+        return None
+    return diagnosis(
+        "checkpoint_precision_loss",
+        "Values above 65504 were cast to float16 for the checkpoint, became Inf, and were loaded.",
+        "Save state in the precision it is trained in, optimizer state above all.",
+    )
+
+
+def unwritten_memory(clue: Clue) -> Diagnosis | None:
+    """torch.empty that nobody filled."""
+    raw = clue.fact("uninitialised")
+    if clue.origin.lineage and clue.origin.lineage[0].kind == "allocation":
+        what = clue.expression
+    elif raw and clue.origin.phase != "optimizer":
+        what = ", ".join(raw)
+    else:
+        return None
+    return diagnosis(
+        "uninitialized_memory",
+        f"`{what}` is memory that was allocated and never written; it holds whatever was there.",
+        "Fill it right after torch.empty, e.g. nn.init.xavier_uniform_(weight), "
+        "or allocate with torch.zeros.",
+    )
+
+
+def bad_batch(clue: Clue) -> Diagnosis | None:
+    """A tensor that arrived bad."""
+    if clue.origin.phase not in ("data", "init") or clue.origin.op:
+        return None
+    if clue.origin.phase == "init":
+        return diagnosis(
+            "bad_init",
+            "A parameter was not finite before the first step.",
+            "Look at how it is initialised; use one of torch.nn.init.",
+            sure="possible",
+        )
+    item = clue.output
+    where = f" first at index {list(item.first_bad_index)}" if item and item.first_bad_index else ""
+    count = f"{item.bad_count} of {item.numel} values are not finite,{where}" if item else ""
+    return diagnosis(
+        "bad_input_data",
+        f"The batch that enters here is bad already: {count or 'it holds NaN or Inf'}.",
+        "Find the sample with stayfinite.NaNDetector().check_batch(batch) in the data pipeline, "
+        "and drop or repair it where it is read.",
+    )
+
+
+def absurd_values(clue: Clue) -> Diagnosis | None:
+    """Data so large, though finite, that the first operation on it overflows."""
+    if clue.origin.phase not in ("forward", "backward", "distributed"):
+        return None
+    data = clue.fact("data", []) if clue.origin.phase == "forward" else []
+    for item in clue.origin.inputs:
+        if item.name in data and largest(item) > _ABSURD and not _was_computed(clue, item.name):
+            return _out_of_range(item.name, largest(item), clue)
+    outlier = clue.outlier
+    if outlier is not None and outlier[1] > _ABSURD:
+        return _out_of_range(outlier[0], outlier[1], clue)
+    return None
+
+
+def _was_computed(clue: Clue, name: str) -> bool:
+    return any(
+        op in ("exp", "pow", "mm", "addmm", "bmm", "convolution") for op in clue.made_by(name)
+    )
+
+
+def _out_of_range(name: str, size: float, clue: Clue) -> Diagnosis:
+    usual = f" (usually {number(clue.typical_input)})" if clue.typical_input < size / 30 else ""
+    return diagnosis(
+        "bad_input_data",
+        f"The batch holds values up to {number(size)}{usual}, so that the first arithmetic on "
+        f"them overflows ({name} of this operation).",
+        "Check the range where the data is read, and drop or repair what is outside it.",
+    )
+
+
+def other_rank(clue: Clue) -> Diagnosis | None:
+    """Finite here, bad after the collective: another rank brought it."""
+    if clue.origin.phase != "distributed":
+        return None
+    return diagnosis(
+        "bad_input_data",
+        "The values of this rank were finite; the collective brought the bad ones from another.",
+        "Look at the rank on which it began, and skip a bad step on all ranks together.",
+        sure="possible",
+    )
+
+
+SOURCE_RULES = (
+    loaded_weights,
+    narrowed_checkpoint,
+    unwritten_memory,
+    bad_batch,
+    absurd_values,
+    other_rank,
+)

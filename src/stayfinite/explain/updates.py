@@ -1,0 +1,147 @@
+"""Rules for the update itself: learning rate, optimizer, clipping, loss scale."""
+
+from __future__ import annotations
+
+import math
+
+from stayfinite.explain.clue import SMALLEST, Clue, diagnosis, largest, number
+from stayfinite.records import Diagnosis
+
+
+def bad_rate(clue: Clue) -> Diagnosis | None:
+    """A learning rate that is no learning rate."""
+    rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
+    if rate is None or clue.origin.phase not in ("optimizer", "forward"):
+        return None
+    if math.isfinite(rate) and rate >= 0:
+        return None
+    return diagnosis(
+        "bad_lr_schedule",
+        f"The learning rate is {rate}: the schedule computed it so.",
+        "Look for a division by zero in the schedule (zero warm-up or total steps), and check "
+        "math.isfinite(lr) where it is set.",
+    )
+
+
+def half_precision_eps(clue: Clue) -> Diagnosis | None:
+    """Adam's eps rounds to 0 in float16: 0 / 0 for every weight without gradient."""
+    facts = clue.context.optimizer
+    if clue.origin.phase != "optimizer" or facts is None or facts.eps is None:
+        return None
+    if not _divides(clue) or not any(item.zero_count for item in clue.origin.inputs):
+        return None
+    dtype = clue.dtype
+    if facts.eps < SMALLEST.get(dtype, 0.0):
+        return diagnosis(
+            "optimizer_eps",
+            f"eps = {facts.eps:g} is 0 in {dtype}, so {facts.kind} divides 0 by 0 where the "
+            "gradient is 0.",
+            f"Keep float32 weights and use autocast, or give {facts.kind} eps=1e-4 in {dtype}.",
+        )
+    cause = "optimizer_eps" if facts.eps < 1e-12 else "division_by_zero_optimizer"
+    return diagnosis(
+        cause,
+        f"{facts.kind} divided by a second moment of 0 (eps = {facts.eps:g}).",
+        f"Give {facts.kind} a larger eps, such as 1e-8 in float32.",
+    )
+
+
+def _divides(clue: Clue) -> bool:
+    return clue.op in ("addcdiv", "div", "reciprocal", "rsqrt", "fused_adam", "fused_adamw")
+
+
+def division_in_optimizer(clue: Clue) -> Diagnosis | None:
+    """A hand-written optimizer that divides by zero."""
+    if clue.origin.phase != "optimizer" or not _divides(clue):
+        return None
+    if not any(item.zero_count for item in clue.origin.inputs):
+        return None
+    return diagnosis(
+        "division_by_zero_optimizer",
+        f"The optimizer divided by zero in `{clue.expression}`.",
+        "Add an eps to the denominator inside the optimizer.",
+    )
+
+
+def overflow_in_optimizer(clue: Clue) -> Diagnosis | None:
+    """The update itself overflowed."""
+    if clue.origin.phase != "optimizer":
+        return None
+    size = max((largest(item) for item in clue.origin.inputs), default=0.0)
+    if clue.dtype == "float16":
+        return diagnosis(
+            "low_precision_overflow",
+            f"The optimizer state is kept in float16 and passed 65504 (inputs up to "
+            f"{number(size)}).",
+            "Keep float32 master weights and optimizer state (autocast instead of model.half()).",
+        )
+    rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
+    return diagnosis(
+        "lr_too_high",
+        f"The update overflowed: gradients up to {number(size)} at a learning rate of {rate}.",
+        "Lower the learning rate, warm it up, and clip the gradients: "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
+    )
+
+
+def clipping(clue: Clue) -> Diagnosis | None:
+    """clip_grad_norm_ with a norm that is not finite."""
+    if "clip_grad" not in clue.inside and "clip_grad" not in clue.expression:
+        return None
+    if clue.is_backward:
+        return None
+    return diagnosis(
+        "grad_clip_nan_norm",
+        "The gradients were finite, but their norm overflowed, and clipping by it spoils all.",
+        "Clip by value first, or lower what makes the gradients so large: learning rate, loss scale.",
+    )
+
+
+def scale_collapse(clue: Clue) -> Diagnosis | None:
+    """The loss scale fell to nothing and the gradients still overflow."""
+    scale = clue.context.scale
+    if clue.op.startswith("amp_foreach") and any(
+        largest(item) > 1e30 or item.zero_count == item.numel for item in clue.origin.inputs
+    ):
+        return diagnosis(
+            "loss_scale_collapse",
+            "The loss scale has fallen so far that its reciprocal overflows while unscaling.",
+            "Give the scaler a floor, and find what overflows at any scale.",
+        )
+    if scale is None or not clue.context.scaler_skips:
+        return None
+    if scale > 1.0:
+        return diagnosis(
+            "loss_scale_overflow",
+            f"{clue.context.scaler_skips} updates in a row were skipped at scale {number(scale)}.",
+            "Start with a smaller init_scale and a longer growth_interval, or use bfloat16.",
+        )
+    return diagnosis(
+        "loss_scale_collapse",
+        f"The gradients overflow {clue.dtype or 'float16'} even at a loss scale of "
+        f"{number(scale)}, so every update is skipped.",
+        f"It is not the scale: run `{clue.expression}` in float32 "
+        "(torch.autocast(..., enabled=False)) or train in bfloat16.",
+    )
+
+
+def accumulation(clue: Clue) -> Diagnosis | None:
+    """Adding up gradients passed the type's limit."""
+    if "AccumulateGrad" not in (clue.origin.node or "") or clue.op != "add":
+        return None
+    return diagnosis(
+        "grad_accumulation_overflow",
+        f"Each gradient was finite; their sum passed the limit of {clue.dtype}.",
+        "Divide the loss by the number of accumulation steps, and accumulate in float32.",
+    )
+
+
+UPDATE_RULES = (
+    bad_rate,
+    half_precision_eps,
+    division_in_optimizer,
+    overflow_in_optimizer,
+    clipping,
+    scale_collapse,
+    accumulation,
+)

@@ -22,6 +22,8 @@ _SUMMABLE = {torch.float32, torch.float64, torch.bfloat16}
 # The fused check writes back what it read; for 16-bit floats it changes the payload of a NaN.
 _FUSABLE = {torch.float32, torch.float64}
 _NATIVE = _SUMMABLE | {torch.float16}
+# Cloning is the fastest way to a new 0-d tensor.
+_ZERO = undisturbed(torch.zeros)((), device="cpu")
 _ONE = undisturbed(torch.ones)((), device="cpu")
 _CPU = torch.device("cpu")
 _Parts = dict[torch.device, list[Tensor]]
@@ -33,10 +35,11 @@ def nonfinite(
 ) -> Tensor:
     """A 0-d bool tensor: does any tensor hold a NaN or an Inf?
 
-    It is on the device of the first tensor that was looked at. None and other non-tensors are
-    ignored, and no temporary is as large as an input. On the CPU there may be one host read;
-    elsewhere, and with `exact_on_device`, there is none. `writable` says that the caller owns
-    the memory (gradients): it allows a faster check that writes every byte back unchanged.
+    It is on the device of the tensors; of several, on the first that is not the CPU. None and
+    other non-tensors are ignored, and no temporary is as large as an input. On the CPU there may
+    be one host read; elsewhere, and with `exact_on_device`, there is none. `writable` says that
+    the caller owns the memory (gradients): it allows a faster check that writes every byte back
+    unchanged.
 
     >>> nonfinite([torch.ones(3), None, torch.tensor(float("nan"))])
     tensor(True)
@@ -99,7 +102,7 @@ def _is_fusable(tensor: Any) -> bool:
 
 def _fused_check(tensors: list[Tensor]) -> Tensor | None:
     """1 where there is a bad value, else 0; None when torch refuses one of the tensors."""
-    found = torch.zeros((), device="cpu")
+    found = _ZERO.clone()
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _ONE)
     except RuntimeError:  # expanded, nested, or another layout it cannot write to
@@ -120,7 +123,7 @@ def _cpu_alarm(parts: list[Tensor], found: Tensor | None) -> bool:
     values = [value for part in parts for value in _quick(part)]
     if not values:
         return found is not None and bool(found)  # host sync
-    total = torch.stack(values).sum(dtype=torch.float64)
+    total = values[0] if len(values) == 1 else torch.stack(values).sum(dtype=torch.float64)
     suspect = total - total  # NaN unless the total is finite
     return bool(suspect if found is None else suspect + found)  # host sync
 
@@ -165,6 +168,8 @@ def _extremes(part: Tensor) -> Iterator[Tensor]:
 
 
 def _joined(flags: list[Tensor]) -> Tensor:
+    # The CPU last: bringing a flag to it would wait for the other device.
+    flags = sorted(flags, key=lambda flag: flag.is_cpu)
     flag = flags[0].bool()
     for other in flags[1:]:
         flag = flag.logical_or(other.to(flag.device))

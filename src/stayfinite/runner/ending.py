@@ -35,15 +35,16 @@ def ending_of(
     Tracebacks are printed as the interpreter prints them, less our own frames;
     none for an error that is only a consequence of a stop of ours.
     """
-    try:
-        run()
+    error = _error_of(run)
+    if error is None:
         ending = Ending()
-    except SystemExit as request:
-        ending = Ending(code=_exit_code(request))
-    except BaseException as error:
+    elif isinstance(error, SystemExit):
+        ending = Ending(code=_exit_code(error))
+    else:
         ending = Ending(code=1, interrupted=isinstance(error, KeyboardInterrupt))
         if not is_consequence(error):
             _show(error)
+    del error  # it holds the script's frames, and they hold its tensors
     _run_exit_handlers()
     return ending
 
@@ -106,6 +107,15 @@ def watch_sudden_exit(finish: Callable[[Ending], int]) -> None:
             theirs(status)
 
     os._exit = _exit  # type: ignore[assignment]
+
+
+def _error_of(run: Callable[[], None]) -> BaseException | None:
+    # Handed out of the except block: an excepthook must not find an error being handled.
+    try:
+        run()
+    except BaseException as error:
+        return error
+    return None
 
 
 def _exit_code(request: SystemExit) -> int:

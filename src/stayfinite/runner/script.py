@@ -107,5 +107,4 @@ def _absolute(path: str) -> str:
     # The interpreter joins and does not normalise: "../x.py" stays visible in __file__.
     if os.path.isabs(path):
         return path
-    path = path[2:] if path.startswith("./") else path
     return os.path.join(os.getcwd(), path)

@@ -1,7 +1,7 @@
 """Generator states that a fresh process draws from the system: recorded, and given back.
 
 Covered: `random`, everything in numpy that is seeded from the system (the global state,
-`default_rng()`), and `torch.seed()`. Torch's own default seed is a constant.
+`default_rng()`), torch's generators as they are at first, and `torch.seed()`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from stayfinite.runner.imports import after_import
 from stayfinite.runner.plan import write_atomically
 
 Draw = Callable[[], int]
+NAMES = ("numpy", "torch", "gpu")
 
 
 class Seeds:
@@ -37,6 +38,7 @@ class Seeds:
         """Attach to numpy and torch when the script imports them."""
         after_import("numpy.random.bit_generator", self._watch_numpy)
         after_import("torch.random", self._watch_torch)
+        after_import("torch", self._watch_devices)
 
     def take_key(self, key: str) -> None:
         """Become the process with this name: give its states back, or begin to record them."""
@@ -45,8 +47,8 @@ class Seeds:
         if "python" in saved:
             version, words, gauss = saved["python"]
             random.setstate((version, tuple(words), gauss))
-        self._left = {name: list(saved.get(name, ())) for name in ("numpy", "torch")}
-        self._drawn = {"python": random.getstate(), "numpy": [], "torch": []}
+        self._left = {name: list(saved.get(name, ())) for name in NAMES}
+        self._drawn = {"python": random.getstate(), **{name: [] for name in NAMES}}
         self._save()
 
     def take_key_if_none(self, key: str) -> None:
@@ -82,14 +84,30 @@ class Seeds:
         theirs = module.seed
 
         def seed() -> int:
-            left = self._left.get("torch")
-            if not left:
-                return self._draw("torch", theirs)
-            module.manual_seed(left[0])
-            return self._draw("torch", theirs)
+            value = self._draw("torch", theirs)
+            module.manual_seed(value)
+            return value
 
         seed.__doc__ = theirs.__doc__
         module.seed = seed  # type: ignore[attr-defined]
+        self._reseed("torch", module.default_generator)
+
+    def _watch_devices(self, torch: ModuleType) -> None:
+        # The generators of GPUs are made when the first GPU is used.
+        if torch.backends.cuda.is_built():
+            torch.cuda._lazy_call(self._reseed_devices)
+
+    def _reseed_devices(self) -> None:
+        with step_aside("recording the generators of the GPUs"):
+            for generator in sys.modules["torch.cuda"].default_generators:
+                self._reseed("gpu", generator)
+
+    def _reseed(self, name: str, generator: Any) -> None:
+        # Only a repeated seed is set: setting one would hide that the generator is new.
+        if self._left.get(name):
+            generator.manual_seed(self._draw(name, lambda: 0))
+        else:
+            self._draw(name, generator.initial_seed)
 
 
 def unrepeatable() -> list[str]:

@@ -1,0 +1,83 @@
+"""Scripts run in real processes, by plain python and by `stayfinite run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stayfinite
+
+SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
+PREFIX = b"stayfinite: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    code: int
+    out: bytes
+    err: bytes
+
+    @property
+    def ours(self) -> list[str]:
+        """Our lines on stderr, without their prefix."""
+        lines = self.err.splitlines()
+        return [line[len(PREFIX) :].decode() for line in lines if line.startswith(PREFIX)]
+
+    @property
+    def seen(self) -> tuple[int, bytes, bytes]:
+        """What the outside sees of the script itself: our lines are left out."""
+        lines = self.err.splitlines(keepends=True)
+        return self.code, self.out, b"".join(x for x in lines if not x.startswith(PREFIX))
+
+
+class Scripts:
+    """A working folder beside, not inside, the temporary folder of the processes."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "work"
+        self.temporary = root / "temporary"
+        self.folder.mkdir()
+        self.temporary.mkdir()
+
+    def write(self, source: str, name: str = "train.py") -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    def plain(self, *words: str, **how: Any) -> Finished:
+        return self._start([sys.executable, *words], **how)
+
+    def watched(self, *words: str, options: Sequence[str] = (), **how: Any) -> Finished:
+        return self._start([sys.executable, "-m", "stayfinite", "run", *options, *words], **how)
+
+    def result(self, name: str = "out.json") -> Any:
+        return json.loads((self.folder / name).read_text())
+
+    def _start(
+        self, command: list[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None
+    ) -> Finished:
+        settings = {"PYTHONPATH": SOURCE, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**os.environ, **settings, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})},
+            input=stdin,
+            capture_output=True,
+            timeout=120,
+        )
+        return Finished(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Scripts:
+    return Scripts(tmp_path)

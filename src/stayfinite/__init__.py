@@ -28,6 +28,10 @@ _HOME = {
     "check_tensor": "detect.tools",
     "attach_nan_hooks": "detect.tools",
     "enable_nan_hooks": "detect.tools",
+    "BadBatch": "locate.batches",
+    "find_first_bad_batch": "locate.batches",
+    "first_bad_checkpoint": "locate.batches",
+    "trace": "tracing",
 }
 
 __all__ = sorted(["__version__", *_HOME])
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
     from stayfinite.errors import NonFiniteError as NonFiniteError
     from stayfinite.errors import StayFiniteError as StayFiniteError
     from stayfinite.errors import TrainingAbortedError as TrainingAbortedError
+    from stayfinite.locate.batches import BadBatch as BadBatch
+    from stayfinite.locate.batches import find_first_bad_batch as find_first_bad_batch
+    from stayfinite.locate.batches import first_bad_checkpoint as first_bad_checkpoint
     from stayfinite.records import Diagnosis as Diagnosis
     from stayfinite.records import Incident as Incident
     from stayfinite.records import NaNReport as NaNReport
@@ -50,6 +57,7 @@ if TYPE_CHECKING:
     from stayfinite.records import Origin as Origin
     from stayfinite.records import Outcome as Outcome
     from stayfinite.records import TensorSummary as TensorSummary
+    from stayfinite.tracing import trace as trace
 
 
 def __getattr__(name: str) -> Any:

@@ -29,8 +29,13 @@ class Evidence:
         self.backward_passes = 0
         self.loss: Any = None
         self.grad_norm: Any = None
-        self.bootstrap_steps = 0
-        self.twice_called_steps = 0
+        self.scale: float | None = None
+        self.uses_scaler = False
+        self.skips_in_a_row = 0
+        self.bad_keys: list[str] = []
+        self._initial_weights: dict[str, tuple[float, float]] = {}
+        self._bootstrap_steps = 0
+        self._twice_called_steps = 0
 
     @property
     def steps(self) -> int:
@@ -40,7 +45,18 @@ class Evidence:
     def count(self, optimizer: Optimizer) -> int:
         return self._counts.get(optimizer, 0)
 
-    def stepped(self, optimizer: Optimizer, *, scale: Any, skipped: bool) -> None:
+    def forget_counts(self) -> None:
+        """Start again, in a process of its own."""
+        self._counts.clear()
+        self._histories.clear()
+        self.backward_passes = 0
+
+    def first_look(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's first update: how large are its weights?"""
+        if optimizer not in self._counts:
+            self._initial_weights.update(weight_ranges([optimizer]))
+
+    def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
         number = self._counts.get(optimizer, 0)
         history = self._histories.get(optimizer)
@@ -51,7 +67,7 @@ class Evidence:
             loss=self.loss,
             grad_norm=self.grad_norm,
             learning_rate=optimizer.param_groups[0].get("lr") if optimizer.param_groups else None,
-            scale=scale,
+            scale=self.scale,
             skipped=skipped,
         )
         self._counts[optimizer] = number + 1
@@ -74,23 +90,32 @@ class Evidence:
         if not self._calls:
             return
         kinds = self._kinds
-        self.bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
-        self.twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
+        self._bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
+        self._twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
         self._calls, self._kinds = {}, {}
 
-    def context(self, optimizer: Optimizer | None, **known: Any) -> Context:
+    def context(
+        self, optimizer: Optimizer | None, *, step: int, locations: tuple[str, ...]
+    ) -> Context:
         """All of it as plain values; reads what is still on a device."""
         chosen = optimizer if optimizer is not None else self._busiest()
         history = self._histories.get(chosen) if chosen is not None else None
         steps = max(1, self.steps)
         return Context(
+            step=step,
+            locations=locations,
             history=history.steps() if history is not None else (),
             optimizer=optimizer_facts(chosen) if chosen is not None else None,
             optimizer_count=len(self._counts),
+            scaler_skips=self.skips_in_a_row,
+            uses_scaler=self.uses_scaler,
+            scale=self.scale,
             input_ranges={path: tuple(ring) for path, ring in self._inputs.items()},
-            bootstraps=self.bootstrap_steps > steps // 2,
-            is_adversarial=len(self._counts) > 1 and self.twice_called_steps > steps // 2,
-            **known,
+            initial_weights=self._initial_weights or weight_ranges(self.optimizers()),
+            poisoned_buffers=tuple(Names().bad_statistics()),
+            loaded_keys=tuple(self.bad_keys),
+            bootstraps=self._bootstrap_steps > steps // 2,
+            is_adversarial=len(self._counts) > 1 and self._twice_called_steps > steps // 2,
         )
 
     def _busiest(self) -> Optimizer | None:
@@ -115,8 +140,9 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     )
 
 
-def weight_ranges(names: Names, optimizers: list[Optimizer]) -> dict[str, tuple[float, float]]:
-    """(largest magnitude, standard deviation) of each optimized parameter that is finite."""
+def weight_ranges(optimizers: list[Optimizer]) -> dict[str, tuple[float, float]]:
+    """(largest magnitude, standard deviation) of each optimized parameter."""
+    names = Names()
     ranges: dict[str, tuple[float, float]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

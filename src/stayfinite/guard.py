@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,22 +15,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.entrypoints import together, watch_backward, watch_loading, watch_scaling
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
+from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.norms import finite_norm
-from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.scan import all_finite, nonfinite
-from stayfinite.detect.walk import named_tensors
+from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import ConfigError, TrainingAbortedError
-from stayfinite.evidence import Evidence, weight_ranges
-from stayfinite.explain.rules import diagnose
-from stayfinite.locate.events import Event
+from stayfinite.evidence import Evidence
+from stayfinite.incidents import Finding, incident_of
+from stayfinite.locate.arming import Tracing
 from stayfinite.locate.names import Names
-from stayfinite.locate.origin import origin_of
-from stayfinite.locate.tracer import Tracer
-from stayfinite.records import Incident, NaNReport, Origin, Outcome
+from stayfinite.records import Incident
 
 logger = logging.getLogger("stayfinite")
 
-Named = tuple[str, Tensor]
 _MOST_INCIDENTS = 50
 _ROUND = 16  # every parameter is looked at once in so many steps
 
@@ -54,6 +49,8 @@ class GuardSettings:
     def __post_init__(self) -> None:
         if self.on_nan not in ("stop", "warn"):
             raise ConfigError(f"on_nan is {self.on_nan!r}; it must be 'stop' or 'warn'.")
+        if self.trace not in ("never", "armed", "start"):
+            raise ConfigError(f"trace is {self.trace!r}; it must be 'never', 'armed' or 'start'.")
         if self.max_scaler_skips < 1:
             raise ConfigError(
                 f"max_scaler_skips is {self.max_scaler_skips}; it must be at least 1."
@@ -73,22 +70,16 @@ class Guard:
         self.settings = settings
         self.incidents: list[Incident] = []
         self.skipped_by_scaler = 0
-        self.clock = 0
         self.stopped = False
         self._on_incident = on_incident
         self._evidence = Evidence()
-        self._tracer: Tracer | None = None
+        self._tracing = Tracing(self._evidence.entered)
         self._attachment: Attachment | None = None
         self._unscaled: Any = WeakIdKeyDictionary()
         self._far_losses: list[Tensor] = []
-        self._ticks: list[int] = []
-        self._steps_at: list[int] = []
+        self._leaves: list[Tensor] | None = None
         self._incident_clock: int | None = None
-        self._skips_in_a_row = 0
         self._was_skipped = False
-        self._scale: float | None = None
-        self._loaded_bad: list[str] = []
-        self._initial_weights: dict[str, tuple[float, float]] = {}
         self._has_failed = False
 
     @property
@@ -96,60 +87,63 @@ class Guard:
         """Updates attempted so far; without an optimizer, backward passes."""
         return self._evidence.steps
 
+    @property
+    def clock(self) -> int:
+        """Backward passes and attempted updates so far."""
+        return self._tracing.clock
+
     def arm_at(self) -> int:
         """The tick from which a second run has to be traced: two steps before the incident."""
         end = self.clock if self._incident_clock is None else self._incident_clock
-        earlier = [tick for tick in self._ticks if tick < end]
-        return earlier[-3] if len(earlier) >= 3 else 0
+        return self._tracing.clock_before(end, steps=2)
 
     def attach(self) -> None:
         """Watch this process from now on."""
+        steps = _Steps(self)
         self._attachment = together(
-            watch_backward(self._before_backward, lambda result: None),
+            watch_backward(self._before_backward, self._after_backward),
             watch_scaling(self._after_scaling),
             watch_loading(self._before_loading),
-            watch_scalers(_Steps(self)),
-            watch_steps(_Steps(self), defer=not _cpu_only()),
+            watch_scalers(steps),
+            watch_steps(steps, defer=torch.accelerator.is_available()),
         )
-        if self.settings.trace == "start" or (
-            self.settings.trace == "armed" and not self.settings.arm_at
-        ):
-            self._arm()
+        armed_at_once = self.settings.trace == "armed" and not self.settings.arm_at
+        if self.settings.trace == "start" or armed_at_once:
+            self._tracing.switch_on()
 
     def close(self) -> None:
         """Detach from torch; flags that are still on a device are read first."""
         attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            with contextlib.suppress(TrainingAbortedError):
-                attachment.flush()
-                self._check_optimized(self._evidence.optimizers(), everything=True)
-            attachment.remove()
-        self._disarm()
+        if attachment is None:
+            return
+        with contextlib.suppress(TrainingAbortedError):
+            attachment.flush()
+            if not self.incidents:
+                self._check_parameters(self._evidence.optimizers(), everything=True)
+        attachment.remove()
+        self._tracing.switch_off()
 
     def after_fork(self) -> None:
         """Forget what the parent process has seen."""
         self.incidents = []
-        self.skipped_by_scaler = self.clock = 0
+        self.skipped_by_scaler = 0
         self.stopped = False
-        self._evidence = Evidence()
-        self._ticks, self._steps_at = [], []
+        self._evidence.forget_counts()
 
-    def _arm(self) -> None:
-        self._tracer = Tracer(on_enter=self._evidence.entered)
-        # A dispatch mode sees nothing inside compiled code.
-        torch.compiler.set_stance("force_eager")
-        self._tracer.__enter__()
+    def judge_every_backward(self) -> None:
+        """Look at all gradients after each backward pass, not only those an optimizer gets."""
+        self._leaves = []
 
-    def _disarm(self) -> None:
-        tracer, self._tracer = self._tracer, None
-        if tracer is not None:
-            tracer.__exit__(None, None, None)
-            torch.compiler.set_stance("default")
+    def judge_values(self, named: list[Named]) -> None:
+        """Make an incident of those values that were computed to be bad."""
+        bad = [(name.lstrip("."), t) for name, t in named if self._tracing.was_computed(t)]
+        if bad:
+            self._notice(Finding(bad, did="nothing was changed"))
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Our own work inside the user's step: not traced, and a failure of it is only logged."""
-        with self._tracer.paused() if self._tracer else contextlib.nullcontext():
+        with self._tracing.paused():
             try:
                 yield
             except TrainingAbortedError:
@@ -160,20 +154,26 @@ class Guard:
                     logger.exception("stayfinite failed inside a step; training goes on without it")
 
     def _tick(self) -> None:
-        self.clock += 1
-        if self._tracer is not None:
-            self._tracer.next_step(self.clock)
-        elif self.settings.trace == "armed" and self.clock == self.settings.arm_at:
-            self._arm()
+        self._tracing.tick(arm_at=self.settings.arm_at)
 
-    def _before_backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._aside():
             self._tick()
             self._evidence.backward_passes += 1
+            if self._leaves is not None:
+                self._leaves = leaves_of(roots)
             # Other roots may hold an Inf on purpose; their gradients are judged all the same.
             for root in roots:
                 if root.numel() == 1:
                     self._judge_loss(root)
+
+    def _after_backward(self, result: Any) -> None:
+        if self._leaves is not None:
+            with self._aside():
+                gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
+                self._leaves = []
+                if not all_finite(gradient for _, gradient in gradients):
+                    self._notice(self._gradients(gradients, None))
 
     def _judge_loss(self, root: Tensor) -> None:
         loss = self._unscaled.get(root, root)
@@ -183,69 +183,63 @@ class Guard:
         elif all_finite([loss]):
             self._evidence.loss = _number(loss)
         else:
-            self._notice([("loss", loss)], None, veto="backward was not run")
+            self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
         with self._aside():
             if scaler.is_enabled():
-                before = [tensor for _, tensor in named_tensors(losses, "")]
-                after = [tensor for _, tensor in named_tensors(scaled, "")]
-                for loss, result in zip(before, after, strict=False):
+                self._evidence.uses_scaler = True
+                before, after = named_tensors(losses, ""), named_tensors(scaled, "")
+                for (_, loss), (_, result) in zip(before, after, strict=False):
                     self._unscaled[result] = loss
 
     def _before_loading(self, target: Any, state: Mapping[str, Any]) -> None:
         with self._aside():
-            bad = [
-                (name, tensor)
-                for name, tensor in named_tensors(state, "state")
-                if not all_finite([tensor])
-            ]
-            self._loaded_bad.extend(name.removeprefix("state.") for name, _ in bad)
-            if self._tracer is not None:
-                for name, tensor in bad:
-                    self._tracer.label([tensor], name.removeprefix("state."))
+            for path, tensor in named_tensors(state, "state"):
+                if not all_finite([tensor]):
+                    name = path.removeprefix("state.")
+                    self._evidence.bad_keys.append(name)
+                    self._tracing.label(tensor, name)
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
     ) -> Tensor | None:
-        """True on the device where this update must not happen; see StepListener."""
+        """True on the device where this update must not happen; None where it may."""
         with self._aside():
             self._tick()
             far, self._far_losses = self._far_losses, []
-            self._evidence.grad_norm = finite_norm(gradients)
-            if self._tracer is not None and not self._evidence.count(optimizer):
-                self._initial_weights.update(weight_ranges(Names(), [optimizer]))
-            if self._evidence.grad_norm is not None:
+            if self._tracing.is_on:
+                self._evidence.first_look(optimizer)
+            self._evidence.grad_norm = None if on_device else finite_norm(gradients)
+            if self._evidence.grad_norm is not None and not far:
                 return None
-            everything = [*gradients, *(_poisoned(flag) for flag in far)]
-            return nonfinite(everything, exact_on_device=on_device)
+            return nonfinite([*gradients, *map(_poisoned, far)], exact_on_device=on_device)
         return None
 
-    def refused(
-        self, optimizer: Optimizer, gradients: list[tuple[Tensor, Tensor]], *, late: bool
-    ) -> bool:
+    def refused(self, optimizer: Optimizer, gradients: Any) -> bool:
         """A bad update is at hand: make it an incident; true vetoes it."""
         with self._aside():
-            names = Names()
-            named = [
-                (f"gradients.{names.tensor(param) or number}", gradient)
-                for number, (param, gradient) in enumerate(gradients)
-            ]
-            self._notice(named, optimizer, veto="the update was vetoed")
+            self._notice(self._gradients(gradients, optimizer))
         return self.settings.on_nan != "warn"
+
+    def _gradients(self, pairs: list[tuple[Tensor, Tensor]], optimizer: Any) -> Finding:
+        names = Names()
+        named = [
+            (f"gradients.{names.tensor(param) or number}", gradient)
+            for number, (param, gradient) in enumerate(pairs)
+        ]
+        return Finding(named, optimizer, did="the update was vetoed")
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
         with self._aside():
-            self._evidence.stepped(optimizer, scale=self._scale, skipped=bool(vetoed))
-            self._ticks.append(self.clock)
-            self._steps_at.append(self._evidence.steps)
-            self._scale = None
+            self._evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
+            self._tracing.stepped(self._evidence.steps)
             if not self._was_skipped:
-                self._skips_in_a_row = 0
+                self._evidence.skips_in_a_row = 0
+                if not vetoed:
+                    self._check_parameters([optimizer], everything=self._tracing.is_on)
             self._was_skipped = False
-            if not vetoed:
-                self._check_optimized([optimizer], everything=self._tracer is not None)
 
     def skipped(self, optimizer: Optimizer, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on."""
@@ -253,113 +247,43 @@ class Guard:
             self._tick()
             self.skipped_by_scaler += 1
             self._was_skipped = True
-            in_a_row = self._skips_in_a_row = self._skips_in_a_row + 1
-            scale = scaler.get_scale() if scaler is not None else None
-            self._scale = scale
-            hopeless = scale is not None and scale <= 1.0 and in_a_row > 1
-            if hopeless or in_a_row > self.settings.max_scaler_skips:
-                pairs = [
-                    (param, param.grad)
-                    for group in optimizer.param_groups
-                    for param in group["params"]
-                    if param.grad is not None
-                ]
-                self.refused(optimizer, pairs, late=False)
+            evidence = self._evidence
+            evidence.skips_in_a_row += 1
+            evidence.scale = scaler.get_scale() if scaler is not None else None
+            hopeless = evidence.scale is not None and evidence.scale <= 1.0
+            if evidence.skips_in_a_row > (1 if hopeless else self.settings.max_scaler_skips):
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                pairs = [(param, param.grad) for param in params if param.grad is not None]
+                self._notice(self._gradients(pairs, optimizer))
 
-    def _check_optimized(self, optimizers: list[Optimizer], *, everything: bool) -> None:
+    def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
         """Look at a share of the parameters after the update, or at all of them."""
         for optimizer in optimizers:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            share = (
-                params if everything else params[self._evidence.count(optimizer) % _ROUND :: _ROUND]
-            )
-            if not all_finite(share):
+            turn = self._evidence.count(optimizer) % _ROUND
+            if not all_finite(params if everything else params[turn::_ROUND]):
                 names = Names()
                 named = [(f"parameters.{names.tensor(p) or i}", p) for i, p in enumerate(params)]
-                self._notice(named, optimizer, veto="")
+                did = "the weights had taken the bad values already"
+                self._notice(Finding(named, optimizer, did=did, is_after_update=True))
 
-    def _notice(self, named: list[Named], optimizer: Optimizer | None, *, veto: str) -> None:
+    def _notice(self, finding: Finding) -> None:
         """Make an incident of bad tensors, tell of it, and stop if that is asked for."""
         if len(self.incidents) >= _MOST_INCIDENTS:
             return
         if self._incident_clock is None:
             self._incident_clock = self.clock
-        reports = tuple(bad_reports(named, described=8))
-        origin, born = self._origin(named)
-        step = self._evidence.count(optimizer) if optimizer is not None else self.steps
-        if veto == "":  # the update that made the parameters bad has been counted already
-            step = max(0, step - 1)
-        incident = self._incident(step, born, reports, origin, optimizer, veto)
+        folder, on_nan = self.settings.folder, self.settings.on_nan
+        incident = incident_of(finding, self._evidence, self._tracing, on_nan=on_nan, folder=folder)
         self.incidents.append(incident)
         if self._on_incident is not None:
             self._on_incident(incident)
-        if self.settings.on_nan == "stop":
+        if on_nan == "stop":
             self.stopped = True
+            where = incident.reports[0].location if incident.reports else "a value"
             raise TrainingAbortedError(
-                f"training stopped at step {step}: {reports[0].location if reports else 'a value'} "
-                "is not finite",
-                incident=incident,
+                f"stopped at step {incident.step}: {where} is not finite", incident=incident
             )
-
-    def _incident(
-        self,
-        step: int,
-        born: int | None,
-        reports: tuple[NaNReport, ...],
-        origin: Origin | None,
-        optimizer: Optimizer | None,
-        veto: str,
-    ) -> Incident:
-        diagnosis = None
-        if origin is not None:
-            origin = dataclasses.replace(origin, facts={**origin.facts, "noticed_step": step})
-            names = Names()
-            context = self._evidence.context(
-                optimizer,
-                step=step if born is None else born,
-                locations=tuple(report.location for report in reports),
-                scaler_skips=self._skips_in_a_row,
-                scale=self._scale,
-                uses_scaler=bool(len(self._unscaled)) or self.skipped_by_scaler > 0,
-                initial_weights=self._initial_weights or self._weights(names),
-                poisoned_buffers=tuple(names.bad_statistics()),
-                loaded_keys=tuple(self._loaded_bad),
-            )
-            diagnosis = diagnose(origin, context)
-        strategy = self.settings.on_nan
-        detail = veto or "the weights were already bad"
-        if strategy == "warn":
-            detail = "nothing was changed"
-        return Incident(
-            step=step if born is None else min(born, step),
-            time=time.time(),
-            reports=reports,
-            origin=origin,
-            diagnosis=diagnosis,
-            outcome=Outcome(strategy=strategy, detail=detail),
-        )
-
-    def _weights(self, names: Names) -> dict[str, tuple[float, float]]:
-        return weight_ranges(names, self._evidence.optimizers())
-
-    def _origin(self, named: list[Named]) -> tuple[Origin | None, int | None]:
-        """Where it began and in which step, if the tracer has seen it."""
-        if self._tracer is None:
-            return None, None
-        found = origin_of(
-            self._tracer.events_of(tensor for _, tensor in named), folder=self.settings.folder
-        )
-        if found is None:
-            return None, None
-        origin, event = found
-        return origin, self._step_of(event)
-
-    def _step_of(self, event: Event) -> int:
-        """The step in which an event happened: updates attempted before it."""
-        # An update's own events carry the tick that it is booked under.
-        find = bisect.bisect_left if event.phase == "optimizer" else bisect.bisect_right
-        index = find(self._ticks, event.clock)
-        return self._steps_at[index - 1] if index else 0
 
 
 class _Steps(StepListener):
@@ -374,17 +298,13 @@ class _Steps(StepListener):
         return self._guard.judge(optimizer, gradients, on_device=on_device)
 
     def refused(self, optimizer: Optimizer, gradients: Any, *, late: bool) -> bool:
-        return self._guard.refused(optimizer, gradients, late=late)
+        return self._guard.refused(optimizer, gradients)
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         self._guard.stepped(optimizer, vetoed=vetoed)
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         self._guard.skipped(optimizer, scaler)
-
-
-def _cpu_only() -> bool:
-    return not torch.accelerator.is_available()
 
 
 def _number(loss: Tensor) -> float | None:

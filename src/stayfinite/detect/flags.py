@@ -17,8 +17,9 @@ FINE, BAD, SKIPPED_BY_SCALER = 0, 1, 2  # and 3: both
 
 
 def obeys_flag(optimizer: Optimizer) -> bool:
-    """Whether its step() is one of torch's that read `found_inf`; a subclass may have its own."""
-    return type(optimizer).step.__module__ in _OBEDIENT
+    """Whether it is fused, and its step() one of torch's that read `found_inf`, not its own."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and type(optimizer).step.__module__ in _OBEDIENT
 
 
 def is_ready(optimizer: Optimizer) -> bool:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.gradients import Pairs
+from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.veto import StepAside, WatchedOptimizer
 from stayfinite.errors import InputError, TrainingAbortedError
@@ -38,7 +39,7 @@ class StepListener(Protocol):
         """
         if on_device:
             return nonfinite(gradients, writable=True, exact_on_device=True)
-        return not all_finite(gradients, writable=True)
+        return not (surely_finite(gradients) or all_finite(gradients, writable=True))
 
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad step was found. Return True to veto the update, False to let it happen.

@@ -54,7 +54,6 @@ class Context:
     loaded_keys: tuple[str, ...] = ()
     bootstraps: bool = False
     is_adversarial: bool = False
-    compiled_only: bool = False
 
 
 class History:

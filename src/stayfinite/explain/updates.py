@@ -92,7 +92,7 @@ def clipping(clue: Clue) -> Diagnosis | None:
         return None
     return diagnosis(
         "grad_clip_nan_norm",
-        "The gradients were finite, but their norm overflowed, and clipping by it spoils all.",
+        "The gradients were finite, their norm was not, and clipping spoils all.",
         "Clip by value first, or lower what makes the gradients so large: learning rate, loss scale.",
     )
 

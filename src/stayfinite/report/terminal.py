@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,13 @@ def show(
     encoding = getattr(file, "encoding", None) or "utf-8"
     file.write(capture.get().encode(encoding, "backslashreplace").decode(encoding))
     file.flush()
+
+
+def as_text(incident: Incident, *, verbose: bool = False, folder: Path | None = None) -> str:
+    """The report as plain text."""
+    page = io.StringIO()
+    show(incident, verbose=verbose, folder=folder, file=page)
+    return page.getvalue()
 
 
 def _console(file: TextIO) -> Console:

@@ -1,0 +1,64 @@
+"""From bad tensors to an Incident: what, where and why, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from torch.optim import Optimizer
+
+from stayfinite.detect.reports import bad_reports
+from stayfinite.detect.walk import Named
+from stayfinite.evidence import Evidence
+from stayfinite.explain.rules import diagnose
+from stayfinite.locate.arming import Tracing
+from stayfinite.locate.graph import origin_from_graph
+from stayfinite.records import Incident, Origin, Outcome
+
+_DESCRIBED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Named tensors of which some are bad, and what was done about it."""
+
+    named: list[Named]
+    optimizer: Optimizer | None = None
+    _: dataclasses.KW_ONLY
+    did: str = ""
+    is_after_update: bool = False
+
+
+def incident_of(
+    finding: Finding, evidence: Evidence, tracing: Tracing, *, on_nan: str, folder: str | None
+) -> Incident:
+    """The incident, with origin and diagnosis as far as they can be known here."""
+    reports = tuple(bad_reports(finding.named, described=_DESCRIBED))
+    step = _noticed_step(finding, evidence)
+    tensors = [tensor for _, tensor in finding.named]
+    found = tracing.origin(tensors, folder=folder)
+    born = step if found is None else min(step, found[1])
+    origin: Origin | None = found[0] if found else origin_from_graph(tensors)
+    diagnosis = None
+    if origin is not None:
+        origin = dataclasses.replace(origin, facts={**origin.facts, "noticed_step": step})
+        locations = tuple(report.location for report in reports)
+        context = evidence.context(finding.optimizer, step=born, locations=locations)
+        diagnosis = diagnose(origin, context)
+    return Incident(
+        step=born,
+        time=time.time(),
+        reports=reports,
+        origin=origin,
+        diagnosis=diagnosis,
+        outcome=Outcome(
+            strategy=on_nan, detail="nothing was changed" if on_nan == "warn" else finding.did
+        ),
+    )
+
+
+def _noticed_step(finding: Finding, evidence: Evidence) -> int:
+    if finding.optimizer is None:
+        return evidence.steps
+    # The update that made the parameters bad has been counted already.
+    return max(0, evidence.count(finding.optimizer) - finding.is_after_update)

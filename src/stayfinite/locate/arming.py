@@ -1,0 +1,91 @@
+"""The tracer, switched on from a tick of the clock, and what it says about a bad value."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stayfinite.locate.events import Event, ancestors, guilty
+from stayfinite.locate.origin import origin_of
+from stayfinite.locate.tracer import Tracer
+from stayfinite.records import Origin
+
+
+class Tracing:
+    """A tracer that may be off, with a clock that ticks at backward passes and updates."""
+
+    def __init__(self, on_enter: Callable[[nn.Module, Any], None]) -> None:
+        self.clock = 0
+        self._on_enter = on_enter
+        self._tracer: Tracer | None = None
+        self._ticks: list[int] = []
+        self._steps: list[int] = []
+
+    @property
+    def is_on(self) -> bool:
+        return self._tracer is not None
+
+    def switch_on(self) -> None:
+        self._tracer = Tracer(on_enter=self._on_enter)
+        self._tracer.clock = self.clock
+        # A dispatch mode sees nothing inside compiled code.
+        torch.compiler.set_stance("force_eager")
+        self._tracer.__enter__()
+
+    def switch_off(self) -> None:
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.__exit__(None, None, None)
+            torch.compiler.set_stance("default")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._tracer.paused() if self._tracer else contextlib.nullcontext():
+            yield
+
+    def tick(self, *, arm_at: int | None) -> None:
+        """One more backward pass or update; at `arm_at` the tracer goes on."""
+        self.clock += 1
+        if self._tracer is not None:
+            self._tracer.next_step(self.clock)
+        elif self.clock == arm_at:
+            self.switch_on()
+
+    def stepped(self, steps: int) -> None:
+        """An update is over; `steps` have been attempted so far."""
+        self._ticks.append(self.clock)
+        self._steps.append(steps)
+
+    def clock_before(self, clock: int, *, steps: int) -> int:
+        """The clock so many updates before."""
+        earlier = self._ticks[: bisect.bisect_left(self._ticks, clock)]
+        return earlier[-steps - 1] if len(earlier) > steps else 0
+
+    def label(self, tensor: Tensor, text: str) -> None:
+        if self._tracer is not None:
+            self._tracer.label([tensor], text)
+
+    def origin(self, tensors: Iterable[Tensor], *, folder: str | None) -> tuple[Origin, int] | None:
+        """Where the bad ones among the tensors began, and in which step; None if not traced."""
+        if self._tracer is None:
+            return None
+        found = origin_of(self._tracer.events_of(tensors), folder=folder)
+        return (found[0], self._step_of(found[1])) if found else None
+
+    def was_computed(self, tensor: Tensor) -> bool:
+        """Whether the tensor is bad by a computation, and not because somebody wrote it so."""
+        if self._tracer is None:
+            return False
+        event = guilty(ancestors(self._tracer.events_of([tensor])))
+        return event is not None and event.kind in ("birth", "conversion")
+
+    def _step_of(self, event: Event) -> int:
+        # An update's own events carry the tick that it is booked under.
+        find = bisect.bisect_left if event.phase == "optimizer" else bisect.bisect_right
+        index = find(self._ticks, event.clock)
+        return self._steps[index - 1] if index else 0

@@ -45,9 +45,8 @@ class Snapshot:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(dict.fromkeys(m for root in modules for m in root.modules()))
         self._training = [(module, module.training) for module in modules]
-        params = list(
-            dict.fromkeys(p for m in modules for p in m._parameters.values() if p is not None)
-        )
+        held = [param for module in modules for param in module._parameters.values()]
+        params = list(dict.fromkeys(param for param in held if param is not None))
         buffers = [
             (module, name, buffer)
             for module in modules
@@ -67,10 +66,10 @@ class Snapshot:
             module._buffers[name] = buffer
         for tensor, value in self._values:
             tensor.copy_(value)
-        for param, gradient, value in self._gradients:
+        for param, gradient, before in self._gradients:
             param.grad = gradient
-            if gradient is not None:
-                gradient.copy_(value)
+            if gradient is not None and before is not None:
+                gradient.copy_(before)
         for module, training in self._training:
             module.training = training
         self._random.restore()

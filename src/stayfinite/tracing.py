@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from stayfinite.detect.walk import named_tensors
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
@@ -30,7 +30,7 @@ class trace:  # noqa: N801  (reads like torch.no_grad)
     """
 
     def __init__(self, *, raise_on_nan: bool = True) -> None:
-        on_nan = "stop" if raise_on_nan else "warn"
+        on_nan: Literal["stop", "warn"] = "stop" if raise_on_nan else "warn"
         self._raises = raise_on_nan
         self._guard = Guard(GuardSettings(on_nan=on_nan, trace="start", folder=os.getcwd()))
 

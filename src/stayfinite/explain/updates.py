@@ -93,7 +93,7 @@ def clipping(clue: Clue) -> Diagnosis | None:
     return diagnosis(
         "grad_clip_nan_norm",
         "The gradients were finite, their norm was not, and clipping spoils all.",
-        "Clip by value first, or lower what makes the gradients so large: learning rate, loss scale.",
+        "Clip by value first, or lower what makes the gradients so large (rate, loss scale).",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,10 @@ def find_first_bad_batch(
 
 def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
     console = Console(file=sys.stderr)
-    length = len(loader) if hasattr(loader, "__len__") else None
-    total = min(n for n in (total, length) if n is not None) if total or length else None
+    lengths = [len(loader)] if isinstance(loader, Sized) else []
+    lengths += [total] if total is not None else []
     return track(
-        loader, "looking for a bad batch", total=total, console=console, transient=True,
+        loader, "looking for a bad batch", total=min(lengths, default=None), console=console, transient=True,
         disable=not console.is_terminal,
     )  # fmt: skip
 

@@ -1,0 +1,43 @@
+# Two commands: `make demo` shows what this is for, `make test` checks all of it.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+BENCHMARKS := $(wildcard $(patsubst %,benchmarks/%.py,scan overhead trace accuracy))
+
+.PHONY: demo test check bench docs prove clean
+
+demo: $(INSTALLED)
+	@$(BIN)/python examples/demo/demo.py
+
+test: check
+	$(PYTEST)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+bench: $(INSTALLED)
+	@for each in $(BENCHMARKS); do echo "== $$each"; $(BIN)/python $$each || exit 1; done
+
+# Records the reports in README and docs again, then runs all snippets and follows all links.
+docs: $(INSTALLED)
+	$(BIN)/python docs/record.py
+	$(PYTEST) tests/docs
+	@echo "The first page is docs/index.md."
+
+# The property tests once more, with counts that take minutes.
+prove: $(INSTALLED)
+	$(PYTEST) -m hypothesis --hypothesis-profile=prove
+
+clean:
+	rm -rf .venv demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One pip call with the constraints: an unpinned torch would be another torch, and gigabytes.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Setting up .venv, which takes a few minutes the first time ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,105 @@
+"""The main job in four stages: a run goes NaN, is stopped and explained, unharmed, and mended.
+
+python examples/demo/demo.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+SCRIPT = "train.py"
+OUTPUT = ROOT / "demo-output"
+REPORT = OUTPUT / "report.json"
+MENDED = OUTPUT / "train_fixed.py"
+
+# The change that the report proposes.
+BEFORE = "torch.sqrt(frames.var(dim=2))"
+AFTER = "torch.sqrt(frames.var(dim=2) + 1e-8)"
+
+said: list[str] = []
+
+
+def main() -> None:
+    OUTPUT.mkdir(exist_ok=True)
+    say("A small network learns four spoken words, in examples/demo/train.py.")
+    unwatched_run_goes_bad()
+    weights = watched_run_is_stopped()
+    weights_are_untouched(weights)
+    mended_run_stays_finite()
+    (OUTPUT / "demo.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
+    print(f"\nTo read again, in demo-output/: {', '.join(sorted(os.listdir(OUTPUT)))}")
+
+
+def unwatched_run_goes_bad() -> None:
+    say(f"\n== 1. Without stayfinite: python {SCRIPT}\n")
+    run = python(SCRIPT)
+    lines = run.stdout.splitlines()
+    first_bad = next(i for i, line in enumerate(lines) if line.endswith("nan"))
+    show_few([*lines[: first_bad + 2], "...", lines[-1]])
+
+
+def watched_run_is_stopped() -> str:
+    """The last line of the script, which tells its weights."""
+    say(f"\n== 2. The same script, unchanged: stayfinite run {SCRIPT}\n")
+    run = python("-m", "stayfinite", "run", "--json", str(REPORT), SCRIPT)
+    lines = run.stdout.splitlines()
+    show_few(lines)
+    say(run.stderr.rstrip())
+    (OUTPUT / "report.txt").write_text(run.stderr, encoding="utf-8")
+    require(run.returncode == 3, f"the run should have been stopped, exit code {run.returncode}")
+    return lines[-1]
+
+
+def weights_are_untouched(weights: str) -> None:
+    say("\n== 3. Are the weights as they were before the bad step? By their bytes:\n")
+    steps = str(json.loads(REPORT.read_text(encoding="utf-8"))["incidents"][0]["step"])
+    run = python(SCRIPT, "--steps", steps)
+    before = run.stdout.splitlines()[-1]
+    say(f"stopped by stayfinite at step {steps}:   {weights}")
+    say(f"plain run, ended before step {steps}:  {before}")
+    require(weights == before, "the weights differ")
+    say("Identical.")
+
+
+def mended_run_stays_finite() -> None:
+    say(f"\n== 4. With the fix of the report: stayfinite run {MENDED.name}\n")
+    broken = (FOLDER / SCRIPT).read_text(encoding="utf-8")
+    mended = broken.replace(BEFORE, AFTER)
+    MENDED.write_text(mended, encoding="utf-8")
+    changed = difflib.unified_diff(broken.splitlines(), mended.splitlines(), n=0, lineterm="")
+    say("\n".join(list(changed)[3:]))
+    run = python("-m", "stayfinite", "run", str(MENDED))
+    show_few(run.stdout.splitlines())
+    say(run.stderr.rstrip())
+    require(run.returncode == 0 and "all finite" in run.stderr, "the mended run is not finite")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+
+
+def show_few(lines: list[str], *, last: int = 5) -> None:
+    say("\n".join(["...", *lines[-last:]]))
+
+
+def say(text: str) -> None:
+    said.append(text)
+    print(text, flush=True)
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise SystemExit(f"demo failed: {otherwise}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The shape of the house: who may import whom, what is free of torch, what is public."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stayfinite
+
+PACKAGE = Path(stayfinite.__file__).resolve().parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_FILE = 300
+
+# From the roof to the ground: a room imports only from floors below its own. Rooms on one floor
+# do not know one another. docs/architecture.md tells the same story.
+FLOORS = (
+    {"cli"},
+    {"runner", "tracing"},
+    {"guard"},
+    {"incidents"},
+    {"evidence"},
+    {"explain", "report"},
+    {"locate"},
+    {"snapshot"},
+    {"detect"},
+    {"records"},
+    {"errors"},
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+# Each needs its reason.
+UPWARD = {
+    ("detect.detector", "locate.replay"),  # NaNDetector.find_nan_source, when it is called
+    ("errors", "records"),  # types only: an error carries the record of what happened
+}
+
+# The package itself finds its public names by table; `python -m` starts the cli.
+DOORS = {"", "__main__"}
+
+TORCH_FREE = ("cli", "errors", "explain", "records", "report", "runner")
+
+PUBLIC = [
+    "BadBatch",
+    "ConfigError",
+    "Diagnosis",
+    "Incident",
+    "InputError",
+    "NaNDetector",
+    "NaNReport",
+    "NaNType",
+    "NonFiniteError",
+    "Origin",
+    "Outcome",
+    "StayFiniteError",
+    "TensorSummary",
+    "TrainingAbortedError",
+    "__version__",
+    "attach_nan_hooks",
+    "check_gradients",
+    "check_tensor",
+    "enable_nan_hooks",
+    "find_first_bad_batch",
+    "first_bad_checkpoint",
+    "trace",
+]
+
+WITHOUT_TORCH = """
+import importlib, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError(f"{name} is imported")
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def module_name(file: Path) -> str:
+    """The dotted name below stayfinite, "" for the package itself."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in FILES}
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def own_imports(file: Path) -> Iterator[str]:
+    """Our modules that the file imports, anywhere in it; late and type-only ones too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: relative imports are not used here"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        ours = [name.partition(".")[2] for name in names if name.startswith("stayfinite.")]
+        for name in ours:
+            yield name if name in MODULES else name.rpartition(".")[0]
+
+
+def crossings() -> Iterator[tuple[str, str]]:
+    """(importer, imported) for each import from one room to another."""
+    for module, file in MODULES.items():
+        for imported in own_imports(file):
+            if module not in DOORS and imported and room_of(imported) != room_of(module):
+                yield module, imported
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room_of(module) for module in MODULES} - DOORS == set(FLOOR_OF)
+
+
+def test_imports_point_down() -> None:
+    wrong = {
+        (importer, imported)
+        for importer, imported in crossings()
+        if FLOOR_OF[room_of(importer)] >= FLOOR_OF[room_of(imported)]
+    }
+    assert wrong == UPWARD
+
+
+def test_upward_imports_are_late() -> None:
+    for importer, imported in UPWARD:
+        tree = ast.parse(MODULES[importer].read_text(encoding="utf-8"))
+        at_once = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+        assert f"stayfinite.{imported}" not in at_once
+
+
+def test_door_imports_lead_to_the_cli_only() -> None:
+    assert set(own_imports(MODULES["__main__"])) == {"cli"}
+
+
+def test_files_can_be_read_in_one_go() -> None:
+    lengths = {name: file.read_bytes().count(b"\n") for name, file in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def test_torch_free_rooms_can_be_imported_without_torch() -> None:
+    wanted = [f"stayfinite.{name}" for name in MODULES if room_of(name) in TORCH_FREE]
+    done = python(f"{WITHOUT_TORCH}for name in {wanted}: importlib.import_module(name)")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"]])
+def test_command_line_answers_without_torch(words: list[str]) -> None:
+    done = python(f"{WITHOUT_TORCH}from stayfinite.cli import main; main({words})")
+    assert done.returncode == 0, done.stderr
+    assert "stayfinite" in done.stdout or "Usage" in done.stdout
+
+
+def test_importing_the_package_loads_nothing_of_ours() -> None:
+    done = python(
+        "import sys, stayfinite; print([m for m in sys.modules if m.startswith('stayfinite.')])"
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_are_as_promised() -> None:
+    assert stayfinite.__all__ == PUBLIC
+    assert dir(stayfinite) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_can_be_imported(name: str) -> None:
+    assert getattr(stayfinite, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        stayfinite.nonsense  # noqa: B018
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    tree = ast.parse(MODULES[""].read_text(encoding="utf-8"))
+    seen = {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stayfinite")
+        for alias in node.names
+    }
+    assert seen | {"__version__"} == set(PUBLIC)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )

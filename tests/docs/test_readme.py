@@ -1,0 +1,58 @@
+"""README and docs: every Python snippet runs, every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def snippets() -> list[Any]:
+    return [
+        pytest.param(code, id=f"{name_of(page)}-{number}")
+        for page in PAGES
+        for number, code in enumerate(SNIPPET.findall(page.read_text(encoding="utf-8")))
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_readme_has_a_snippet() -> None:
+    assert "```python" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("code", snippets())
+def test_snippet_runs(code: str, request: pytest.FixtureRequest) -> None:
+    exec(compile(code, request.node.callspec.id, "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        assert file.is_file(), target
+        assert not anchor or anchor in anchors(file), anchor
+
+
+def test_readme_names_the_required_torch() -> None:
+    needed = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    tested = re.search(r"^torch==([\d.]+)\.0$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert needed
+    assert tested
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"torch {needed[1]} or newer" in text
+    assert f"tested with torch {tested[1]}" in text

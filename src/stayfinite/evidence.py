@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from typing import Any
@@ -33,6 +34,7 @@ class Evidence:
         self.uses_scaler = False
         self.skips_in_a_row = 0
         self.bad_keys: list[str] = []
+        self.bad_inputs: dict[str, Tensor] = {}
         self._initial_weights: dict[str, tuple[float, float]] = {}
         self._bootstrap_steps = 0
         self._twice_called_steps = 0
@@ -72,15 +74,18 @@ class Evidence:
         )
         self._counts[optimizer] = number + 1
         self.grad_norm = None
+        self.bad_inputs.clear()
         self._close_calls()
 
     def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A top-level module is called: remember how large its inputs are, and in which mode."""
         grad = torch.is_grad_enabled()
-        for path, tensor in named_tensors(args, type(module).__name__):
+        for path, tensor in named_tensors(args, "inputs"):
             if tensor.is_floating_point() and tensor.numel() and not tensor.requires_grad:
-                ring = self._inputs.setdefault(path, deque(maxlen=_SAMPLES))
-                ring.append(_largest(tensor))
+                size = _largest(tensor)
+                self._inputs.setdefault(path, deque(maxlen=_SAMPLES)).append(size)
+                if not math.isfinite(size):
+                    self.bad_inputs[path] = tensor
         if module.training:
             key, kind = (id(module), grad), (_signature(module), grad)
             self._calls[key] = self._calls.get(key, 0) + 1
@@ -125,11 +130,16 @@ class Evidence:
         return list(self._counts)
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     """Its first group's settings, as far as it has them."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     rate = group.get("lr")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = parameters_of(optimizer)
     return OptimizerFacts(
         kind=type(optimizer).__name__,
         learning_rate=float(rate) if rate is not None else None,
@@ -145,12 +155,11 @@ def weight_ranges(optimizers: list[Optimizer]) -> dict[str, tuple[float, float]]
     names = Names()
     ranges: dict[str, tuple[float, float]] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.is_floating_point() and param.numel():
-                    values = param.detach()
-                    name = names.tensor(param) or f"parameter {len(ranges)}"
-                    ranges[name] = _largest(values), values.float().std(correction=0).item()
+        for param in parameters_of(optimizer):
+            if param.is_floating_point() and param.numel():
+                values = param.detach()
+                name = names.tensor(param) or f"parameter {len(ranges)}"
+                ranges[name] = _largest(values), values.float().std(correction=0).item()
     return ranges
 
 

@@ -20,10 +20,9 @@ from stayfinite.detect.norms import finite_norm
 from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import ConfigError, TrainingAbortedError
-from stayfinite.evidence import Evidence
-from stayfinite.incidents import Finding, incident_of
+from stayfinite.evidence import Evidence, parameters_of
+from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
 from stayfinite.locate.arming import Tracing
-from stayfinite.locate.names import Names
 from stayfinite.records import Incident
 
 logger = logging.getLogger("stayfinite")
@@ -52,9 +51,7 @@ class GuardSettings:
         if self.trace not in ("never", "armed", "start"):
             raise ConfigError(f"trace is {self.trace!r}; it must be 'never', 'armed' or 'start'.")
         if self.max_scaler_skips < 1:
-            raise ConfigError(
-                f"max_scaler_skips is {self.max_scaler_skips}; it must be at least 1."
-            )
+            raise ConfigError(f"max_scaler_skips is {self.max_scaler_skips}; it must be >= 1.")
 
 
 class Guard:
@@ -107,8 +104,7 @@ class Guard:
             watch_scalers(steps),
             watch_steps(steps, defer=torch.accelerator.is_available()),
         )
-        armed_at_once = self.settings.trace == "armed" and not self.settings.arm_at
-        if self.settings.trace == "start" or armed_at_once:
+        if self.settings.trace == "start" or self.settings.arm_at == 0:
             self._tracing.switch_on()
 
     def close(self) -> None:
@@ -125,9 +121,7 @@ class Guard:
 
     def after_fork(self) -> None:
         """Forget what the parent process has seen."""
-        self.incidents = []
-        self.skipped_by_scaler = 0
-        self.stopped = False
+        self.incidents, self.skipped_by_scaler, self.stopped = [], 0, False
         self._evidence.forget_counts()
 
     def judge_every_backward(self) -> None:
@@ -173,7 +167,7 @@ class Guard:
                 gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
                 self._leaves = []
                 if not all_finite(gradient for _, gradient in gradients):
-                    self._notice(self._gradients(gradients, None))
+                    self._notice(gradients_found(gradients, None))
 
     def _judge_loss(self, root: Tensor) -> None:
         loss = self._unscaled.get(root, root)
@@ -219,16 +213,8 @@ class Guard:
     def refused(self, optimizer: Optimizer, gradients: Any) -> bool:
         """A bad update is at hand: make it an incident; true vetoes it."""
         with self._aside():
-            self._notice(self._gradients(gradients, optimizer))
+            self._notice(gradients_found(gradients, optimizer))
         return self.settings.on_nan != "warn"
-
-    def _gradients(self, pairs: list[tuple[Tensor, Tensor]], optimizer: Any) -> Finding:
-        names = Names()
-        named = [
-            (f"gradients.{names.tensor(param) or number}", gradient)
-            for number, (param, gradient) in enumerate(pairs)
-        ]
-        return Finding(named, optimizer, did="the update was vetoed")
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
@@ -252,20 +238,16 @@ class Guard:
             evidence.scale = scaler.get_scale() if scaler is not None else None
             hopeless = evidence.scale is not None and evidence.scale <= 1.0
             if evidence.skips_in_a_row > (1 if hopeless else self.settings.max_scaler_skips):
-                params = [p for group in optimizer.param_groups for p in group["params"]]
-                pairs = [(param, param.grad) for param in params if param.grad is not None]
-                self._notice(self._gradients(pairs, optimizer))
+                pairs = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+                self._notice(gradients_found(pairs, optimizer))
 
     def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
         """Look at a share of the parameters after the update, or at all of them."""
         for optimizer in optimizers:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = parameters_of(optimizer)
             turn = self._evidence.count(optimizer) % _ROUND
             if not all_finite(params if everything else params[turn::_ROUND]):
-                names = Names()
-                named = [(f"parameters.{names.tensor(p) or i}", p) for i, p in enumerate(params)]
-                did = "the weights had taken the bad values already"
-                self._notice(Finding(named, optimizer, did=did, is_after_update=True))
+                self._notice(parameters_found(optimizer))
 
     def _notice(self, finding: Finding) -> None:
         """Make an incident of bad tensors, tell of it, and stop if that is asked for."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.walk import Named
-from stayfinite.evidence import Evidence
+from stayfinite.evidence import Evidence, parameters_of
 from stayfinite.explain.rules import diagnose
 from stayfinite.locate.arming import Tracing
 from stayfinite.locate.graph import origin_from_graph
+from stayfinite.locate.names import Names
 from stayfinite.records import Incident, Origin, Outcome
 
 _DESCRIBED = 8
@@ -29,11 +31,33 @@ class Finding:
     is_after_update: bool = False
 
 
+def gradients_found(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> Finding:
+    """Gradients, each with its parameter, of which some are bad."""
+    names = Names()
+    named = [
+        (f"gradients.{names.tensor(param) or number}", gradient)
+        for number, (param, gradient) in enumerate(pairs)
+    ]
+    return Finding(named, optimizer, did="the update was vetoed")
+
+
+def parameters_found(optimizer: Optimizer) -> Finding:
+    """An optimizer's parameters, of which some are bad after its update."""
+    names = Names()
+    named = [
+        (f"parameters.{names.tensor(param) or number}", param)
+        for number, param in enumerate(parameters_of(optimizer))
+    ]
+    did = "the weights had taken the bad values already"
+    return Finding(named, optimizer, did=did, is_after_update=True)
+
+
 def incident_of(
     finding: Finding, evidence: Evidence, tracing: Tracing, *, on_nan: str, folder: str | None
 ) -> Incident:
     """The incident, with origin and diagnosis as far as they can be known here."""
-    reports = tuple(bad_reports(finding.named, described=_DESCRIBED))
+    named = [*finding.named, *evidence.bad_inputs.items()]
+    reports = tuple(bad_reports(named, described=_DESCRIBED))
     step = _noticed_step(finding, evidence)
     tensors = [tensor for _, tensor in finding.named]
     found = tracing.origin(tensors, folder=folder)

@@ -97,7 +97,11 @@ class Clue:
     def typical_input(self) -> float:
         """The usual largest magnitude of the largest input of the top-level modules."""
         return max(
-            (statistics.median(values) for values in self.context.input_ranges.values() if values),
+            (
+                statistics.median(known)
+                for values in self.context.input_ranges.values()
+                if (known := finite(values))
+            ),
             default=0.0,
         )
 
@@ -105,7 +109,8 @@ class Clue:
     def outlier(self) -> tuple[str, float, float] | None:
         """(input, its magnitude now, its usual one) when the last batch stands out."""
         for path, values in self.context.input_ranges.items():
-            usual = statistics.median(values[:-1]) if len(values) > 2 else 0.0
+            before = finite(values[:-1])
+            usual = statistics.median(before) if len(before) > 1 else 0.0
             if usual > 0 and values[-1] > 30 * usual and values[-1] > 100:
                 return path, values[-1], usual
         return None

@@ -73,9 +73,13 @@ def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
     lengths = [len(loader)] if isinstance(loader, Sized) else []
     lengths += [total] if total is not None else []
     return track(
-        loader, "looking for a bad batch", total=min(lengths, default=None), console=console, transient=True,
+        loader,
+        "looking for a bad batch",
+        total=min(lengths, default=None),
+        console=console,
+        transient=True,
         disable=not console.is_terminal,
-    )  # fmt: skip
+    )
 
 
 def _parted(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:

@@ -41,6 +41,18 @@ class OpInfo(NamedTuple):
     is_collective: bool
 
 
+class Call(NamedTuple):
+    """One run of an operator."""
+
+    info: OpInfo
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def named(self) -> list[tuple[str, Any]]:
+        """The arguments with the schema's names."""
+        return [*zip(self.info.arguments, self.args, strict=False), *self.kwargs.items()]
+
+
 def learn(func: Any) -> OpInfo:
     """The facts about an operator."""
     schema = func._schema
@@ -78,25 +90,21 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def named_tensors(
-    info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, Tensor]]:
-    """Tensor arguments with the schema's names; list members get an index."""
+def named_tensors(call: Call) -> list[tuple[str, Tensor]]:
+    """Tensor arguments with their names; list members get an index."""
     found: list[tuple[str, Tensor]] = []
-    pairs = [*zip(info.arguments, args, strict=False), *kwargs.items()]
-    for name, value in pairs:
-        members = tensors_in(value)
+    for name, value in call.named():
         if isinstance(value, Tensor):
             found.append((name, value))
         else:
-            found.extend((f"{name}[{index}]", tensor) for index, tensor in enumerate(members))
+            members = enumerate(tensors_in(value))
+            found.extend((f"{name}[{index}]", tensor) for index, tensor in members)
     return found
 
 
-def scalars(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def scalars(call: Call) -> dict[str, Any]:
     """The plain numbers, strings and short number lists among the arguments."""
-    pairs = [*zip(info.arguments, args, strict=False), *kwargs.items()]
-    return {name: value for name, value in pairs if _is_plain(value)}
+    return {name: value for name, value in call.named() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -105,9 +113,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-def nonfinite_constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+def nonfinite_constants(call: Call) -> list[float]:
     """Inf and NaN that were given as Python numbers."""
-    values = [*args, *kwargs.values()]
+    values = [*call.args, *call.kwargs.values()]
     return [v for v in values if isinstance(v, float) and not math.isfinite(v)]
 
 

@@ -43,6 +43,7 @@ class Scripts:
     """A working folder beside, not inside, the temporary folder of the processes."""
 
     def __init__(self, root: Path) -> None:
+        self.source = SOURCE
         self.folder = root / "work"
         self.temporary = root / "temporary"
         self.folder.mkdir()

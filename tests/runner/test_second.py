@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
@@ -108,6 +109,12 @@ def test_same_step_gives_the_exact_origin_and_keeps_the_outcome(tmp_path, monkey
     assert [plan["trace"] for plan in plans] == ["start"]
 
 
+def test_tracer_may_notice_one_step_earlier(tmp_path, monkeypatch):
+    earlier = dataclasses.replace(EXACT, step=2)
+    incident, _, _ = look(tmp_path, monkeypatch, Again(incident=earlier))
+    assert (incident.step, incident.origin) == (2, EXACT.origin)
+
+
 def test_late_incident_is_traced_from_shortly_before(tmp_path, monkeypatch):
     _, _, (plan,) = look(tmp_path, monkeypatch, Again(incident=EXACT), seconds=26.0)
     assert (plan["trace"], plan["arm_at"], plan["on_nan"]) == ("armed", 40, "stop")
@@ -129,7 +136,8 @@ def test_foreign_value_is_looked_for_from_the_start_if_time_allows(
     ("again", "words"),
     [
         (Again(), "stayed finite"),
-        (Again(incident=Incident(step=5, rank=2)), "went bad at step 5 instead (rank 2)"),
+        (Again(incident=Incident(step=4)), "went bad elsewhere (step 4: "),
+        (Again(incident=Incident(step=5, rank=2)), "went bad elsewhere (step 5, rank 2: "),
     ],
 )
 def test_other_behaviour_is_called_not_deterministic(tmp_path, monkeypatch, again, words):

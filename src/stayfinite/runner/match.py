@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from stayfinite.records import Diagnosis, Incident
+from stayfinite.runner.words import one_line
 
 
 def is_same(first: Incident, second: Incident) -> bool:
-    """Whether both runs went bad at the same place in training."""
-    return (first.step, first.rank) == (second.step, second.rank)
+    """Whether both runs went bad at the same place in training.
+
+    The tracer may notice one step before an untraced guard does.
+    """
+    return first.rank == second.rank and 0 <= first.step - second.step <= 1
 
 
 def is_foreign(incident: Incident | None) -> bool:
@@ -23,6 +27,7 @@ def confirmed(first: Incident, second: Incident) -> Incident:
     """The first run's incident with what the tracer saw in the second."""
     return dataclasses.replace(
         first,
+        step=second.step,
         reports=second.reports or first.reports,
         origin=second.origin or first.origin,
         diagnosis=second.diagnosis or first.diagnosis,
@@ -35,9 +40,7 @@ def unconfirmed(first: Incident, second: Incident | None) -> Incident:
 
 
 def _evidence(second: Incident | None) -> str:
-    what = "stayed finite" if second is None else f"went bad at step {second.step} instead"
-    if second is not None and second.rank:
-        what += f" (rank {second.rank})"
+    what = "stayed finite" if second is None else f"went bad elsewhere ({one_line(second)})"
     return f"Not deterministic: a second run with the same generator states {what}."
 
 

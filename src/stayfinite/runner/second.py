@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,8 +48,10 @@ def look_again(
         return result, [f"{reason} To find the exact operation: {command}"]
     duration = time.time() - scene.started
     first = _First(scene=scene, record=record, incident=incident, duration=duration)
-    incident, notes = _second(first)
-    return _with_incident(result, incident), notes
+    _free_devices()
+    better, notes = _second(first)
+    incidents = tuple(better if old == incident else old for old in result.incidents)
+    return dataclasses.replace(result, incidents=incidents), notes
 
 
 def why_not(scene: Scene, records: list[ProcessRecord]) -> str | None:
@@ -71,6 +75,15 @@ def _effects(scene: Scene, records: list[ProcessRecord]) -> Iterator[str]:
     for path in changed_files(folders, since=scene.started, audit=audit):
         if path != scene.options.json:
             yield f"changed {path}"
+
+
+def _free_devices() -> None:
+    # The script is over, but its tensors would still fill the GPU that the second run needs.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        vars(sys.modules["__main__"]).clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _second(first: _First) -> tuple[Incident, list[str]]:
@@ -105,8 +118,3 @@ def _judge(first: Incident, again: Again) -> tuple[Incident, list[str]]:
 
 def _is_exact(incident: Incident) -> bool:
     return incident.origin is not None and incident.origin.exact
-
-
-def _with_incident(result: RunResult, new: Incident) -> RunResult:
-    incidents = tuple(new if is_same(old, new) else old for old in result.incidents)
-    return dataclasses.replace(result, incidents=incidents)

@@ -1,0 +1,135 @@
+"""The command line of `run`: what it accepts, refuses and promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import stayfinite
+from stayfinite.cli import main
+from stayfinite.cli.run import command
+from stayfinite.errors import ConfigError
+from stayfinite.runner.options import RunOptions
+
+SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
+
+
+def start(*words, cwd, module="stayfinite"):
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_every_option_comes_from_the_options_class():
+    flags = {option for param in command.params for option in param.opts if option[:2] == "--"}
+    fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(RunOptions)}
+    assert flags == fields
+
+
+def test_surface_is_frozen():
+    surface = {
+        param.opts[0]: getattr(param.type, "choices", param.type.name)
+        for param in command.params
+        if isinstance(param, click.Option)
+    }
+    assert surface == {
+        "-m": "boolean",
+        "--on-nan": ("stop", "warn"),
+        "--second-run": ("auto", "always", "never"),
+        "--trace": "boolean",
+        "--max-scaler-skips": "integer",
+        "--json": "text",
+        "--verbose": "boolean",
+    }
+
+
+def test_help_and_version_do_not_import_torch():
+    code = (
+        "import sys\n"
+        "from stayfinite.cli import main\n"
+        "for words in (['--help'], ['--version'], ['run', '--help']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as request: assert request.code == 0\n"
+        "heavy = {'torch', 'numpy', 'rich', 'multiprocessing'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": SOURCE}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert stayfinite.__version__ in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nope.py"], "there is no script 'nope.py'"),
+        (["folder"], "'folder' is a folder without a __main__.py."),
+        (["--json", "missing/out.json", "train.py"], "cannot be written: No such file"),
+        (["--json", "folder", "train.py"], "cannot be written: Is a directory"),
+        (["--max-scaler-skips", "0", "train.py"], "it must be at least 1"),
+        (["--on-nan", "recover", "train.py"], "'recover' is not one of 'stop', 'warn'"),
+        (["--second-run", "maybe", "train.py"], "'maybe' is not one of"),
+        (["--no-such-option", "train.py"], "No such option"),
+        ([], "Missing argument 'TARGET'"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(tmp_path, words, message):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = start("run", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "started").exists()
+    assert sorted(os.listdir(tmp_path)) == ["folder", "train.py"]
+
+
+def test_unknown_command_names_what_is_wrong():
+    result = CliRunner().invoke(main, ["walk"])
+    assert result.exit_code == 2
+    assert "No such command 'walk'" in result.output
+
+
+def test_run_inside_run_adds_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv, __name__); sys.exit(4)")
+    words = ["run", "--json", "o.json", "-m", "stayfinite", "run", "train.py", "--x"]
+    done = start(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (4, "['train.py', '--x'] __main__\n")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert "already being watched" in lines[0]
+    assert json.loads((tmp_path / "o.json").read_text())["exit"] == "script-error"
+
+
+def test_script_without_torch_is_said_so(tmp_path):
+    (tmp_path / "train.py").write_text("print('hello')")
+    done = start("run", "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    assert done.stderr == ("stayfinite: the script did not import torch, so nothing was checked.\n")
+
+
+def test_json_file_has_the_usual_permissions(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "usual").touch()
+    start("run", "--json", "o.json", "train.py", cwd=tmp_path)
+    assert (tmp_path / "o.json").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_options_check_themselves():
+    with pytest.raises(ConfigError, match="at least 1"):
+        RunOptions(max_scaler_skips=0)

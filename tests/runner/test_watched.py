@@ -1,0 +1,184 @@
+"""Scripts that train, watched in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+TRAIN = """
+    import os, sys, torch
+    how = sys.argv[1]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+        def forward(self, x):
+            return self.layer(x)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        for step in range(6):
+            x = torch.rand(3, 2)
+            loss = model(x).pow(2).mean()
+            if how != "healthy" and step == 3:
+                loss = loss * torch.log(loss.detach() * 0 - 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"{model.layer.weight.sum().item():.6f}")
+
+    if how == "swallow":
+        try:
+            train()
+        except Exception as error:
+            print("swallowed", type(error).__name__)
+            sys.exit(0)
+    elif how == "sudden":
+        with open("result.bin", "wb") as file: file.write(b"x")
+        try:
+            train()
+        finally:
+            print("unwound", flush=True)
+            os._exit(0)
+    elif how == "thread":
+        import threading
+        thread = threading.Thread(target=train); thread.start(); thread.join()
+    elif how == "own error":
+        torch.ones(1).backward()
+    else:
+        train()
+"""
+
+
+def run(scripts, how, *options):
+    scripts.write(TRAIN)
+    return scripts.watched("train.py", how, options=["--json", "out.json", *options])
+
+
+def test_healthy_run_ends_with_one_line(scripts):
+    done = run(scripts, "healthy")
+    assert done.code == 0
+    assert done.err == b"stayfinite: 6 steps checked, all finite.\n"
+    assert scripts.result() == {
+        "schema": 1,
+        "incidents": [],
+        "skipped_by_scaler": 0,
+        "steps": 6,
+        "exit": "finite",
+    }
+
+
+def test_incident_is_stopped_run_again_and_explained(scripts):
+    done = run(scripts, "bad")
+    assert done.code == 3
+    assert done.out == b""
+    assert b"Traceback" not in done.err
+    assert done.ours[0].startswith("running the script again")
+    assert done.ours[-1] == "the script was ended at step 3; exit code 3."
+    assert b"train.py:20" in done.err
+    result = scripts.result()
+    assert result["exit"] == "incident"
+    (incident,) = result["incidents"]
+    assert (incident["step"], incident["rank"]) == (3, 0)
+    assert incident["origin"]["exact"] is True
+    assert (incident["origin"]["file"], incident["origin"]["line"]) == ("train.py", 20)
+    assert "Not deterministic" not in str(incident)
+    assert not list(scripts.temporary.glob("stayfinite*"))
+
+
+def test_swallowed_stop_still_gives_our_exit_code(scripts):
+    done = run(scripts, "swallow", "--trace")
+    assert (done.code, done.out) == (3, b"swallowed TrainingAbortedError\n")
+    assert len(done.ours) == 1
+    assert scripts.result()["incidents"][0]["origin"]["line"] == 20
+
+
+def test_sudden_exit_loses_nothing_and_written_files_forbid_a_second_run(scripts):
+    done = run(scripts, "sudden")
+    assert (done.code, done.out) == (3, b"unwound\n")
+    assert done.ours[0].startswith("There was no second run, because the script wrote")
+    assert done.ours[0].endswith("stayfinite run --second-run always train.py sudden")
+    assert scripts.result()["exit"] == "incident"
+
+
+def test_stop_inside_a_thread_is_no_crash_of_the_thread(scripts):
+    done = run(scripts, "thread", "--second-run", "never")
+    assert (done.code, done.out) == (3, b"")
+    assert b"Traceback" not in done.err
+    assert b"TrainingAbortedError" not in done.err
+
+
+def test_warning_leaves_the_script_alone(scripts):
+    done = run(scripts, "bad", "--on-nan", "warn", "--second-run", "never")
+    assert done.code == 0
+    assert done.out == b"nan\n"
+    assert done.ours[0].startswith("step 3: loss is nan")
+    assert done.ours[0].endswith("; the script goes on.")
+    assert "--second-run always train.py bad" in done.ours[-2]
+    assert done.ours[-1].endswith("in 6 steps; the script went on (--on-nan warn).")
+    assert scripts.result()["incidents"][0]["step"] == 3
+
+
+def test_own_error_of_a_script_keeps_its_words_and_code(scripts):
+    done = run(scripts, "own error")
+    plain = scripts.plain("train.py", "own error")
+    assert done.seen == plain.seen
+    assert scripts.result()["exit"] == "script-error"
+
+
+def test_broken_guard_never_breaks_the_run(scripts):
+    scripts.write(TRAIN)
+    scripts.write(
+        "import sys, types\n"
+        "sys.modules['stayfinite.guard'] = types.ModuleType('stayfinite.guard')\n",
+        "sitecustomize.py",
+    )
+    path = os.pathsep.join([str(scripts.folder), scripts.source])
+    done = scripts.watched("train.py", "bad", env={"PYTHONPATH": path})
+    assert (done.code, done.out) == (0, b"nan\n")
+    assert done.ours[0].startswith("attaching to torch failed (ImportError: ")
+
+
+LOADER = """
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    class Numbers(Dataset):
+        def __len__(self): return 8
+        def __getitem__(self, i):
+            w = torch.zeros(1, requires_grad=True)
+            (w * float("nan") if i else w).sum().backward()
+            return torch.ones(2)
+    if __name__ == "__main__":
+        model = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for context in ("fork", "spawn"):
+            for x in DataLoader(Numbers(), batch_size=4, num_workers=1,
+                                multiprocessing_context=context):
+                optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+        print("done")
+"""
+
+
+def test_workers_of_a_data_loader_never_report(scripts):
+    scripts.write(LOADER)
+    done = scripts.watched("train.py")
+    assert (done.code, done.out) == (0, b"done\n"), done.err.decode()
+    assert done.ours == ["4 steps checked, all finite."]
+
+
+def test_result_is_current_when_the_process_is_killed(scripts):
+    scripts.write(
+        """
+        import os, signal, torch
+        w = torch.zeros(1, requires_grad=True)
+        try:
+            (w.log() * 0).sum().backward()
+        except Exception:
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    done = scripts.watched("train.py", options=["--json", "out.json"])
+    assert done.code == -9
+    assert json.loads((scripts.folder / "out.json").read_text())["incidents"]

@@ -197,8 +197,9 @@ def hop_place(hop: Hop) -> str:
     """`train.py:46 (log)`, with the pass named where it is not the forward."""
     where = plain(hop.file).replace("\\", "/").rsplit("/", 1)[-1] if hop.file else "no line"
     line = f":{hop.line}" if hop.file and hop.line is not None else ""
-    phase = "" if hop.phase == "forward" else f", {hop.phase}"
-    return f"{where}{line} ({short_op(hop.op)}{phase})"
+    said = [short_op(hop.op)] if hop.op else []
+    said += [hop.phase] if hop.phase != "forward" else []
+    return f"{where}{line} ({', '.join(said)})" if said else f"{where}{line}"
 
 
 def closing_line(result: RunResult) -> str:

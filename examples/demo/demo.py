@@ -62,7 +62,7 @@ def weights_are_untouched(weights: str) -> None:
     steps = str(json.loads(REPORT.read_text(encoding="utf-8"))["incidents"][0]["step"])
     run = python(SCRIPT, "--steps", steps)
     before = run.stdout.splitlines()[-1]
-    say(f"stopped by stayfinite at step {steps}:   {weights}")
+    say(f"stopped by stayfinite at step {steps}: {weights}")
     say(f"plain run, ended before step {steps}:  {before}")
     require(weights == before, "the weights differ")
     say("Identical.")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,7 +135,7 @@ def main() -> None:
 
 
 def report(cases: list[Case], options: argparse.Namespace) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 130)
     how = {"jobs": options.jobs, "timeout": options.timeout}
     results: dict[str, dict[str, Row]] = {}
     notes: dict[str, str] = {}

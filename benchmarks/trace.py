@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from case_runs import SOURCE
-from overhead import Stopwatch, Workload, workload
+from overhead import Stopwatch
 from rich.console import Console
 from rich.table import Table
 from scan import silent_stderr
@@ -38,6 +38,7 @@ from torch.autograd import graph
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.profiler import ProfilerActivity, profile
+from workloads import Workload, workload
 
 from stayfinite.guard import Guard, GuardSettings
 

@@ -59,7 +59,8 @@ def with_scaler(optimizer: Optimizer, flag: Tensor) -> Tensor:
         flag = flag | (scale == 0).to(flag.device, non_blocking=True)
     if found is None:
         return flag
-    return flag + SKIPPED_BY_SCALER * (found > 0).to(flag.device, non_blocking=True)
+    is_skip: Tensor = (found > 0).to(flag.device, non_blocking=True)
+    return flag + SKIPPED_BY_SCALER * is_skip
 
 
 class LateFlag:
@@ -72,8 +73,7 @@ class LateFlag:
         self._flag = flag
         if flag.is_cuda:  # a read would wait for all queued work; this copy only for its own
             self._flag = flag.to("cpu", non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived = torch.cuda.current_stream(flag.device).record_event()
 
     def read(self) -> int:
         if self._arrived is not None:

@@ -11,6 +11,11 @@ Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
 """Parameters, each with its gradient."""
 
 
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that are there."""
     return [
@@ -23,8 +28,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 def pairs_of(optimizer: Optimizer) -> Pairs:
     """The same, each with its parameter."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [(param, grad) for param in params if (grad := param.grad) is not None]
+    return [(p, grad) for p in params_of(optimizer) if (grad := p.grad) is not None]
 
 
 class HiddenGradients:

@@ -39,7 +39,9 @@ class StepListener(Protocol):
         """
         if on_device:
             return nonfinite(gradients, writable=True, exact_on_device=True)
-        return not (surely_finite(gradients) or all_finite(gradients, writable=True))
+        if surely_finite(gradients, of=optimizer):
+            return False
+        return not all_finite(gradients, writable=True)
 
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad step was found. Return True to veto the update, False to let it happen.
@@ -139,7 +141,10 @@ class _StepWatch:
             seat = self._seats.get(id(optimizer))
             if seat is None:
                 seat = self._adopt(optimizer)
-            if seat is not None:
+            if seat is not None and (
+                len(optimizer._optimizer_step_pre_hooks) > 1
+                or len(optimizer._optimizer_step_post_hooks) > 1
+            ):
                 _keep_in_place(optimizer, seat)
         except Exception:
             self._aside()
@@ -180,10 +185,10 @@ class _StepWatch:
 def _keep_in_place(optimizer: Optimizer, seat: _Seat) -> None:
     """Our pre-hook last (after those that clip), our post-hook first (before those that look)."""
     before: Any = optimizer._optimizer_step_pre_hooks
-    if len(before) > 1 and next(reversed(before)) != seat.before.id:
+    if next(reversed(before)) != seat.before.id:
         before.move_to_end(seat.before.id)
     after: Any = optimizer._optimizer_step_post_hooks
-    if len(after) > 1 and next(iter(after)) != seat.after.id:
+    if next(iter(after)) != seat.after.id:
         after.move_to_end(seat.after.id, last=False)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stayfinite.detect.gradients import params_of
 from stayfinite.detect.scan import all_finite
 
 
@@ -20,17 +21,17 @@ class LBFGSCopy:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._params = [(p, p.detach().clone()) for p in _params(optimizer)]
+        self._params = [(p, p.detach().clone()) for p in params_of(optimizer)]
         self._states = {p: _copy_state(s) for p, s in optimizer.state.items()}
         self._bad_points: list[list[Tensor]] = []
 
     def note_bad_point(self, optimizer: Optimizer) -> None:
         """The gradients here are bad: the step must not end here."""
-        self._bad_points.append([p.detach().clone() for p in _params(optimizer)])
+        self._bad_points.append([p.detach().clone() for p in params_of(optimizer)])
 
     def ends_badly(self, optimizer: Optimizer) -> bool:
         """Whether parameters or state are non-finite now, or the gradients at this point were."""
-        params = _params(optimizer)
+        params = params_of(optimizer)
         if any(all(map(torch.equal, params, point)) for point in self._bad_points):
             return True
         values = [value for state in optimizer.state.values() for value in _flat(state.values())]
@@ -60,7 +61,3 @@ def _copy_value(value: Any) -> Any:
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         yield from value if isinstance(value, list) else [value]
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -2,72 +2,71 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd, _functorch, _len_torch_dispatch_stack
+from torch._C import _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
+from torch.optim import Optimizer
 
 SMALL = 1 << 16
 """Up to so many elements the fused check over a list beats one sum for each tensor."""
 
 _PLAIN = {Tensor}
-# For 16-bit floats the fused check would change the payload of a NaN.
-_DTYPES = {torch.float32}, {torch.float64}, {torch.float32, torch.float64}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _check = torch._amp_foreach_non_finite_check_and_unscale_
-_numel = Tensor.numel
 
 
-class _Scratch(threading.local):
-    """A flag that stays 0 as long as all goes well, so that no new one is needed each time."""
+class _Plan:
+    """How to look at the gradients of one optimizer, as it was when they were last looked over.
 
-    def __init__(self) -> None:
-        self.found = torch.zeros((), device="cpu")
+    A plan that no longer fits costs time, or torch refuses the call; it never hides a bad value.
+    """
+
+    __slots__ = ("count", "found", "large", "one")
+
+    def __init__(self, gradients: list[Tensor]) -> None:
+        # 16-bit floats are left out: the fused check would change the payload of a NaN.
+        fits = all(g.is_cpu and g.dtype in (torch.float32, torch.float64) for g in gradients)
+        self.count = len(gradients) if fits else -1
+        self.large = [i for i, grad in enumerate(gradients) if grad.numel() > SMALL]
+        self.found = torch.zeros((), device="cpu")  # stays 0 as long as all goes well
         self.one = torch.ones((), device="cpu")
 
 
-_scratch = _Scratch()
+_plans: dict[int, _Plan] = {}
 
 
-def surely_finite(gradients: list[Tensor]) -> bool:
-    """True when all are finite; False: not known, look again with `scan`. One host read at most.
+def surely_finite(gradients: list[Tensor], *, of: Optimizer) -> bool:
+    """True when all are finite; False: not known, ask `scan`. It reads from the host once.
 
-    The memory must be the caller's: every byte is written back unchanged.
+    The memory must be the caller's: the bytes are written back unchanged.
     """
-    if not gradients or not gradients[0].is_cpu or set(map(type, gradients)) != _PLAIN:
+    plan = _plans.get(id(of))
+    if plan is None or plan.count != len(gradients):
+        plan = _new_plan(gradients, of)
+    if plan.count < 1 or set(map(type, gradients)) != _PLAIN:
         return False
-    if {grad.dtype for grad in gradients} not in _DTYPES or not _is_ordinary_time():
+    if _len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_FAKE) is not None:
         return False
     try:
-        with _AutoDispatchBelowAutograd():
-            return _all_small_finite(_with_sums(gradients))
-    except RuntimeError:  # sparse, expanded, on another device: all that the check refuses
-        _scratch.found.zero_()
-        return False
+        with _AutoDispatchBelowAutograd():  # no graph, no version counter
+            _check(_with_sums(gradients, plan) if plan.large else gradients, plan.found, plan.one)
+            if not plan.found.item():  # host sync
+                return True
+    except RuntimeError:  # sparse, expanded, or moved to another device
+        pass
+    del _plans[id(of)]
+    return False
 
 
-def _all_small_finite(tensors: list[Tensor]) -> bool:
-    found = _scratch.found
-    _check(tensors, found, _scratch.one)
-    if found.item():  # host sync
-        found.zero_()
-        return False
-    return True
+def _new_plan(gradients: list[Tensor], optimizer: Optimizer) -> _Plan:
+    if len(_plans) > 1000:  # of optimizers that are long gone
+        _plans.clear()
+    plan = _plans[id(optimizer)] = _Plan(gradients)
+    return plan
 
 
-def _with_sums(gradients: list[Tensor]) -> list[Tensor]:
+def _with_sums(gradients: list[Tensor], plan: _Plan) -> list[Tensor]:
     """The small ones, and the sums of the large: a bad value makes a bad sum."""
-    sizes = list(map(_numel, gradients))
-    if max(sizes) <= SMALL:
-        return gradients
-    pairs = list(zip(gradients, sizes, strict=True))
-    sums = [grad.sum() for grad, size in pairs if size > SMALL]
-    return [*(grad for grad, size in pairs if size <= SMALL), torch.stack(sums)]
-
-
-def _is_ordinary_time() -> bool:
-    """No vmap and no fake tensors around us."""
-    if _functorch.peek_interpreter_stack() is not None:
-        return False
-    return _len_torch_dispatch_stack() == 0 or torch._C._get_dispatch_mode(_FAKE) is None
+    sums = torch.stack([gradients[i].sum() for i in plan.large])
+    large = set(plan.large)
+    return [sums, *(grad for i, grad in enumerate(gradients) if i not in large)]

@@ -22,7 +22,7 @@ from stayfinite.detect.flags import (
     obeys_flag,
     with_scaler,
 )
-from stayfinite.detect.gradients import HiddenGradients, gradients_of, pairs_of
+from stayfinite.detect.gradients import HiddenGradients, gradients_of, pairs_of, params_of
 from stayfinite.detect.lbfgs import LBFGSCopy
 from stayfinite.errors import TrainingAbortedError
 
@@ -60,6 +60,7 @@ class WatchedOptimizer:
         self._stepped = listener.stepped
         self._aside = aside
         self._defer = defer and obeys_flag(optimizer)
+        self._on_device = self._defer or any(p.is_cuda for p in params_of(optimizer))
         self._hidden = HiddenGradients()
         self._installed: InstalledFlag | None = None
         self._late: LateFlag | None = None
@@ -134,9 +135,8 @@ class WatchedOptimizer:
     def _look(self, optimizer: Optimizer) -> None:
         self._looked = True
         gradients = gradients_of(optimizer)
-        may_defer = self._defer and is_ready(optimizer)
-        if may_defer or "grad_scale" in optimizer.__dict__ or is_capturing(gradients):
-            self._look_on_device(optimizer, gradients, may_defer=may_defer)
+        if self._on_device or "grad_scale" in optimizer.__dict__:
+            self._look_on_device(optimizer, gradients)
         elif self._judge(optimizer, gradients, on_device=False):
             self._answer(optimizer, BAD)
 
@@ -148,9 +148,8 @@ class WatchedOptimizer:
         if not self._hidden and _closure(args, kwargs) is None:  # else it is wrapped already
             self._look(optimizer)
 
-    def _look_on_device(
-        self, optimizer: Optimizer, gradients: list[Tensor], *, may_defer: bool
-    ) -> None:
+    def _look_on_device(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
+        may_defer = self._defer and is_ready(optimizer)
         may_read = not is_capturing(gradients)
         if not (may_defer or may_read):
             return

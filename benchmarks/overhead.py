@@ -1,0 +1,258 @@
+"""What checking all gradients at every step adds to a step, beside what people use today.
+
+    python benchmarks/overhead.py [--json] [--rounds N] [--threads N] [--only gpt cnn mlp]
+
+Two ways, in one run: the hooks are timed directly, inside the steps that they sit in; and all
+contestants take turns, each round one block of steps, so that a slow moment hits all of them.
+The first is exact enough for bars below a percent; the second shows that nothing is hidden.
+Host reads are counted with a dispatch mode, not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from workloads import Workload, workload
+
+from stayfinite.detect.hooks import StepListener, watch_steps
+
+BARS = {"gpt": 0.5, "cnn": 0.5, "mlp": 3.0}
+BLOCKS = {"gpt": 1, "cnn": 2, "mlp": 50}
+BASE = "nothing"
+OURS = "stayfinite"
+
+
+class Watching(StepListener):
+    """The default: look at everything, at every step."""
+
+
+Check = Callable[[], Any] | None
+
+
+@contextlib.contextmanager
+def ours(work: Workload) -> Iterator[Check]:
+    with watch_steps(Watching(), optimizer=work.optimizer):
+        yield None
+
+
+@contextlib.contextmanager
+def naive(work: Workload) -> Iterator[Check]:
+    def check() -> None:
+        for param in work.model.parameters():
+            grad = param.grad
+            if grad is not None and (torch.isnan(grad).any() or torch.isinf(grad).any()):
+                raise FloatingPointError
+
+    yield check
+
+
+@contextlib.contextmanager
+def clip(work: Workload) -> Iterator[Check]:
+    params = list(work.model.parameters())
+    yield lambda: nn.utils.clip_grad_norm_(params, 1e9, error_if_nonfinite=True)
+
+
+@contextlib.contextmanager
+def anomaly(work: Workload) -> Iterator[Check]:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        yield None
+
+
+@contextlib.contextmanager
+def debug_underflow_overflow(work: Workload) -> Iterator[Check]:
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    before = {m: set(m._forward_hooks) for m in work.model.modules()}
+    with contextlib.redirect_stdout(io.StringIO()):
+        DebugUnderflowOverflow(work.model, max_frames_to_save=1)
+    try:
+        yield None
+    finally:  # it throws its own handles away
+        for module, hooks in before.items():
+            for key in set(module._forward_hooks) - hooks:
+                del module._forward_hooks[key]
+
+
+CONTESTANTS: dict[str, Callable[[Workload], Any]] = {
+    BASE: lambda work: contextlib.nullcontext(),
+    OURS: ours,
+    "isnan/isinf loop": naive,
+    "clip_grad_norm_(error_if_nonfinite=True)": clip,
+    "torch.autograd.detect_anomaly": anomaly,
+}
+# Lightning's flag turns on torch's anomaly mode around the same step; the figure is its own.
+OPTIONAL = {
+    "transformers DebugUnderflowOverflow": ("transformers", debug_underflow_overflow),
+    "Lightning detect_anomaly": ("lightning", anomaly),
+}
+
+
+def installed() -> tuple[dict[str, Callable[[Workload], Any]], dict[str, str]]:
+    """The contestants that can run here, and what to type for the others."""
+    present, missing = dict(CONTESTANTS), {}
+    for name, (package, contestant) in OPTIONAL.items():
+        if importlib.util.find_spec(package):
+            present[name] = contestant
+        else:
+            missing[name] = f"pip install {package}"
+    return present, missing
+
+
+def seconds(work: Workload, contestant: Callable[[Workload], Any], steps: int) -> float:
+    """Per step, without what attaching costs."""
+    with contestant(work) as check:
+        work.step(check)
+        start = time.perf_counter()
+        for _ in range(steps):
+            work.step(check)
+        return (time.perf_counter() - start) / steps
+
+
+@dataclass
+class Stopwatch:
+    """Time spent inside the functions that it wrapped."""
+
+    total: float = 0.0
+    wrapped: list[Any] = field(default_factory=list)
+
+    def wrap(self, hooks: Any) -> None:
+        for key, hook in hooks.items():
+            hooks[key] = self._timed(hook)
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return hook(*args)
+            finally:
+                self.total += time.perf_counter() - start
+
+        return timed
+
+
+def direct(work: Workload, steps: int) -> tuple[float, float]:
+    """Medians over steps: what the hooks take, and what the rest of their step takes."""
+    inside, rest = [], []
+    with watch_steps(Watching(), optimizer=work.optimizer):
+        work.step()
+        watch = Stopwatch()
+        watch.wrap(torch_optimizer._global_optimizer_pre_hooks)
+        watch.wrap(work.optimizer._optimizer_step_pre_hooks)
+        watch.wrap(work.optimizer._optimizer_step_post_hooks)
+        for _ in range(steps):
+            watch.total, start = 0.0, time.perf_counter()
+            work.step()
+            taken = time.perf_counter() - start
+            inside.append(watch.total)
+            rest.append(taken - watch.total)
+    return statistics.median(inside), statistics.median(rest)
+
+
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+
+
+class HostReads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in READS
+        return func(*args, **(kwargs or {}))
+
+
+def host_reads(*, fused: bool) -> dict[str, float]:
+    """Added in one step; with a fused optimizer the flag is read by the step after it."""
+    work = workload("mlp", fused=fused)
+    work.step()
+    with HostReads() as plain:
+        work.step()
+    with watch_steps(Watching()) as attachment:
+        with HostReads() as watched:
+            work.step()
+        with HostReads() as late:
+            attachment.flush()
+    return {"in the judged step": watched.count - plain.count, "later": late.count}
+
+
+def measure(name: str, rounds: int, contestants: dict[str, Any]) -> dict[str, Any]:
+    work = workload(name)
+    for _ in range(3):
+        work.step()
+    times: dict[str, list[float]] = {key: [] for key in contestants}
+    order = list(contestants)
+    for _ in range(rounds):
+        for key in order:
+            times[key].append(seconds(work, contestants[key], BLOCKS[name]))
+        order.append(order.pop(0))
+    ratios = {
+        key: statistics.median(a / b for a, b in zip(taken, times[BASE], strict=True)) - 1
+        for key, taken in times.items()
+    }
+    hooks, step = direct(work, max(20, rounds * BLOCKS[name]))
+    return {
+        "direct_percent": 100 * hooks / step,
+        "bar_percent": BARS[name],
+        "hooks_us": 1e6 * hooks,
+        "step_us": 1e6 * step,
+        "interleaved_percent": {key: 100 * r for key, r in ratios.items() if key != BASE},
+    }
+
+
+def table(results: dict[str, Any], missing: dict[str, str]) -> Table:
+    shown = Table(title="added to a step: all gradients checked at every step")
+    shown.add_column("")
+    for name in results:
+        shown.add_column(name, justify="right")
+    shown.add_row("step without us, us", *(f"{r['step_us']:,.0f}" for r in results.values()))
+    shown.add_row("our hooks, us", *(f"{r['hooks_us']:.1f}" for r in results.values()))
+    shown.add_row(
+        "stayfinite, hooks timed directly",
+        *(f"{r['direct_percent']:.2f}% (bar {r['bar_percent']}%)" for r in results.values()),
+    )
+    first = next(iter(results.values()))
+    for key in first["interleaved_percent"]:
+        cells = [f"{r['interleaved_percent'][key]:+.1f}%" for r in results.values()]
+        shown.add_row(f"{key}, taking turns", *cells)
+    for key, remedy in missing.items():
+        shown.add_row(key, remedy)
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", nargs="+", choices=list(BARS), default=list(BARS))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    contestants, missing = installed()
+    results = {name: measure(name, options.rounds, contestants) for name in options.only}
+    reads = {"plain": host_reads(fused=False), "fused": host_reads(fused=True)}
+    if options.json:
+        json.dump({"overhead": results, "host_reads": reads, "missing": missing}, sys.stdout)
+        return
+    Console().print(table(results, missing))
+    for kind, counts in reads.items():
+        said = ", ".join(f"{count} {when}" for when, count in counts.items())
+        Console().print(f"host reads added per step, {kind} optimizer: {said}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The quick test never clears a gradient that is not finite, whatever it remembers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from stayfinite.detect.quick import SMALL, surely_finite
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+SHAPES = [(), (3,), (0,), (4, 5), (SMALL + 1,), (2, SMALL)]
+
+
+def owner() -> Optimizer:
+    return SGD([torch.zeros(1)], lr=0.1)
+
+
+shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4)
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
+
+
+@settings(deadline=None)
+@given(first=shapes, later=shapes, dtype=dtypes, bad=st.sampled_from(BAD), data=st.data())
+def test_no_bad_value_is_cleared_by_an_old_plan(
+    first: list[tuple[int, ...]],
+    later: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    bad: float,
+    data: st.DataObject,
+) -> None:
+    optimizer = owner()
+    assert surely_finite([torch.ones(shape) for shape in first], of=optimizer)
+    gradients = [torch.ones(shape, dtype=dtype) for shape in later]
+    surely_finite(gradients, of=optimizer)
+    chosen = data.draw(st.sampled_from(gradients))
+    if chosen.numel():
+        chosen.view(-1)[data.draw(st.integers(0, chosen.numel() - 1))] = bad
+        assert not surely_finite(gradients, of=optimizer)
+        chosen.fill_(1.0)
+        surely_finite(gradients, of=optimizer)
+        assert surely_finite(gradients, of=optimizer) == (dtype in (torch.float32, torch.float64))
+
+
+def expanded() -> Tensor:
+    return torch.tensor(float("nan")).expand(3)
+
+
+def with_graph() -> Tensor:
+    return torch.full((3,), float("nan"), requires_grad=True) * 2
+
+
+def sparse() -> Tensor:
+    return torch.tensor([0.0, float("nan")]).to_sparse()
+
+
+@pytest.mark.parametrize("make", [expanded, with_graph, sparse])
+def test_gradient_of_another_kind_is_not_cleared(make: object) -> None:
+    optimizer = owner()
+    assert surely_finite([torch.ones(3)], of=optimizer)
+    assert not surely_finite([make()], of=optimizer)  # type: ignore[operator]
+    assert surely_finite([torch.ones(3)], of=optimizer)
+
+
+def test_bytes_and_version_counter_stay() -> None:
+    gradient = torch.tensor([1e-45, -0.0, 3.4e38, 1.0])
+    before, version = gradient.numpy().tobytes(), gradient._version
+    assert surely_finite([gradient], of=owner())
+    assert (gradient.numpy().tobytes(), gradient._version) == (before, version)
+
+
+def test_large_finite_values_are_left_to_the_exact_scan() -> None:
+    assert not surely_finite([torch.full((SMALL + 1,), 3e38)], of=owner())
+
+
+def test_nothing_is_not_cleared() -> None:
+    assert not surely_finite([], of=owner())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 from stayfinite.records import Incident, Origin, RunResult
 from stayfinite.runner import tree
 from stayfinite.runner.tree import ProcessRecord
@@ -57,3 +60,12 @@ def test_a_stopped_run_has_one_incident():
 def test_nothing_reported_is_a_healthy_result():
     assert tree.merged([], only_first=True) == RunResult()
     assert tree.first_incident([]) is None
+
+
+def test_process_is_told_from_a_later_one_with_its_number():
+    born = tree.birth(os.getpid())
+    assert tree.is_running(record(os.getpid(), born=born))
+    assert not tree.is_running(record(os.getpid(), born="another"))
+    child = subprocess.Popen(["true"])
+    assert child.wait() == 0
+    assert not tree.is_running(record(child.pid, born="1"))

@@ -72,12 +72,9 @@ def end_peers(watch: Watch) -> None:
     """End the peers that still wait for this process, if it was stopped."""
     if not (_may_end_peers(watch) and watch.has_stopped):
         return
-    deadline = time.monotonic() + GRACE
-    while (waiting := _waiting(watch)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in waiting:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGTERM)
+    _send(signal.SIGTERM, _waiting_after(GRACE, watch))
+    # A handler of the script's own cannot run while the process waits in a collective.
+    _send(signal.SIGKILL, _waiting_after(PATIENCE, watch))
 
 
 def _end_peers_soon(watch: Watch, incident: Incident) -> None:
@@ -91,8 +88,22 @@ def _may_end_peers(watch: Watch) -> bool:
     return watch.in_group and watch.plan.stops and watch.plan.ends_peers
 
 
+def _waiting_after(seconds: float, watch: Watch) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (waiting := _waiting(watch)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return waiting
+
+
 def _waiting(watch: Watch) -> list[int]:
     # The process that reports for all is spared: it hears of the loss from the group itself.
     spared = {watch.pid, watch.plan.pid}
     records = tree.load(watch.plan.folder)
-    return [r.pid for r in records if r.in_group and not r.stopped and r.pid not in spared]
+    peers = (r for r in records if r.in_group and not r.stopped and r.pid not in spared)
+    return [r.pid for r in peers if tree.is_running(r)]
+
+
+def _send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)

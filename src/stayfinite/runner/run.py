@@ -89,6 +89,8 @@ def _check_writable(path: str) -> None:
 
 
 def _heard(scene: Scene, incident: Incident) -> None:
+    if os.getpid() != scene.plan.pid:
+        return  # a forked child, which tells by itself
     tell_at_once(scene, incident)
     if scene.options.json is not None and not scene.is_rank:
         records = tree.load(scene.plan.folder)

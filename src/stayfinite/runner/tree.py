@@ -17,12 +17,15 @@ from stayfinite.runner.plan import write_atomically
 class ProcessRecord:
     """One process: what its guard saw, and what a second run needs to know about it.
 
+    `born` tells the process from a later one with the same number. `in_group` is true while
+    it trains together with others.
     `seconds` is the time from the start of the run to the first incident. `effects` are
     the things outside temporary folders that the process changed. `folder` is the one
     that file names in its incidents are relative to.
     """
 
     pid: int
+    born: str = ""
     rank: int = 0
     result: RunResult
     saw_torch: bool = False
@@ -32,6 +35,27 @@ class ProcessRecord:
     seconds: float | None = None
     effects: tuple[str, ...] = ()
     folder: str | None = None
+
+
+def birth(pid: int) -> str | None:
+    """When a running process was started, in the system's own terms; None if it is gone.
+
+    Empty where the system does not say.
+    """
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as file:
+            facts = file.read().rpartition(")")[2].split()
+        return None if facts[0] == "Z" else facts[19]
+    except ProcessLookupError:
+        return None
+    except OSError:
+        return ""
+
+
+def is_running(record: ProcessRecord) -> bool:
+    """Whether the process of the record is still there, and no other with its number."""
+    return birth(record.pid) == record.born
 
 
 def save(record: ProcessRecord, folder: str) -> None:

@@ -62,11 +62,12 @@ class Watch:
         result = self._result()
         return tree.ProcessRecord(
             pid=self.pid,
+            born=tree.birth(self.pid) or "",
             rank=self._rank or 0,
             result=result,
             saw_torch=guard is not None,
             stopped=self.has_stopped or (self.plan.stops and bool(result.incidents)),
-            in_group=self.in_group,
+            in_group=self.in_group and not self._has_ended,
             arm_at=guard.arm_at() if guard and result.incidents else None,
             seconds=self._seconds,
             effects=tuple(self.audit.effects),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stayfinite.detect.scan import largest
 from stayfinite.detect.walk import named_tensors
 from stayfinite.explain.history import Context, History, OptimizerFacts
 from stayfinite.locate.names import Names
@@ -82,7 +83,7 @@ class Evidence:
         grad = torch.is_grad_enabled()
         for path, tensor in named_tensors(args, "inputs"):
             if tensor.is_floating_point() and tensor.numel() and not tensor.requires_grad:
-                size = _largest(tensor)
+                size = largest(tensor)
                 self._inputs.setdefault(path, deque(maxlen=_SAMPLES)).append(size)
                 if not math.isfinite(size):
                     self.bad_inputs[path] = tensor
@@ -159,13 +160,8 @@ def weight_ranges(optimizers: list[Optimizer]) -> dict[str, tuple[float, float]]
             if param.is_floating_point() and param.numel():
                 values = param.detach()
                 name = names.tensor(param) or f"parameter {len(ranges)}"
-                ranges[name] = _largest(values), values.float().std(correction=0).item()
+                ranges[name] = largest(values), values.float().std(correction=0).item()
     return ranges
-
-
-def _largest(tensor: Tensor) -> float:
-    low, high = torch.aminmax(tensor.detach())
-    return max(abs(low.item()), abs(high.item()))  # host sync
 
 
 def _signature(module: nn.Module) -> str:

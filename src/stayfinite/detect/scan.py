@@ -71,6 +71,13 @@ def classify(tensor: Tensor) -> NaNType:
     return NaNType.NEG_INF if float("-inf") in values else NaNType.NONE
 
 
+@undisturbed
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude in the tensor: NaN where there is one, 0 where nothing can be read."""
+    found = [value for part in float_parts(tensor) for value in _extremes(part)]
+    return float(torch.stack(found).abs().max()) if found else 0.0  # host sync
+
+
 def _flags(tensors: Iterable[Any], writable: bool, exact: bool) -> list[Tensor]:
     """0-d tensors, non-zero where something is bad; none when all is known to be finite."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)

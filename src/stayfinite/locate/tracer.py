@@ -15,25 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect import walk
 from stayfinite.detect.scan import classify, summarize
+from stayfinite.detect.veto import StepAside
 from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, Site
 from stayfinite.locate.kinds import holds, kind_of_event, read_for, wait_for, written_by
-from stayfinite.locate.ops import (
-    Call,
-    OpInfo,
-    is_bad,
-    learn,
-    scalars,
-    tensors_in,
-)
+from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in
 from stayfinite.locate.provenance import Provenance
-from stayfinite.locate.source import (
-    Place,
-    in_optimizer,
-    library_place,
-    user_place,
-    user_places,
-)
+from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
 from stayfinite.locate.storages import StorageMap, covers_storage
 from stayfinite.records import HopKind, NaNType, Phase
 
@@ -61,6 +49,7 @@ class Tracer(TorchDispatchMode):
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
         self._handles: list[Any] = []
+        self._aside = StepAside()
 
     def __enter__(self) -> Tracer:
         self._handles = [
@@ -99,14 +88,20 @@ class Tracer(TorchDispatchMode):
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self._modules:
-            self._entry = user_place(sys._getframe(1))
-            with self.paused():
-                for path, tensor in walk.named_tensors(args, "inputs"):
-                    self._past.names.put(tensor, path)
-                if self._on_enter is not None:
-                    self._on_enter(module, args)
+        try:
+            if not self._modules:
+                self._enter_root(module, args)
+        except Exception:
+            self._aside()
         self._modules.append(module)
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        self._entry = user_place(sys._getframe(2))
+        with self.paused():
+            for path, tensor in walk.named_tensors(args, "inputs"):
+                self._past.names.put(tensor, path)
+            if self._on_enter is not None:
+                self._on_enter(module, args)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._modules and not torch.compiler.is_compiling():
@@ -122,23 +117,30 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        info = self._infos.get(func)
-        if info is None:
-            info = self._infos[func] = learn(func)
-        if self.nodes.is_new():
-            site = self._site(made_node=True)
-            self.nodes.put(site)
-            self._past.ran(site.place)
-        call = Call(info, args, kwargs)
-        before = self._bad_before(call) if info.written else ()
+        try:
+            info = self._infos.get(func)
+            if info is None:
+                info = self._infos[func] = learn(func)
+            if self.nodes.is_new():
+                site = self._site(made_node=True)
+                self.nodes.put(site)
+                self._past.ran(site.place)
+            call = Call(info, args, kwargs)
+            before = self._bad_before(call) if info.written else ()
+        except Exception:
+            self._aside()
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if info.allocates:
-            self._note_allocation(out)
-        elif not info.is_view:
-            self._look(call, out, before)
-            self._past.made(info, args, out)
-        elif info.name in _FRESH and is_bad(out):
-            self._sources(out, self._site())
+        try:
+            if info.allocates:
+                self._note_allocation(out)
+            elif not info.is_view:
+                self._look(call, out, before)
+                self._past.made(info, args, out)
+            elif info.name in _FRESH and is_bad(out):
+                self._sources(out, self._site())
+        except Exception:
+            self._aside()
         return out
 
     def _bad_before(self, call: Call) -> tuple[Tensor, ...]:

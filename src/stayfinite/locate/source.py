@@ -19,7 +19,8 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
 
 USER, INTERNAL, ENGINE = 0, 1, 2
-_kind_of_code: dict[CodeType, int] = {}
+# By file: two code objects are equal when only their files differ.
+_kind_of_file: dict[str, int] = {}
 
 
 class Place(NamedTuple):
@@ -44,17 +45,17 @@ class Span(NamedTuple):
 
 def kind_of(code: CodeType) -> int:
     """USER, INTERNAL (torch, the standard library, ourselves) or ENGINE (a backward pass)."""
-    kind = _kind_of_code.get(code)
-    if kind is None:
-        kind = _kind_of_code[code] = _classify_code(code)
-    return kind
-
-
-def _classify_code(code: CodeType) -> int:
     name = code.co_filename
+    kind = _kind_of_file.get(name)
+    if kind is None:
+        kind = _kind_of_file[name] = _classify_file(name)
+    is_other = kind == ENGINE and code.co_name != "_engine_run_backward"
+    return INTERNAL if is_other else kind
+
+
+def _classify_file(name: str) -> int:
     if name.startswith(_TORCH):
-        engine = code.co_name == "_engine_run_backward" and name == autograd_graph.__file__
-        return ENGINE if engine else INTERNAL
+        return ENGINE if name == autograd_graph.__file__ else INTERNAL
     if name.startswith((_OURS, "<frozen ")) or name in ("<__array_function__ internals>",):
         return INTERNAL
     if name.startswith(_STDLIB) and not name.startswith(_PACKAGES) and "-packages" not in name:
@@ -66,8 +67,8 @@ def user_place(frame: FrameType | None) -> Place | None:
     """The innermost user frame; None when a backward pass begins before one is met."""
     while frame is not None:
         code = frame.f_code
-        kind = _kind_of_code.get(code)
-        if kind is None:
+        kind = _kind_of_file.get(code.co_filename)
+        if kind is None or kind == ENGINE:
             kind = kind_of(code)
         if kind == USER:
             return Place(code, frame.f_lasti, frame.f_lineno)

@@ -26,7 +26,6 @@ from stayfinite.locate.arming import Tracing
 from stayfinite.records import Incident
 
 logger = logging.getLogger("stayfinite")
-
 _MOST_INCIDENTS = 50
 _ROUND = 16  # every parameter is looked at once in so many steps
 
@@ -112,11 +111,12 @@ class Guard:
         attachment, self._attachment = self._attachment, None
         if attachment is None:
             return
-        with contextlib.suppress(TrainingAbortedError):
+        with contextlib.suppress(TrainingAbortedError), self._aside():
             attachment.flush()
             if not self.incidents:
                 self._check_parameters(self._evidence.optimizers(), everything=True)
-        attachment.remove()
+        with contextlib.suppress(TrainingAbortedError):
+            attachment.remove()
         self._tracing.switch_off()
 
     def after_fork(self) -> None:
@@ -153,7 +153,6 @@ class Guard:
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._aside():
             self._tick()
-            self._evidence.backward_passes += 1
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
             # Other roots may hold an Inf on purpose; their gradients are judged all the same.
@@ -168,6 +167,7 @@ class Guard:
                 self._leaves = []
                 if not all_finite(gradient for _, gradient in gradients):
                     self._notice(gradients_found(gradients, None))
+        self._evidence.backward_passes += 1
 
     def _judge_loss(self, root: Tensor) -> None:
         loss = self._unscaled.get(root, root)

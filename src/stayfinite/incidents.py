@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 
 from torch import Tensor
@@ -83,6 +84,11 @@ def incident_of(
 
 def _noticed_step(finding: Finding, evidence: Evidence) -> int:
     if finding.optimizer is None:
-        return evidence.steps
+        return evidence.steps if evidence.optimizers() or not _optimizers_live() else 0
     # The update that made the parameters bad has been counted already.
     return max(0, evidence.count(finding.optimizer) - finding.is_after_update)
+
+
+def _optimizers_live() -> bool:
+    """Whether there is one whose first update is still to come."""
+    return any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())

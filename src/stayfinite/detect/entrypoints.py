@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,8 +47,9 @@ def together(*attachments: Attachment) -> Attachment:
             attachment.flush()
 
     def remove() -> None:
-        for attachment in reversed(attachments):
-            attachment.remove()
+        with contextlib.ExitStack() as all_of_them:  # one that raises does not keep the others
+            for attachment in attachments:
+                all_of_them.callback(attachment.remove)
 
     return Attachment(remove, flush=flush)
 

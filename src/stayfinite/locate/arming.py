@@ -25,6 +25,7 @@ class Tracing:
         self._tracer: Tracer | None = None
         self._ticks: list[int] = []
         self._steps: list[int] = []
+        self._stance: Any = None
 
     @property
     def is_on(self) -> bool:
@@ -34,14 +35,14 @@ class Tracing:
         self._tracer = Tracer(on_enter=self._on_enter)
         self._tracer.clock = self.clock
         # A dispatch mode sees nothing inside compiled code.
-        torch.compiler.set_stance("force_eager")
+        self._stance = torch.compiler.set_stance("force_eager")
         self._tracer.__enter__()
 
     def switch_off(self) -> None:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.__exit__(None, None, None)
-            torch.compiler.set_stance("default")
+            self._stance.__exit__(None, None, None)  # the one that the user had set
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -88,4 +89,6 @@ class Tracing:
         # An update's own events carry the tick that it is booked under.
         find = bisect.bisect_left if event.phase == "optimizer" else bisect.bisect_right
         index = find(self._ticks, event.clock)
+        if not self._ticks:  # no optimizer so far: the clock has ticked at backward passes only
+            return max(0, event.clock - (event.phase == "backward"))
         return self._steps[index - 1] if index else 0

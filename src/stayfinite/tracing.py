@@ -57,7 +57,8 @@ class trace:  # noqa: N801  (reads like torch.no_grad)
             error = stop
         finally:
             self._guard.close()
-        if self._raises and isinstance(error, TrainingAbortedError) and self.incidents:
+        stopped = error is None or isinstance(error, TrainingAbortedError)
+        if self._raises and self.incidents and stopped:
             incident = self.incidents[0]
             report = incident.reports[0] if incident.reports else None
             raise NonFiniteError(

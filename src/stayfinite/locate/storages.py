@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -30,11 +31,11 @@ class StorageMap(Generic[Known]):
         return entry[1]
 
     def put(self, tensor: Tensor, known: Known) -> None:
-        key = _key(tensor)
-        if key is not None:
+        memory = _memory(tensor)
+        if memory is not None:
             if len(self._entries) >= 4096 and len(self._entries) & (len(self._entries) - 1) == 0:
                 self._sweep()
-            self._entries[key] = StorageWeakRef(tensor.untyped_storage()), known
+            self._entries[memory._cdata] = StorageWeakRef(memory), known
 
     def drop(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -54,7 +55,12 @@ def covers_storage(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int | None:
+    memory = _memory(tensor)
+    return None if memory is None else memory._cdata
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have none of their own
-        return None
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of a sparse one the values have; wrappers: none
+        return tensor._values().untyped_storage() if tensor.layout is torch.sparse_coo else None

@@ -237,7 +237,8 @@ class Tracer(TorchDispatchMode):
         event = self._event(kind, "", phase, raw or site, classify(tensor), None, ())
         name = label or self._past.names.get(tensor) or "value"
         event.outputs = (summarize(name, tensor),)
-        event.facts = {"is_parameter": isinstance(tensor, nn.Parameter), "label": label}
+        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        event.facts = {"is_parameter": is_parameter, "label": label}
         self._mark(tensor, event, replace=True)
         return (event,)
 

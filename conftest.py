@@ -1,8 +1,13 @@
-"""How many examples a property test tries: `make test` few, `make prove` many."""
+"""For every test: one thread per worker, and the number of examples that a property test tries."""
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
+
+# Workers that share the cores lose most of their time in each other's thread pools.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "prove", max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck)

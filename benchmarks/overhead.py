@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import io
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from overhead_peers import debug_underflow_overflow, lightning_anomaly
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -74,21 +74,6 @@ def anomaly(work: Workload) -> Iterator[Check]:
         yield None
 
 
-@contextlib.contextmanager
-def debug_underflow_overflow(work: Workload) -> Iterator[Check]:
-    from transformers.debug_utils import DebugUnderflowOverflow
-
-    before = {m: set(m._forward_hooks) for m in work.model.modules()}
-    with contextlib.redirect_stdout(io.StringIO()):
-        DebugUnderflowOverflow(work.model, max_frames_to_save=1)
-    try:
-        yield None
-    finally:  # it throws its own handles away
-        for module, hooks in before.items():
-            for key in set(module._forward_hooks) - hooks:
-                del module._forward_hooks[key]
-
-
 CONTESTANTS: dict[str, Callable[[Workload], Any]] = {
     BASE: lambda work: contextlib.nullcontext(),
     OURS: ours,
@@ -96,21 +81,23 @@ CONTESTANTS: dict[str, Callable[[Workload], Any]] = {
     "clip_grad_norm_(error_if_nonfinite=True)": clip,
     "torch.autograd.detect_anomaly": anomaly,
 }
-# Lightning's flag turns on torch's anomaly mode around the same step; the figure is its own.
-OPTIONAL = {
-    "transformers DebugUnderflowOverflow": ("transformers", debug_underflow_overflow),
-    "Lightning detect_anomaly": ("lightning", anomaly),
-}
+TRANSFORMERS = "transformers DebugUnderflowOverflow"
+LIGHTNING = "Lightning detect_anomaly, against its own Trainer"
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def installed() -> tuple[dict[str, Callable[[Workload], Any]], dict[str, str]]:
     """The contestants that can run here, and what to type for the others."""
     present, missing = dict(CONTESTANTS), {}
-    for name, (package, contestant) in OPTIONAL.items():
-        if importlib.util.find_spec(package):
-            present[name] = contestant
-        else:
-            missing[name] = f"pip install {package}"
+    if is_installed("transformers"):
+        present[TRANSFORMERS] = debug_underflow_overflow
+    else:
+        missing[TRANSFORMERS] = "pip install transformers"
+    if not is_installed("lightning"):
+        missing[LIGHTNING] = "pip install lightning"
     return present, missing
 
 
@@ -204,6 +191,9 @@ def measure(name: str, rounds: int, contestants: dict[str, Any]) -> dict[str, An
         key: statistics.median(a / b for a, b in zip(taken, times[BASE], strict=True)) - 1
         for key, taken in times.items()
     }
+    if is_installed("lightning"):
+        steps = max(5, BLOCKS[name])
+        ratios[LIGHTNING] = lightning_anomaly(work, rounds=max(1, rounds // 5), steps=steps)
     hooks, step = direct(work, max(20, rounds * BLOCKS[name]))
     return {
         "direct_percent": 100 * hooks / step,
@@ -225,10 +215,11 @@ def table(results: dict[str, Any], missing: dict[str, str]) -> Table:
         "stayfinite, hooks timed directly",
         *(f"{r['direct_percent']:.2f}% (bar {r['bar_percent']}%)" for r in results.values()),
     )
+    shown.add_section()
     first = next(iter(results.values()))
     for key in first["interleaved_percent"]:
         cells = [f"{r['interleaved_percent'][key]:+.1f}%" for r in results.values()]
-        shown.add_row(f"{key}, taking turns", *cells)
+        shown.add_row(key, *cells)
     for key, remedy in missing.items():
         shown.add_row(key, remedy)
     return shown

@@ -251,7 +251,7 @@ def test_ctrl_c_from_outside_reaches_the_script(scripts):
     with subprocess.Popen(
         command,
         cwd=scripts.folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": scripts.source},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:

@@ -181,4 +181,5 @@ def test_result_is_current_when_the_process_is_killed(scripts):
     )
     done = scripts.watched("train.py", options=["--json", "out.json"])
     assert done.code == -9
-    assert json.loads((scripts.folder / "out.json").read_text())["incidents"]
+    result = json.loads((scripts.folder / "out.json").read_text())
+    assert (result["exit"], len(result["incidents"])) == ("incident", 1)

@@ -98,9 +98,9 @@ def _tail(path: str, problem: str | None) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _sign_of_life(seconds: float) -> Iterator[None]:
-    what = f"running the script again, traced, to find the operation (first run: {seconds:.0f} s)"
+    took = f"first run: {seconds:.0f} s"
     if not sys.stderr.isatty():
-        say(f"{what} ...")
+        say(f"running the script again, traced, to find the operation ({took}) ...")
         yield
         return
     from rich.console import Console
@@ -108,5 +108,5 @@ def _sign_of_life(seconds: float) -> Iterator[None]:
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        progress.add_task(f"stayfinite: {what}", total=None)
+        progress.add_task(f"stayfinite: second run, traced ({took})", total=None)
         yield

@@ -31,7 +31,8 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
         if result.incidents and scene.plan.stops:
             code = INCIDENT_CODE
         if not scene.is_rank or ranks.speaks(records, watch):
-            _conclude(scene, records, dataclasses.replace(result, exit=_exit_of(result, ending)))
+            result = dataclasses.replace(result, exit=_exit_of(result, ending))
+            result = _conclude(scene, records, result)
             _say_last(scene, records, result, ending)
     ranks.leave(watch) if scene.is_rank else shutil.rmtree(scene.plan.folder, ignore_errors=True)
     return code
@@ -43,7 +44,7 @@ def tell_at_once(scene: Scene, incident: Incident) -> None:
         say(f"{one_line(incident)}; the script goes on.")
 
 
-def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult) -> None:
+def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult) -> RunResult:
     _write(scene, result)
     notes: list[str] = []
     if result.incidents:
@@ -54,6 +55,7 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
         _show(incident, folder=folder, verbose=scene.options.verbose)
     for note in notes:
         say(note)
+    return result
 
 
 def _write(scene: Scene, result: RunResult) -> None:

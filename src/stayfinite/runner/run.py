@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -95,4 +96,5 @@ def _heard(scene: Scene, incident: Incident) -> None:
     if scene.options.json is not None and not scene.is_rank:
         records = tree.load(scene.plan.folder)
         so_far = tree.merged(records, only_first=scene.plan.stops)
+        so_far = dataclasses.replace(so_far, exit="incident")
         write_atomically(scene.options.json, to_json(so_far, indent=1))

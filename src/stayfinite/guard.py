@@ -21,7 +21,7 @@ from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.evidence import Evidence, parameters_of
-from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
+from stayfinite.incidents import Finding, explained, gradients_found, incident_of, parameters_found
 from stayfinite.locate.arming import Tracing
 from stayfinite.records import Incident
 
@@ -255,12 +255,14 @@ class Guard:
             return
         if self._incident_clock is None:
             self._incident_clock = self.clock
-        folder, on_nan = self.settings.folder, self.settings.on_nan
-        incident = incident_of(finding, self._evidence, self._tracing, on_nan=on_nan, folder=folder)
+        evidence, folder = self._evidence, self.settings.folder
+        incident = incident_of(finding, evidence, on_nan=self.settings.on_nan)
+        with self._aside():
+            incident = explained(incident, finding, evidence, self._tracing, folder)
         self.incidents.append(incident)
         if self._on_incident is not None:
             self._on_incident(incident)
-        if on_nan == "stop":
+        if self.settings.on_nan == "stop":
             self.stopped = True
             where = incident.reports[0].location if incident.reports else "a value"
             raise TrainingAbortedError(

@@ -16,7 +16,7 @@ from stayfinite.explain.rules import diagnose
 from stayfinite.locate.arming import Tracing
 from stayfinite.locate.graph import origin_from_graph
 from stayfinite.locate.names import Names
-from stayfinite.records import Incident, Origin, Outcome
+from stayfinite.records import Incident, Outcome
 
 _DESCRIBED = 8
 
@@ -53,33 +53,37 @@ def parameters_found(optimizer: Optimizer) -> Finding:
     return Finding(named, optimizer, did=did, is_after_update=True)
 
 
-def incident_of(
-    finding: Finding, evidence: Evidence, tracing: Tracing, *, on_nan: str, folder: str | None
-) -> Incident:
-    """The incident, with origin and diagnosis as far as they can be known here."""
+def incident_of(finding: Finding, evidence: Evidence, *, on_nan: str) -> Incident:
+    """The incident as it was noticed: which values, in which step, and what was done."""
     named = [*finding.named, *evidence.bad_inputs.items()]
-    reports = tuple(bad_reports(named, described=_DESCRIBED))
-    step = _noticed_step(finding, evidence)
+    did = "nothing was changed" if on_nan == "warn" else finding.did
+    return Incident(
+        step=_noticed_step(finding, evidence),
+        time=time.time(),
+        reports=tuple(bad_reports(named, described=_DESCRIBED)),
+        outcome=Outcome(strategy=on_nan, detail=did),
+    )
+
+
+def explained(
+    incident: Incident, finding: Finding, evidence: Evidence, tracing: Tracing, folder: str | None
+) -> Incident:
+    """The incident with origin and diagnosis, as far as they can be known here.
+
+    Its step becomes the one in which the value was born.
+    """
     tensors = [tensor for _, tensor in finding.named]
     found = tracing.origin(tensors, folder=folder)
-    born = step if found is None else min(step, found[1])
-    origin: Origin | None = found[0] if found else origin_from_graph(tensors)
-    diagnosis = None
-    if origin is not None:
-        origin = dataclasses.replace(origin, facts={**origin.facts, "noticed_step": step})
-        locations = tuple(report.location for report in reports)
-        context = evidence.context(finding.optimizer, step=born, locations=locations)
-        diagnosis = diagnose(origin, context)
-    return Incident(
-        step=born,
-        time=time.time(),
-        reports=reports,
-        origin=origin,
-        diagnosis=diagnosis,
-        outcome=Outcome(
-            strategy=on_nan, detail="nothing was changed" if on_nan == "warn" else finding.did
-        ),
-    )
+    origin = found[0] if found else origin_from_graph(tensors)
+    if origin is None:
+        return incident
+    noticed = incident.step
+    born = noticed if found is None or found[1] is None else min(noticed, found[1])
+    origin = dataclasses.replace(origin, facts={**origin.facts, "noticed_step": noticed})
+    locations = tuple(report.location for report in incident.reports)
+    context = evidence.context(finding.optimizer, step=born, locations=locations)
+    diagnosis = diagnose(origin, context)
+    return dataclasses.replace(incident, step=born, origin=origin, diagnosis=diagnosis)
 
 
 def _noticed_step(finding: Finding, evidence: Evidence) -> int:

@@ -109,6 +109,12 @@ def division(clue: Clue) -> Diagnosis | None:
         return None
     name = below.name if below else "other"
     text = _divisor(clue)
+    if set(clue.made_by(name)) & set(_NORMS) and not clue.fact("from_batch"):
+        return diagnosis(
+            "weight_norm_of_zero",
+            f"`{clue.expression}` divides a weight by its norm, and a row of it is all 0.",
+            f"Keep the norm away from 0 (`{text}.clamp_min(1e-8)`), and start with non-zero rows.",
+        )
     if set(clue.made_by(name)) & set(_NORMS):
         return diagnosis(
             "cosine_zero_vector",

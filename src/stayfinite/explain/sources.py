@@ -7,6 +7,8 @@ from stayfinite.records import Diagnosis
 
 # Far beyond anything that is measured or normalised, yet finite.
 _ABSURD = 1e15
+# Operations that bring data together without computing on it.
+_MOVES = ("stack", "cat", "index", "index_select", "gather", "clone", "_to_copy", "copy_")
 
 
 def loaded_weights(clue: Clue) -> Diagnosis | None:
@@ -89,9 +91,7 @@ def absurd_values(clue: Clue) -> Diagnosis | None:
 
 
 def _was_computed(clue: Clue, name: str) -> bool:
-    return any(
-        op in ("exp", "pow", "mm", "addmm", "bmm", "convolution") for op in clue.made_by(name)
-    )
+    return any(op and op not in _MOVES for op in clue.made_by(name)[:1])
 
 
 def _out_of_range(name: str, size: float, clue: Clue) -> Diagnosis:

@@ -71,7 +71,9 @@ class Tracing:
         if self._tracer is not None:
             self._tracer.label([tensor], text)
 
-    def origin(self, tensors: Iterable[Tensor], *, folder: str | None) -> tuple[Origin, int] | None:
+    def origin(
+        self, tensors: Iterable[Tensor], *, folder: str | None
+    ) -> tuple[Origin, int | None] | None:
         """Where the bad ones among the tensors began, and in which step; None if not traced."""
         if self._tracer is None:
             return None
@@ -85,7 +87,9 @@ class Tracing:
         event = guilty(ancestors(self._tracer.events_of([tensor])))
         return event is not None and event.kind in ("birth", "conversion")
 
-    def _step_of(self, event: Event) -> int:
+    def _step_of(self, event: Event) -> int | None:
+        if event.kind in ("foreign", "allocation"):  # it was there before; what counts is its use
+            return None
         # An update's own events carry the tick that it is booked under.
         find = bisect.bisect_left if event.phase == "optimizer" else bisect.bisect_right
         index = find(self._ticks, event.clock)

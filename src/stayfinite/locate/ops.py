@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+
+from stayfinite.detect.scan import all_finite
 
 # Memory that nobody has written yet: whatever is in it was not computed.
 _ALLOCATORS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -120,6 +123,13 @@ def nonfinite_constants(call: Call) -> list[float]:
     return [v for v in values if isinstance(v, float) and not math.isfinite(v)]
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that torch.func's transforms have wrapped, or the tensor itself."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_bad(tensor: Tensor) -> bool:
     """Whether any element is not finite; one pass, confirmed only when the sum overflows."""
     dtype = tensor.dtype
@@ -129,10 +139,4 @@ def is_bad(tensor: Tensor) -> bool:
                 return False
     elif not (dtype.is_floating_point or dtype.is_complex):
         return False
-    return _is_bad_exactly(tensor)
-
-
-def _is_bad_exactly(tensor: Tensor) -> bool:
-    from stayfinite.detect.scan import all_finite
-
     return not all_finite([tensor])

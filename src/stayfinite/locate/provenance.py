@@ -19,6 +19,16 @@ class Raw(NamedTuple):
     left: int
 
 
+class Made(NamedTuple):
+    """The operation behind a value, those behind its inputs, and whether the batch is in it."""
+
+    ops: tuple[str, ...]
+    from_batch: bool
+
+
+Line = tuple[Place | None, str, int]
+
+
 class Provenance:
     """Which operation made a value, which memory was never written, which line ran how often."""
 
@@ -26,29 +36,42 @@ class Provenance:
         self.labels: StorageMap[str] = StorageMap()
         self.names: StorageMap[str] = StorageMap()
         self._raw: StorageMap[Raw] = StorageMap()
-        self._made: StorageMap[tuple[str, ...]] = StorageMap()
-        self._runs: dict[Place | None, int] = {}
-        self._runs_before: dict[Place | None, int] = {}
+        self._made: StorageMap[Made] = StorageMap()
+        self._runs: dict[Line, int] = {}
+        self._runs_before: dict[Line, int] = {}
 
     def next_step(self) -> None:
         self._runs_before, self._runs = self._runs, {}
 
-    def ran(self, place: Place | None) -> None:
-        self._runs[place] = self._runs.get(place, 0) + 1
+    def ran(self, site: Site, op: str) -> None:
+        line = _line(site, op)
+        self._runs[line] = self._runs.get(line, 0) + 1
 
-    def runs(self, place: Place | None) -> int:
-        """How often the line ran in this step."""
-        return max(self._runs.get(place, 0), self._runs_before.get(place, 0))
+    def runs(self, site: Site, op: str) -> int:
+        """How often this operation ran in this step, on the same line for the same module."""
+        line = _line(site, op)
+        return max(self._runs.get(line, 0), self._runs_before.get(line, 0))
 
     def made(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
         """Remember the operation behind a value, and those behind its inputs."""
-        before = [self._made.get(t) for t in args if isinstance(t, Tensor)]
-        names = (info.base, *(made[0] if made else "" for made in before))
+        given = [(tensor, self._made.get(tensor)) for tensor in tensors_in(args)]
+        ops = (info.base, *(made.ops[0] if made else "" for _, made in given[:8]))
+        from_batch = any(made.from_batch if made else self._is_input(t) for t, made in given)
+        made = Made(ops, from_batch)
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
-            self._made.put(tensor, names)
+            self._made.put(tensor, made)
 
     def made_by(self, tensor: Tensor) -> list[str]:
-        return list(self._made.get(tensor) or ())
+        made = self._made.get(tensor)
+        return list(made.ops) if made else []
+
+    def is_from_batch(self, tensor: Tensor) -> bool:
+        """Whether an input of a top-level module went into the value."""
+        made = self._made.get(tensor)
+        return made.from_batch if made else self._is_input(tensor)
+
+    def _is_input(self, tensor: Tensor) -> bool:
+        return self.names.get(tensor) is not None
 
     def allocated(self, tensor: Tensor, site: Site) -> None:
         if tensor.is_floating_point() and tensor.numel():
@@ -67,3 +90,7 @@ class Provenance:
         """Where the memory was allocated, if some of it was never written."""
         raw = self._raw.get(tensor)
         return raw.site if raw is not None else None
+
+
+def _line(site: Site, op: str) -> Line:
+    return site.place, op, id(site.modules[-1]) if site.modules else 0

@@ -19,7 +19,7 @@ from stayfinite.detect.veto import StepAside
 from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, Site
 from stayfinite.locate.kinds import holds, kind_of_event, read_for, wait_for, written_by
-from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in
+from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in, unwrapped
 from stayfinite.locate.provenance import Provenance
 from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
 from stayfinite.locate.storages import StorageMap, covers_storage
@@ -73,7 +73,8 @@ class Tracer(TorchDispatchMode):
     def events_of(self, tensors: Iterable[Tensor]) -> list[Event]:
         """The latest events on the memory of those tensors that are bad now."""
         with self.paused():
-            found = [event for t in tensors if is_bad(t) for event in self._sources(t, _NOWHERE)]
+            plain = [unwrapped(tensor) for tensor in tensors]
+            found = [event for t in plain if is_bad(t) for event in self._sources(t, _NOWHERE)]
         return list(dict.fromkeys(found))
 
     @contextlib.contextmanager
@@ -124,7 +125,7 @@ class Tracer(TorchDispatchMode):
             if self.nodes.is_new():
                 site = self._site(made_node=True)
                 self.nodes.put(site)
-                self._past.ran(site.place)
+                self._past.ran(site, info.base)
             call = Call(info, args, kwargs)
             before = self._bad_before(call) if info.written else ()
         except Exception:
@@ -190,7 +191,8 @@ class Tracer(TorchDispatchMode):
             "scalars": scalars(call),
             "data": [n for n, t in given if t.is_floating_point() and not t.requires_grad],
             "made_by": {n: made for n, t in given if (made := self._past.made_by(t))},
-            "repeats": self._past.runs(site.place),
+            "repeats": self._past.runs(site, call.info.base),
+            "from_batch": [n for n, t in given if self._past.is_from_batch(t)],
             "inside": library_place(sys._getframe(3)),
             "uninitialised": [n for n, t in given if self._past.unwritten(t) is not None],
             "empty": [n for n, t in given if t.numel() == 0],

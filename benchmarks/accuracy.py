@@ -148,6 +148,8 @@ def report(cases: list[Case], options: argparse.Namespace) -> None:
             continue
         results[peer.name] = measure(cases, peer.run, title=peer.name, **how)
         console.print(table(peer.name, results[peer.name]))
+        if failed := sum(bool(row["failed"]) for row in results[peer.name].values()):
+            console.print(f"{peer.name} itself failed on {failed} of {len(cases)}.")
     if options.peers:
         console.print(summary(results, notes))
     repaired = measure(cases, fixed, title="repaired", **how) if options.fixed else {}

@@ -9,7 +9,6 @@ nor a value that is born in the backward pass, in the optimizer or in the data.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ class Calls:
                 trace = torchlens.trace(module, list(args), kwargs)
                 found = _ANSWER.search(trace.first_nonfinite())
             except Exception as error:
-                print(f"TorchLens failed: {error!r}", file=sys.stderr)
+                note(failed=repr(error))
                 continue
             if found:
                 name = re.sub(r":\d+$", "", found["module"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from case_runs import Case, Finished, Verdict, accepted, run_python, without_namespace
+from case_runs import SOURCE, Case, Finished, Verdict, accepted, run_python, without_namespace
 
 HERE = Path(__file__).resolve().parent
 Answer = dict[str, Any]
@@ -35,14 +36,18 @@ class Peer:
         with tempfile.TemporaryDirectory() as folder:
             notes = Path(folder, "notes.jsonl")
             env = {
-                "PYTHONPATH": f"{HERE / 'attach'}:{HERE.parent}",
+                "PYTHONPATH": os.pathsep.join((str(HERE / "attach"), str(HERE.parent), SOURCE)),
                 "NONFINITE_PEER": self.module,
                 "NONFINITE_NOTES": str(notes),
                 "TORCHDYNAMO_DISABLE": "1",
             }
             finished = run_python((), case.folder / "train.py", env=env, timeout=timeout)
             lines = notes.read_text().splitlines() if notes.exists() else []
-        answer = self.answer(case, finished, [json.loads(line) for line in lines])
+        found = [json.loads(line) for line in lines]
+        if not any(note.get("is_attached") for note in found):  # else it would seem to find nothing
+            raise RuntimeError(f"{self.name} was not switched on:\n{finished.err[-2000:]}")
+        answers = [n for n in found if "is_attached" not in n and "failed" not in n]
+        answer = self.answer(case, finished, answers)
         if case.is_benign:
             verdict: Verdict = {"found": answer is None}
         else:
@@ -50,6 +55,7 @@ class Peer:
         return {
             "verdict": verdict,
             "answer": answer or {},
+            "failed": [n["failed"] for n in found if "failed" in n],
             "code": finished.code,
             "seconds": round(finished.seconds, 1),
         }

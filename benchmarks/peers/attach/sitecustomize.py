@@ -5,3 +5,4 @@ import os
 
 if os.environ.get("NONFINITE_PEER"):
     importlib.import_module(os.environ["NONFINITE_PEER"]).attach()
+    importlib.import_module("peers.notes").note(is_attached=True)

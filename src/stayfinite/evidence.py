@@ -28,6 +28,7 @@ class Evidence:
         self._inputs: dict[str, deque[float]] = {}
         self._calls: dict[tuple[int, bool], int] = {}
         self._kinds: dict[tuple[str, bool], int] = {}
+        self._passes = History()  # of losses, as long as no optimizer has stepped
         self.backward_passes = 0
         self.loss: Any = None
         self.grad_norm: Any = None
@@ -44,6 +45,12 @@ class Evidence:
     def steps(self) -> int:
         """Updates attempted on the busiest optimizer; without one, backward passes."""
         return max(self._counts.values(), default=self.backward_passes)
+
+    def saw_loss(self, loss: Any) -> None:
+        """A backward pass begins from this loss."""
+        self.loss = loss
+        if not self._counts:
+            self._passes.add(step=self.backward_passes - 1, loss=loss)
 
     def count(self, optimizer: Optimizer) -> int:
         return self._counts.get(optimizer, 0)
@@ -105,12 +112,12 @@ class Evidence:
     ) -> Context:
         """All of it as plain values; reads what is still on a device."""
         chosen = optimizer if optimizer is not None else self._busiest()
-        history = self._histories.get(chosen) if chosen is not None else None
+        history = self._histories.get(chosen, self._passes) if chosen else self._passes
         steps = max(1, self.steps)
         return Context(
             step=step,
             locations=locations,
-            history=history.steps() if history is not None else (),
+            history=history.steps(),
             optimizer=optimizer_facts(chosen) if chosen is not None else None,
             optimizer_count=len(self._counts),
             scaler_skips=self.skips_in_a_row,

@@ -173,9 +173,9 @@ class Guard:
         loss = self._unscaled.get(root, root)
         if loss.device.type != "cpu":
             self._far_losses.append(nonfinite([loss], exact_on_device=True))
-            self._evidence.loss = loss.detach()
+            self._evidence.saw_loss(loss.detach())
         elif all_finite([loss]):
-            self._evidence.loss = _number(loss)
+            self._evidence.saw_loss(_number(loss))
         else:
             self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
 

@@ -91,7 +91,7 @@ def absurd_values(clue: Clue) -> Diagnosis | None:
 
 
 def _was_computed(clue: Clue, name: str) -> bool:
-    return any(op and op not in _MOVES for op in clue.made_by(name)[:1])
+    return any(op and op not in _MOVES for op in clue.made_by(name))
 
 
 def _out_of_range(name: str, size: float, clue: Clue) -> Diagnosis:

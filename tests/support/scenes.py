@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -91,3 +93,30 @@ def run_file(path: Path, text: str) -> dict[str, Any]:
     variables: dict[str, Any] = {"__name__": "script", "torch": torch, "nn": nn}
     exec(compile(text, str(path), "exec"), variables)
     return variables
+
+
+class Unstable(nn.Module):
+    """Draws random numbers, moves its statistics, and takes the log of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.layer(x))) + torch.log(x)
+
+
+def everything(model: nn.Module) -> list[Any]:
+    """The bytes of a model, its gradients and all random states."""
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = [p.grad for p in model.parameters()]
+    numbers = [random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()]
+    held = [t if t is None else t.detach().numpy().tobytes() for t in [*tensors, *gradients]]
+    return [
+        *held,
+        *numbers[:2],
+        numbers[2].numpy().tobytes(),
+        [m.training for m in model.modules()],
+    ]

@@ -27,9 +27,9 @@ docs: $(INSTALLED)
 	$(PYTEST) tests/docs
 	@echo "The first page is docs/index.md."
 
-# The property tests once more, with counts that take minutes.
+# The files with property tests once more, with counts that take many minutes.
 prove: $(INSTALLED)
-	$(PYTEST) -m hypothesis --hypothesis-profile=prove
+	$(PYTEST) --hypothesis-profile=prove $$(grep -rl --include='*.py' '@given' tests)
 
 clean:
 	rm -rf .venv demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

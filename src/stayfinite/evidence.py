@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.scan import largest
+from stayfinite.detect.scan import all_finite, largest
 from stayfinite.detect.walk import named_tensors
 from stayfinite.explain.history import Context, History, OptimizerFacts
-from stayfinite.locate.names import Names
+from stayfinite.locate.names import Names, running_statistics
 
 _SAMPLES = 64
+Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
 class Evidence:
@@ -37,7 +38,9 @@ class Evidence:
         self.skips_in_a_row = 0
         self.bad_keys: list[str] = []
         self.bad_inputs: dict[str, Tensor] = {}
-        self._initial_weights: dict[str, tuple[float, float]] = {}
+        self._initial_weights: Ranges = {}
+        self._statistics: list[weakref.ref[Tensor]] = []
+        self._next_look = 1
         self._bootstrap_steps = 0
         self._twice_called_steps = 0
 
@@ -65,6 +68,13 @@ class Evidence:
         """Before an optimizer's first update: how large are its weights?"""
         if optimizer not in self._counts:
             self._initial_weights.update(weight_ranges([optimizer]))
+
+    def statistics(self) -> list[Tensor]:
+        """The running statistics of the modules that were alive when it was last looked."""
+        if self.steps >= self._next_look:
+            self._next_look = 2 * self.steps + 1
+            self._statistics = [weakref.ref(tensor) for tensor in running_statistics()]
+        return [tensor for ref in self._statistics if (tensor := ref()) is not None]
 
     def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
@@ -114,6 +124,7 @@ class Evidence:
         chosen = optimizer if optimizer is not None else self._busiest()
         history = self._histories.get(chosen, self._passes) if chosen else self._passes
         steps = max(1, self.steps)
+        weights = weight_ranges(self.optimizers())
         return Context(
             step=step,
             locations=locations,
@@ -124,8 +135,9 @@ class Evidence:
             uses_scaler=self.uses_scaler,
             scale=self.scale,
             input_ranges={path: tuple(ring) for path, ring in self._inputs.items()},
-            initial_weights=self._initial_weights or weight_ranges(self.optimizers()),
-            poisoned_buffers=tuple(Names().bad_statistics()),
+            initial_weights=self._initial_weights or weights,
+            weight_growth=_growth(self._initial_weights, weights),
+            poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
             loaded_keys=tuple(self.bad_keys),
             bootstraps=self._bootstrap_steps > steps // 2,
             is_adversarial=len(self._counts) > 1 and self._twice_called_steps > steps // 2,
@@ -158,10 +170,10 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     )
 
 
-def weight_ranges(optimizers: list[Optimizer]) -> dict[str, tuple[float, float]]:
+def weight_ranges(optimizers: list[Optimizer]) -> Ranges:
     """(largest magnitude, standard deviation) of each optimized parameter."""
     names = Names()
-    ranges: dict[str, tuple[float, float]] = {}
+    ranges: Ranges = {}
     for optimizer in optimizers:
         for param in parameters_of(optimizer):
             if param.is_floating_point() and param.numel():
@@ -169,6 +181,21 @@ def weight_ranges(optimizers: list[Optimizer]) -> dict[str, tuple[float, float]]
                 name = names.tensor(param) or f"parameter {len(ranges)}"
                 ranges[name] = largest(values), values.float().std(correction=0).item()
     return ranges
+
+
+def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """Those that are not finite, with their names."""
+    if all_finite(statistics):
+        return []
+    names = Names()
+    bad = [tensor for tensor in statistics if not all_finite([tensor])]
+    return [(names.tensor(tensor) or "running statistics", tensor) for tensor in bad]
+
+
+def _growth(before: Ranges, now: Ranges) -> float:
+    """How many times larger the fastest-growing weight is than at the start."""
+    grown = [now[name][0] / max(size, 1e-2) for name, (size, _) in before.items() if name in now]
+    return max((g for g in grown if math.isfinite(g)), default=1.0)
 
 
 def _signature(module: nn.Module) -> str:

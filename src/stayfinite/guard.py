@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,38 +18,23 @@ from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.norms import finite_norm
 from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.walk import Named, named_tensors
-from stayfinite.errors import ConfigError, TrainingAbortedError
-from stayfinite.evidence import Evidence, parameters_of
-from stayfinite.incidents import Finding, explained, gradients_found, incident_of, parameters_found
+from stayfinite.errors import TrainingAbortedError
+from stayfinite.evidence import Evidence, bad_statistics, parameters_of
+from stayfinite.incidents import (
+    Finding,
+    explained,
+    gradients_found,
+    incident_of,
+    parameters_found,
+    statistics_found,
+)
 from stayfinite.locate.arming import Tracing
 from stayfinite.records import Incident
+from stayfinite.settings import GuardSettings as GuardSettings
 
 logger = logging.getLogger("stayfinite")
 _MOST_INCIDENTS = 50
 _ROUND = 16  # every parameter is looked at once in so many steps
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GuardSettings:
-    """How a guard watches.
-
-    `trace` "start" traces from the beginning, "armed" from the tick `arm_at` of the guard's
-    clock (backward passes and attempted updates). `folder` is what files are named relative to.
-    """
-
-    on_nan: Literal["stop", "warn"] = "stop"
-    max_scaler_skips: int = 20
-    trace: Literal["never", "armed", "start"] = "never"
-    arm_at: int | None = None
-    folder: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.on_nan not in ("stop", "warn"):
-            raise ConfigError(f"on_nan is {self.on_nan!r}; it must be 'stop' or 'warn'.")
-        if self.trace not in ("never", "armed", "start"):
-            raise ConfigError(f"trace is {self.trace!r}; it must be 'never', 'armed' or 'start'.")
-        if self.max_scaler_skips < 1:
-            raise ConfigError(f"max_scaler_skips is {self.max_scaler_skips}; it must be >= 1.")
 
 
 class Guard:
@@ -248,6 +232,9 @@ class Guard:
             turn = self._evidence.count(optimizer) % _ROUND
             if not all_finite(params if everything else params[turn::_ROUND]):
                 self._notice(parameters_found(optimizer))
+            bad = bad_statistics(self._evidence.statistics()) if everything or not turn else []
+            if bad:
+                self._notice(statistics_found(bad, optimizer))
 
     def _notice(self, finding: Finding) -> None:
         """Make an incident of bad tensors, tell of it, and stop if that is asked for."""

@@ -53,6 +53,13 @@ def parameters_found(optimizer: Optimizer) -> Finding:
     return Finding(named, optimizer, did=did, is_after_update=True)
 
 
+def statistics_found(bad: list[Named], optimizer: Optimizer) -> Finding:
+    """Running statistics that have gone bad, though the weights may be fine."""
+    named = [(f"buffers.{name}", tensor) for name, tensor in bad]
+    did = "the running statistics had taken the bad values already"
+    return Finding(named, optimizer, did=did, is_after_update=True)
+
+
 def incident_of(finding: Finding, evidence: Evidence, *, on_nan: str) -> Incident:
     """The incident as it was noticed: which values, in which step, and what was done."""
     named = [*finding.named, *evidence.bad_inputs.items()]

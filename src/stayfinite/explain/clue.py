@@ -91,7 +91,8 @@ class Clue:
     @property
     def is_diverging(self) -> bool:
         """Whether training was running away before the value overflowed."""
-        return self.loss_growth > 20 or self.norm_growth > 100
+        growths = (self.loss_growth / 20, self.norm_growth / 100, self.context.weight_growth / 50)
+        return max(growths) > 1
 
     @cached_property
     def typical_input(self) -> float:

@@ -50,6 +50,7 @@ class Context:
     scale: float | None = None
     input_ranges: dict[str, tuple[float, ...]] = field(default_factory=dict)
     initial_weights: dict[str, tuple[float, float]] = field(default_factory=dict)
+    weight_growth: float = 1.0
     poisoned_buffers: tuple[str, ...] = ()
     loaded_keys: tuple[str, ...] = ()
     bootstraps: bool = False

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stayfinite.detect.scan import all_finite
-
 # Wrappers that put a prefix of their own before the user's names.
 _WRAPPERS = {
     "DistributedDataParallel",
@@ -51,15 +49,6 @@ class Names:
         prefix = self.module(holder[0])[1]
         return f"{prefix}.{holder[1]}" if prefix else holder[1]
 
-    def bad_statistics(self) -> list[str]:
-        """Names of the running statistics (BatchNorm's) that are not finite."""
-        return [
-            self.tensor(tensor) or name
-            for module in _living_modules()
-            for name, tensor in _children(module, "_buffers")
-            if name.startswith("running_") and not all_finite([tensor])
-        ]
-
     def _owner(
         self, module: nn.Module, seen: set[int], near: set[int]
     ) -> tuple[nn.Module, str] | None:
@@ -79,3 +68,13 @@ def _living_modules() -> list[nn.Module]:
 def _children(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
     held = module.__dict__.get(kind) or {}
     return [(name, child) for name, child in held.items() if child is not None]
+
+
+def running_statistics() -> list[Tensor]:
+    """The running statistics (BatchNorm's) of all living modules."""
+    return [
+        tensor
+        for module in _living_modules()
+        for name, tensor in _children(module, "_buffers")
+        if name.startswith("running_")
+    ]

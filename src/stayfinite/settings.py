@@ -1,0 +1,31 @@
+"""How a guard watches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from stayfinite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """How a guard watches.
+
+    `trace` "start" traces from the beginning, "armed" from the tick `arm_at` of the guard's
+    clock (backward passes and attempted updates). `folder` is what files are named relative to.
+    """
+
+    on_nan: Literal["stop", "warn"] = "stop"
+    max_scaler_skips: int = 20
+    trace: Literal["never", "armed", "start"] = "never"
+    arm_at: int | None = None
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_nan not in ("stop", "warn"):
+            raise ConfigError(f"on_nan is {self.on_nan!r}; it must be 'stop' or 'warn'.")
+        if self.trace not in ("never", "armed", "start"):
+            raise ConfigError(f"trace is {self.trace!r}; it must be 'never', 'armed' or 'start'.")
+        if self.max_scaler_skips < 1:
+            raise ConfigError(f"max_scaler_skips is {self.max_scaler_skips}; it must be >= 1.")

@@ -30,6 +30,7 @@ class Evidence:
         self._calls: dict[tuple[int, bool], int] = {}
         self._kinds: dict[tuple[str, bool], int] = {}
         self._passes = History()  # of losses, as long as no optimizer has stepped
+        self._most = 0
         self.backward_passes = 0
         self.loss: Any = None
         self.grad_norm: Any = None
@@ -47,13 +48,19 @@ class Evidence:
     @property
     def steps(self) -> int:
         """Updates attempted on the busiest optimizer; without one, backward passes."""
-        return max(self._counts.values(), default=self.backward_passes)
+        # The largest ever: it must not fall when an optimizer is collected.
+        return self._most or self.backward_passes
 
     def saw_loss(self, loss: Any) -> None:
         """A backward pass begins from this loss."""
         self.loss = loss
-        if not self._counts:
-            self._passes.add(step=self.backward_passes - 1, loss=loss)
+        if not self._most:
+            self._passes.add(step=self.backward_passes, loss=loss)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether any update has been attempted."""
+        return self._most > 0
 
     def count(self, optimizer: Optimizer) -> int:
         return self._counts.get(optimizer, 0)
@@ -62,7 +69,7 @@ class Evidence:
         """Start again, in a process of its own."""
         self._counts.clear()
         self._histories.clear()
-        self.backward_passes = 0
+        self._most = self.backward_passes = 0
 
     def first_look(self, optimizer: Optimizer) -> None:
         """Before an optimizer's first update: how large are its weights?"""
@@ -91,6 +98,7 @@ class Evidence:
             skipped=skipped,
         )
         self._counts[optimizer] = number + 1
+        self._most = max(self._most, number + 1)
         self.grad_norm = None
         self.bad_inputs.clear()
         self._close_calls()

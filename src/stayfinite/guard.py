@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stayfinite.crash import bad_values_of
 from stayfinite.detect.entrypoints import together, watch_backward, watch_loading, watch_scaling
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
 from stayfinite.detect.leaves import leaves_of
@@ -30,11 +31,11 @@ from stayfinite.incidents import (
 )
 from stayfinite.locate.arming import Tracing
 from stayfinite.records import Incident
+from stayfinite.settings import ROUND
 from stayfinite.settings import GuardSettings as GuardSettings
 
 logger = logging.getLogger("stayfinite")
 _MOST_INCIDENTS = 50
-_ROUND = 16  # every parameter is looked at once in so many steps
 
 
 class Guard:
@@ -51,6 +52,7 @@ class Guard:
         self.incidents: list[Incident] = []
         self.skipped_by_scaler = 0
         self.stopped = False
+        self.crashed = False
         self._on_incident = on_incident
         self._evidence = Evidence()
         self._tracing = Tracing(self._evidence.entered)
@@ -108,6 +110,17 @@ class Guard:
         self.incidents, self.skipped_by_scaler, self.stopped = [], 0, False
         self._evidence.forget_counts()
 
+    def script_crashed(self, error: BaseException) -> None:
+        """The script died of an error of its own; an incident if a NaN was behind it."""
+        if self.incidents or self._attachment is None:
+            return
+        with self._aside():
+            bad = bad_values_of(error)
+            if bad and (not self._tracing.is_on or self._tracing.was_computed(bad[0][1])):
+                self.crashed = True
+                did = f"the script ended itself with {type(error).__name__}"
+                self._notice(Finding(bad, did=did))
+
     def judge_every_backward(self) -> None:
         """Look at all gradients after each backward pass, not only those an optimizer gets."""
         self._leaves = []
@@ -116,7 +129,7 @@ class Guard:
         """Make an incident of those values that were computed to be bad."""
         bad = [(name.lstrip("."), t) for name, t in named if self._tracing.was_computed(t)]
         if bad:
-            self._notice(Finding(bad, did="nothing was changed"))
+            self._notice(Finding(bad))
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -131,12 +144,9 @@ class Guard:
                     self._has_failed = True
                     logger.exception("stayfinite failed inside a step; training goes on without it")
 
-    def _tick(self) -> None:
-        self._tracing.tick(arm_at=self.settings.arm_at)
-
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._aside():
-            self._tick()
+            self._tracing.tick(arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
             # Other roots may hold an Inf on purpose; their gradients are judged all the same.
@@ -184,7 +194,7 @@ class Guard:
     ) -> Tensor | None:
         """True on the device where this update must not happen; None where it may."""
         with self._aside():
-            self._tick()
+            self._tracing.tick(arm_at=self.settings.arm_at)
             far, self._far_losses = self._far_losses, []
             if self._tracing.is_on:
                 self._evidence.first_look(optimizer)
@@ -214,7 +224,7 @@ class Guard:
     def skipped(self, optimizer: Optimizer, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on."""
         with self._aside():
-            self._tick()
+            self._tracing.tick(arm_at=self.settings.arm_at)
             self.skipped_by_scaler += 1
             self._was_skipped = True
             evidence = self._evidence
@@ -229,8 +239,8 @@ class Guard:
         """Look at a share of the parameters after the update, or at all of them."""
         for optimizer in optimizers:
             params = parameters_of(optimizer)
-            turn = self._evidence.count(optimizer) % _ROUND
-            if not all_finite(params if everything else params[turn::_ROUND]):
+            turn = self._evidence.count(optimizer) % ROUND
+            if not all_finite(params if everything else params[turn::ROUND]):
                 self._notice(parameters_found(optimizer))
             bad = bad_statistics(self._evidence.statistics()) if everything or not turn else []
             if bad:
@@ -243,13 +253,14 @@ class Guard:
         if self._incident_clock is None:
             self._incident_clock = self.clock
         evidence, folder = self._evidence, self.settings.folder
-        incident = incident_of(finding, evidence, on_nan=self.settings.on_nan)
+        strategy = "none" if self.crashed else self.settings.on_nan
+        incident = incident_of(finding, evidence, strategy=strategy)
         with self._aside():
             incident = explained(incident, finding, evidence, self._tracing, folder)
         self.incidents.append(incident)
         if self._on_incident is not None:
             self._on_incident(incident)
-        if self.settings.on_nan == "stop":
+        if self.settings.on_nan == "stop" and not self.crashed:
             self.stopped = True
             where = incident.reports[0].location if incident.reports else "a value"
             raise TrainingAbortedError(

@@ -28,7 +28,7 @@ class Finding:
     named: list[Named]
     optimizer: Optimizer | None = None
     _: dataclasses.KW_ONLY
-    did: str = ""
+    did: str = "nothing was changed"
     is_after_update: bool = False
 
 
@@ -60,15 +60,15 @@ def statistics_found(bad: list[Named], optimizer: Optimizer) -> Finding:
     return Finding(named, optimizer, did=did, is_after_update=True)
 
 
-def incident_of(finding: Finding, evidence: Evidence, *, on_nan: str) -> Incident:
+def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incident:
     """The incident as it was noticed: which values, in which step, and what was done."""
     named = [*finding.named, *evidence.bad_inputs.items()]
-    did = "nothing was changed" if on_nan == "warn" else finding.did
+    did = "nothing was changed" if strategy == "warn" else finding.did
     return Incident(
         step=_noticed_step(finding, evidence),
         time=time.time(),
         reports=tuple(bad_reports(named, described=_DESCRIBED)),
-        outcome=Outcome(strategy=on_nan, detail=did),
+        outcome=Outcome(strategy=strategy, detail=did),
     )
 
 
@@ -95,7 +95,7 @@ def explained(
 
 def _noticed_step(finding: Finding, evidence: Evidence) -> int:
     if finding.optimizer is None:
-        return evidence.steps if evidence.optimizers() or not _optimizers_live() else 0
+        return evidence.steps if evidence.has_stepped or not _optimizers_live() else 0
     # The update that made the parameters bad has been counted already.
     return max(0, evidence.count(finding.optimizer) - finding.is_after_update)
 

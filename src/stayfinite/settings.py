@@ -7,6 +7,8 @@ from typing import Literal
 
 from stayfinite.errors import ConfigError
 
+ROUND = 16  # every parameter is looked at once in so many steps
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardSettings:

@@ -13,9 +13,9 @@ def argument(expression: str | None, name: str = "") -> str | None:
     for node in _nodes(expression):
         if isinstance(node, ast.Call) and (not name or _called(node) == name):
             if isinstance(node.func, ast.Attribute) and not _is_library(node.func.value):
-                return ast.unparse(node.func.value)
+                return _in_brackets(node.func.value)
             if node.args:
-                return ast.unparse(node.args[0])
+                return _in_brackets(node.args[0])
     return None
 
 

@@ -153,7 +153,8 @@ def _done(page: Page) -> Part:
     outcome = page.incident.outcome
     if outcome is None:
         return NOTHING
-    text = ": ".join(filter(None, (plain(outcome.strategy), plain(outcome.detail))))
+    strategy = "" if outcome.strategy == "none" else plain(outcome.strategy)
+    text = ": ".join(filter(None, (strategy, plain(outcome.detail))))
     return Part(lines=row(page, "done", Text(text)))
 
 

@@ -28,12 +28,12 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
         if scene.is_rank:
             records = ranks.heard_out(scene.plan.folder)
         result = tree.merged(records, only_first=scene.plan.stops)
-        if result.incidents and scene.plan.stops:
+        if any(record.stopped for record in records):
             code = INCIDENT_CODE
         if not scene.is_rank or ranks.speaks(records, watch):
             result = dataclasses.replace(result, exit=_exit_of(result, ending))
             result = _conclude(scene, records, result)
-            _say_last(scene, records, result, ending)
+            _say_last(scene, records, result, dataclasses.replace(ending, code=code))
     ranks.leave(watch) if scene.is_rank else shutil.rmtree(scene.plan.folder, ignore_errors=True)
     return code
 
@@ -92,7 +92,9 @@ def _exit_of(result: RunResult, ending: Ending) -> Exit:
 def _say_last(
     scene: Scene, records: list[tree.ProcessRecord], result: RunResult, ending: Ending
 ) -> None:
-    if result.incidents:
+    if result.incidents and scene.plan.stops and ending.code != INCIDENT_CODE:
+        say(f"the script ended itself with exit code {ending.code}; a NaN was behind it.")
+    elif result.incidents:
         say(_last_of_incident(scene, result))
     else:
         say(f"{_how_it_ended(ending)}{_what_was_checked(records, result)}")

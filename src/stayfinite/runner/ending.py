@@ -28,14 +28,20 @@ class Ending:
 
 
 def ending_of(
-    run: Callable[[], None], *, is_consequence: Callable[[BaseException], bool]
+    run: Callable[[], None],
+    *,
+    is_consequence: Callable[[BaseException], bool],
+    crashed: Callable[[BaseException], None] = lambda error: None,
 ) -> Ending:
     """Run to the very end, exit handlers included, and say how it ended.
 
-    Tracebacks are printed as the interpreter prints them, less our own frames;
-    none for an error that is only a consequence of a stop of ours.
+    `crashed` hears of an error of the script's own while its frames are alive. Tracebacks are
+    printed as the interpreter prints them, less our own frames; none for an error that is only
+    a consequence of a stop of ours.
     """
     error = _error_of(run)
+    if error is not None and not isinstance(error, (TrainingAbortedError, KeyboardInterrupt)):
+        crashed(error)
     if error is None:
         ending = Ending()
     elif isinstance(error, SystemExit):

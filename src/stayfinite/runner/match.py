@@ -6,14 +6,21 @@ import dataclasses
 
 from stayfinite.records import Diagnosis, Incident
 from stayfinite.runner.words import one_line
+from stayfinite.settings import ROUND
 
 
 def is_same(first: Incident, second: Incident) -> bool:
     """Whether both runs went bad at the same place in training.
 
-    The tracer may notice one step before an untraced guard does.
+    Traced, parameters are looked at after every update, untraced once in a round.
     """
-    return first.rank == second.rank and 0 <= first.step - second.step <= 1
+    return first.rank == second.rank and 0 <= first.step - _noticed(second) <= ROUND
+
+
+def _noticed(incident: Incident) -> int:
+    # A traced incident names the step of the birth, which may be long before.
+    facts = incident.origin.facts if incident.origin else {}
+    return int(facts.get("noticed_step", incident.step))
 
 
 def is_foreign(incident: Incident | None) -> bool:

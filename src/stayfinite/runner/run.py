@@ -61,7 +61,11 @@ def watch_and_leave(watch: Watch, target: Target, *, finish: Callable[[Ending], 
     watch_children(watch)
     watch_threads()
     watch_sudden_exit(finish_here)
-    ending = ending_of(lambda: execute(target), is_consequence=lambda e: is_consequence(e, watch))
+    ending = ending_of(
+        lambda: execute(target),
+        is_consequence=lambda error: is_consequence(error, watch),
+        crashed=watch.crashed,
+    )
     leave(ending, finish_here(ending))
 
 

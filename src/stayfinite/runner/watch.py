@@ -66,13 +66,17 @@ class Watch:
             rank=self._rank or 0,
             result=result,
             saw_torch=guard is not None,
-            stopped=self.has_stopped or (self.plan.stops and bool(result.incidents)),
+            stopped=self.has_stopped or (self.plan.stops and self._is_ended_by(result)),
             in_group=self.in_group and not self._has_ended,
             arm_at=guard.arm_at() if guard and result.incidents else None,
             seconds=self._seconds,
             effects=tuple(self.audit.effects),
             folder=self.plan.guard.get("folder"),
         )
+
+    def _is_ended_by(self, result: RunResult) -> bool:
+        """Whether an incident of ours ends this process; one behind a crash does not."""
+        return bool(result.incidents) and not (self.guard and self.guard.crashed)
 
     def _result(self) -> RunResult:
         guard = self.guard
@@ -83,6 +87,12 @@ class Watch:
             steps=guard.steps,
             skipped_by_scaler=guard.skipped_by_scaler,
         )
+
+    def crashed(self, error: BaseException) -> None:
+        """The script died of an error of its own, which may be a NaN's doing."""
+        if self.guard is not None and not self.is_muted:
+            with step_aside("looking at the script's error"):
+                self.guard.script_crashed(error)
 
     def save(self) -> None:
         """Bring the record on disk up to date."""

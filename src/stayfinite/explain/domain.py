@@ -109,7 +109,7 @@ def division(clue: Clue) -> Diagnosis | None:
         return None
     name = below.name if below else "other"
     text = _divisor(clue)
-    if set(clue.made_by(name)) & set(_NORMS) and not clue.fact("from_batch"):
+    if set(clue.made_by(name)) & set(_NORMS) and _is_of_weights(clue):
         return diagnosis(
             "weight_norm_of_zero",
             f"`{clue.expression}` divides a weight by its norm, and a row of it is all 0.",
@@ -122,6 +122,13 @@ def division(clue: Clue) -> Diagnosis | None:
             "Use F.normalize(x, dim=-1) or F.cosine_similarity(a, b), which have an eps, or "
             "`x / x.norm(dim=-1, keepdim=True).clamp_min(1e-8)`.",
         )
+    if [op.split(".")[1] for op in clue.fact("reached", [])[:2]] == ["log", "mul"]:
+        return diagnosis(
+            "kl_of_zero",
+            f"`{clue.expression}` is p / q with q = 0, inside p * log(p / q): one distribution "
+            "is 0 where the other is not.",
+            "Clamp it, `q.clamp_min(1e-8)`, or use F.kl_div on log-probabilities from log_softmax.",
+        )
     if below is not None and below.numel == 1 and "sum" in " ".join(clue.made_by(name)):
         guard = f"`{text}.clamp_min(1)` if it counts, else `{text} + 1e-8`"
     else:
@@ -133,6 +140,11 @@ def division(clue: Clue) -> Diagnosis | None:
         + ".",
         f"Keep the denominator away from 0: {guard}.",
     )
+
+
+def _is_of_weights(clue: Clue) -> bool:
+    """Whether no input of the model went into it."""
+    return clue.origin.module is not None and not clue.fact("from_batch")
 
 
 def _denominator(clue: Clue) -> TensorSummary | None:

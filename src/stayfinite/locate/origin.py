@@ -103,6 +103,7 @@ def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str,
     facts = dict(event.facts)
     facts["expression"] = expression
     facts["reached"] = [hop.op for hop in hops[1:9]]
+    facts["through"] = [i for hop in hops[1:9] if (i := hop.facts.get("inside"))]
     facts["loaded"] = any("load_state_dict" in hop.facts.get("inside", "") for hop in hops)
     facts["clock"] = event.clock
     turn = next((hop for hop in hops[1:] if hop.kind == "conversion"), None)

@@ -40,6 +40,7 @@ class Evidence:
         self.bad_keys: list[str] = []
         self.bad_inputs: dict[str, Tensor] = {}
         self._initial_weights: Ranges = {}
+        self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._statistics: list[weakref.ref[Tensor]] = []
         self._next_look = 1
         self._bootstrap_steps = 0
@@ -73,7 +74,8 @@ class Evidence:
 
     def first_look(self, optimizer: Optimizer) -> None:
         """Before an optimizer's first update: how large are its weights?"""
-        if optimizer not in self._counts:
+        if optimizer not in self._met:
+            self._met.add(optimizer)
             self._initial_weights.update(weight_ranges([optimizer]))
 
     def statistics(self) -> list[Tensor]:
@@ -152,7 +154,8 @@ class Evidence:
         )
 
     def _busiest(self) -> Optimizer | None:
-        return max(self._counts, key=lambda o: self._counts[o], default=None)
+        # LBFGS may go wrong inside its first update.
+        return max(self._counts or self._met, key=self.count, default=None)
 
     def optimizers(self) -> list[Optimizer]:
         return list(self._counts)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from stayfinite.locate.ops import Call, named_tensors, nonfinite_constants, tensors_in
-from stayfinite.records import HopKind, NaNType
+from stayfinite.records import HopKind, NaNType, TensorSummary
 
 Named = tuple[str, Tensor]
 
@@ -52,6 +52,12 @@ def kind_of_event(call: Call, nan_type: NaNType, input_types: set[NaNType]) -> H
         if nan_type is not NaNType.NAN or (is_nan_meant and any(c != c for c in constants)):
             return "constant"
     return "birth"
+
+
+def is_mask(summary: TensorSummary) -> bool:
+    """Whether it holds 0 and -Inf and nothing else, as a mask that is added to scores does."""
+    zeros, infs = summary.zero_count, summary.neg_inf_count
+    return zeros > 0 and infs > 0 and zeros + infs == summary.numel
 
 
 def wait_for(out: Any) -> None:

@@ -52,12 +52,17 @@ class Provenance:
         line = _line(site, op)
         return max(self._runs.get(line, 0), self._runs_before.get(line, 0))
 
+    def entered(self, tensor: Tensor, path: str) -> None:
+        """An input of a top-level module; it may have been put together by operations before."""
+        made = self._made.get(tensor)
+        self.names.put(tensor, path)
+        self._made.put(tensor, Made(made.ops if made else ("",), from_batch=True))
+
     def made(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
         """Remember the operation behind a value, and those behind its inputs."""
         given = [(tensor, self._made.get(tensor)) for tensor in tensors_in(args)]
         ops = (info.base, *(made.ops[0] if made else "" for _, made in given[:8]))
-        from_batch = any(made.from_batch if made else self._is_input(t) for t, made in given)
-        made = Made(ops, from_batch)
+        made = Made(ops, any(made.from_batch for _, made in given if made))
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             self._made.put(tensor, made)
 
@@ -68,10 +73,7 @@ class Provenance:
     def is_from_batch(self, tensor: Tensor) -> bool:
         """Whether an input of a top-level module went into the value."""
         made = self._made.get(tensor)
-        return made.from_batch if made else self._is_input(tensor)
-
-    def _is_input(self, tensor: Tensor) -> bool:
-        return self.names.get(tensor) is not None
+        return made is not None and made.from_batch
 
     def allocated(self, tensor: Tensor, site: Site) -> None:
         if tensor.is_floating_point() and tensor.numel():

@@ -18,7 +18,14 @@ from stayfinite.detect.scan import classify, summarize
 from stayfinite.detect.veto import StepAside
 from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, Site
-from stayfinite.locate.kinds import holds, kind_of_event, read_for, wait_for, written_by
+from stayfinite.locate.kinds import (
+    holds,
+    is_mask,
+    kind_of_event,
+    read_for,
+    wait_for,
+    written_by,
+)
 from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in, unwrapped
 from stayfinite.locate.provenance import Provenance
 from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
@@ -100,7 +107,7 @@ class Tracer(TorchDispatchMode):
         self._entry = user_place(sys._getframe(2))
         with self.paused():
             for path, tensor in walk.named_tensors(args, "inputs"):
-                self._past.names.put(tensor, path)
+                self._past.entered(tensor, path)
             if self._on_enter is not None:
                 self._on_enter(module, args)
 
@@ -236,9 +243,11 @@ class Tracer(TorchDispatchMode):
         raw, label = self._past.unwritten(tensor), self._past.labels.get(tensor)
         kind: HopKind = "foreign" if raw is None else "allocation"
         phase: Phase = "init" if raw else "checkpoint" if label else "data"
-        event = self._event(kind, "", phase, raw or site, classify(tensor), None, ())
-        name = label or self._past.names.get(tensor) or "value"
-        event.outputs = (summarize(name, tensor),)
+        summary = summarize(label or self._past.names.get(tensor) or "value", tensor)
+        if kind == "foreign" and is_mask(summary):
+            kind = "constant"
+        event = self._event(kind, "", phase, raw or site, summary.nan_type, None, ())
+        event.outputs = (summary,)
         is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         event.facts = {"is_parameter": is_parameter, "label": label}
         self._mark(tensor, event, replace=True)

@@ -154,9 +154,9 @@ def weight_norm(clue: Clue) -> Diagnosis | None:
 
 GRADIENT_RULES = (
     weight_norm,
+    norm_at_zero,  # its own second derivative is full of masks
     untaken_branch,
     root_at_zero,
-    norm_at_zero,
     power_at_zero,
     angle_at_origin,
     edge_of_arccosine,

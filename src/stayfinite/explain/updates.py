@@ -7,6 +7,8 @@ import math
 from stayfinite.explain.clue import SMALLEST, Clue, diagnosis, largest, number
 from stayfinite.records import Diagnosis
 
+_SCALES = ("div", "reciprocal", "mul", "linalg_vector_norm")
+
 
 def bad_rate(clue: Clue) -> Diagnosis | None:
     """A learning rate that is no learning rate."""
@@ -86,14 +88,18 @@ def overflow_in_optimizer(clue: Clue) -> Diagnosis | None:
 
 def clipping(clue: Clue) -> Diagnosis | None:
     """clip_grad_norm_ with a norm that is not finite."""
-    if "clip_grad" not in clue.inside and "clip_grad" not in clue.expression:
+    if clue.origin.phase != "forward":
         return None
-    if clue.is_backward:
+    made = [op for item in clue.origin.inputs for op in clue.made_by(item.name)]
+    by_hand = any(op.startswith("grad:") for op in made) and clue.op in _SCALES
+    if "clip_grad" not in clue.inside and not by_hand:
         return None
     return diagnosis(
         "grad_clip_nan_norm",
-        "The gradients were finite, their norm was not, and clipping spoils all.",
-        "Clip by value first, or lower what makes the gradients so large (rate, loss scale).",
+        f"The gradients were finite; their norm in `{clue.expression}` was 0 or not finite, and "
+        "scaling by it spoils them all.",
+        "Use torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True), or add an eps to the "
+        "norm: `max_norm / (norm + 1e-6)`.",
     )
 
 

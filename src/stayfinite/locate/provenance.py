@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from stayfinite.locate.events import Site
 from stayfinite.locate.ops import OpInfo, tensors_in
@@ -59,12 +60,17 @@ class Provenance:
         self._made.put(tensor, Made(made.ops if made else ("",), from_batch=True))
 
     def made(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
-        """Remember the operation behind a value, and those behind its inputs."""
+        """Remember the operation behind a value, and those behind its inputs.
+
+        One that a backward pass ran has "grad:" before its name.
+        """
         given = [(tensor, self._made.get(tensor)) for tensor in tensors_in(args)]
-        ops = (info.base, *(made.ops[0] if made else "" for _, made in given[:8]))
+        base = info.base if torch._C._current_autograd_node() is None else f"grad:{info.base}"
+        ops = (base, *(made.ops[0] if made else "" for _, made in given[:8]))
         made = Made(ops, any(made.from_batch for _, made in given if made))
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
-            self._made.put(tensor, made)
+            if not isinstance(tensor, nn.Parameter):  # an updated weight is still a weight
+                self._made.put(tensor, made)
 
     def made_by(self, tensor: Tensor) -> list[str]:
         made = self._made.get(tensor)

@@ -40,6 +40,7 @@ class Evidence:
         self.bad_keys: list[str] = []
         self.bad_inputs: dict[str, Tensor] = {}
         self._initial_weights: Ranges = {}
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._statistics: list[weakref.ref[Tensor]] = []
         self._next_look = 1
@@ -76,7 +77,7 @@ class Evidence:
         """Before an optimizer's first update: how large are its weights?"""
         if optimizer not in self._met:
             self._met.add(optimizer)
-            self._initial_weights.update(weight_ranges([optimizer]))
+            self._initial_weights.update(weight_ranges(parameters_of(optimizer)))
 
     def statistics(self) -> list[Tensor]:
         """The running statistics of the modules that were alive when it was last looked."""
@@ -108,6 +109,7 @@ class Evidence:
     def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A top-level module is called: remember how large its inputs are, and in which mode."""
         grad = torch.is_grad_enabled()
+        self._called.add(module)
         for path, tensor in named_tensors(args, "inputs"):
             if tensor.is_floating_point() and tensor.numel() and not tensor.requires_grad:
                 size = largest(tensor)
@@ -134,7 +136,7 @@ class Evidence:
         chosen = optimizer if optimizer is not None else self._busiest()
         history = self._histories.get(chosen, self._passes) if chosen else self._passes
         steps = max(1, self.steps)
-        weights = weight_ranges(self.optimizers())
+        weights = weight_ranges(self._parameters())
         return Context(
             step=step,
             locations=locations,
@@ -160,6 +162,11 @@ class Evidence:
     def optimizers(self) -> list[Optimizer]:
         return list(self._counts)
 
+    def _parameters(self) -> list[Tensor]:
+        """What the optimizers have; before the first update, what the called modules have."""
+        optimized = [param for optimizer in self._counts for param in parameters_of(optimizer)]
+        return optimized or [param for module in self._called for param in module.parameters()]
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of all groups."""
@@ -181,16 +188,15 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     )
 
 
-def weight_ranges(optimizers: list[Optimizer]) -> Ranges:
-    """(largest magnitude, standard deviation) of each optimized parameter."""
+def weight_ranges(params: list[Tensor]) -> Ranges:
+    """(largest magnitude, standard deviation) of each parameter."""
     names = Names()
     ranges: Ranges = {}
-    for optimizer in optimizers:
-        for param in parameters_of(optimizer):
-            if param.is_floating_point() and param.numel():
-                values = param.detach()
-                name = names.tensor(param) or f"parameter {len(ranges)}"
-                ranges[name] = largest(values), values.float().std(correction=0).item()
+    for param in params:
+        if param.is_floating_point() and param.numel():
+            values = param.detach()
+            name = names.tensor(param) or f"parameter {len(ranges)}"
+            ranges[name] = largest(values), values.float().std(correction=0).item()
     return ranges
 
 

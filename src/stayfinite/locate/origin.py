@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from stayfinite.locate.source import Place, resolve
 from stayfinite.records import Hop, Origin, Phase
 
 _MOST_HOPS = 24
+_LOADING = re.compile("load_(from_)?state_dict")
 
 
 def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, Event] | None:
@@ -104,7 +106,7 @@ def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str,
     facts["expression"] = expression
     facts["reached"] = [hop.op for hop in hops[1:9]]
     facts["through"] = [i for hop in hops[1:9] if (i := hop.facts.get("inside"))]
-    facts["loaded"] = any("load_state_dict" in hop.facts.get("inside", "") for hop in hops)
+    facts["loaded"] = any(_LOADING.search(hop.facts.get("inside") or "") for hop in hops)
     facts["clock"] = event.clock
     turn = next((hop for hop in hops[1:] if hop.kind == "conversion"), None)
     if turn is not None:

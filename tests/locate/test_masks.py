@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scenes import gradient, guilty, kinds, origin
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 INF = math.inf
@@ -150,3 +150,32 @@ def test_value_from_outside_is_foreign(make: object) -> None:
     assert found.lineage[0].kind == "foreign"
     assert found.phase == "data"
     assert found.outputs[0].bad_count == 1
+
+
+class Causal(nn.Module):
+    """Attention whose mask was made long before the tracing begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -INF).triu(1))
+
+    def forward(self, scores: Tensor, padding: Tensor) -> Tensor:
+        return torch.softmax(scores + self.mask + padding, -1)
+
+
+@pytest.mark.parametrize("all_masked", [True, False])
+def test_mask_from_before_is_as_blameless_as_a_new_one(all_masked: bool) -> None:
+    net = Causal()
+    padding = torch.tensor([-INF if all_masked else 0.0, 0.0, 0.0])
+    found = origin(lambda: net(torch.zeros(3, 3), padding))
+    if all_masked:
+        assert found.lineage[0].kind == "conversion"
+        assert found.facts["expression"] == "torch.softmax(scores + self.mask + padding, -1)"
+    else:
+        assert found is None
+
+
+def test_infinite_feature_is_still_bad_data() -> None:
+    features = torch.tensor([[0.3, -INF, 0.1]])
+    found = origin(lambda: nn.Linear(3, 1)(features - features.mean()))
+    assert (found.phase, found.lineage[0].kind) == ("data", "foreign")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import stayfinite
+from stayfinite.errors import NonFiniteError
 from stayfinite.guard import Guard, GuardSettings
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.tracer import Tracer
@@ -52,8 +53,12 @@ def found(step: Step) -> list[Incident]:
 
 def cause(step: Step) -> str | None:
     """The first incident's cause; None when there is no incident."""
-    incidents = found(step)
-    return incidents[0].diagnosis.cause if incidents and incidents[0].diagnosis else None
+    try:
+        with stayfinite.trace():
+            result = step()  # noqa: F841  (a variable at the end of the block)
+    except NonFiniteError as error:
+        return error.incident.diagnosis.cause
+    return None
 
 
 @contextmanager

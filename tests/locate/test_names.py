@@ -9,7 +9,7 @@ import torch
 from scenes import origin
 from torch import Tensor, nn
 
-from stayfinite.locate.names import Names
+from stayfinite.locate.names import Names, running_statistics
 
 
 class Bad(nn.Module):
@@ -145,10 +145,9 @@ def test_module_that_owns_its_own_owner_does_not_hang() -> None:
     two._modules.clear()
 
 
-def test_bad_running_statistics_are_named_and_other_buffers_are_not() -> None:
+def test_running_statistics_are_those_of_living_modules_and_no_other_buffers() -> None:
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     net.register_buffer("mask", torch.full((2,), -torch.inf))
-    assert not [name for name in Names().bad_statistics() if name == "1.running_var"]
-    net[1].running_var.fill_(torch.nan)
-    assert "1.running_var" in Names().bad_statistics()
-    assert "mask" not in Names().bad_statistics()
+    found = {id(tensor) for tensor in running_statistics()}
+    assert {id(net[1].running_mean), id(net[1].running_var)} <= found
+    assert id(net.mask) not in found

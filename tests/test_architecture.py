@@ -28,7 +28,7 @@ FLOORS = (
     {"locate"},
     {"snapshot"},
     {"detect"},
-    {"records"},
+    {"records", "settings"},
     {"errors"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stayfinite.crash import bad_values_of
+from stayfinite.detect.crash import bad_values_of
 from stayfinite.detect.entrypoints import together, watch_backward, watch_loading, watch_scaling
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
 from stayfinite.detect.leaves import leaves_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, Normal
 
-from stayfinite.crash import bad_values_of
+from stayfinite.detect.crash import bad_values_of
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
 

@@ -1,6 +1,7 @@
 """How often the line, operation, module and cause of a real bug are named, beside peers.
 
-    python benchmarks/accuracy.py [DIR...] [--peers] [--fixed] [--only ID...] [--jobs N] [--json F]
+    python benchmarks/accuracy.py [DIR...] [--peers [PEER...]] [--fixed] [--only ID...]
+                                  [--jobs N] [--json FILE]
 
 Every case (a folder with train.py and truth.json) runs in a process of its own, from an empty
 folder, unchanged. The first incident is judged. A benign case counts only under "found", where
@@ -20,6 +21,7 @@ from typing import Any
 
 from case_runs import ASPECTS, CASES, Case, Finished, Verdict, cases_in, judge, run_watched
 from peers import PEERS
+from peers.peer import Peer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -118,7 +120,10 @@ def summary(results: dict[str, dict[str, Row]], notes: dict[str, str]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", nargs="*", type=Path, default=[CASES], metavar="DIR")
-    parser.add_argument("--peers", action="store_true", help="measure the peers on them too")
+    names = [peer.module.removeprefix("peers.") for peer in PEERS]
+    parser.add_argument(
+        "--peers", nargs="*", choices=names, metavar="PEER", help=f"of {names}; without a name: all"
+    )
     parser.add_argument("--no-ours", action="store_true", help="do not measure ourselves")
     parser.add_argument("--fixed", action="store_true", help="run the repaired scripts too")
     parser.add_argument("--only", nargs="+", metavar="ID", help="these cases")
@@ -134,6 +139,13 @@ def main() -> None:
     report(cases, options)
 
 
+def chosen(names: list[str] | None) -> list[Peer]:
+    """None: no peers; no names: all of them."""
+    if names is None:
+        return []
+    return [peer for peer in PEERS if not names or peer.module.removeprefix("peers.") in names]
+
+
 def report(cases: list[Case], options: argparse.Namespace) -> None:
     console = Console(width=None if sys.stdout.isatty() else 130)
     how = {"jobs": options.jobs, "timeout": options.timeout}
@@ -142,7 +154,7 @@ def report(cases: list[Case], options: argparse.Namespace) -> None:
     if not options.no_ours:
         results[OURS] = measure(cases, ours, title=OURS, **how)
         console.print(table(OURS, results[OURS]))
-    for peer in PEERS if options.peers else ():
+    for peer in chosen(options.peers):
         if peer.missing():
             notes[peer.name] = peer.missing()
             continue
@@ -150,7 +162,7 @@ def report(cases: list[Case], options: argparse.Namespace) -> None:
         console.print(table(peer.name, results[peer.name]))
         if failed := sum(bool(row["failed"]) for row in results[peer.name].values()):
             console.print(f"{peer.name} itself failed on {failed} of {len(cases)}.")
-    if options.peers:
+    if options.peers is not None:
         console.print(summary(results, notes))
     repaired = measure(cases, fixed, title="repaired", **how) if options.fixed else {}
     if repaired:

@@ -12,8 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from case_runs import SOURCE, Case, Finished, Verdict, accepted, run_python, without_namespace
+from case_runs import (
+    SOURCE,
+    Case,
+    Finished,
+    Verdict,
+    accepted,
+    is_module,
+    run_python,
+    without_namespace,
+)
 
+# A function of torch and the operations that do its work.
+PARTS = {
+    "linear": {"mm", "addmm", "linear"},
+    "matmul": {"mm", "bmm", "matmul"},
+    "conv2d": {"convolution"},
+    "truediv": {"div"},
+}
 HERE = Path(__file__).resolve().parent
 Answer = dict[str, Any]
 
@@ -66,12 +82,17 @@ def first_note(case: Case, finished: Finished, notes: list[Answer]) -> Answer | 
     return min(notes, key=lambda note: note["time"], default=None)
 
 
+def is_one_of_its_names(case: Case, answer: Answer) -> bool:
+    """Whether any name of the module that was found is a right one."""
+    return any(is_module(case, name, root) for name, root in answer.get("names", ()))
+
+
 def is_same_op(case: Case, name: str | None) -> bool | None:
     """Whether a node or function belongs to the guilty operation, however it is spelled."""
     if case.truth["op"] is None:
         return None
     right = {bare(op) for op in accepted(case.truth, "op") if op}
-    return name is not None and bare(name) in right
+    return name is not None and bool(PARTS.get(bare(name), {bare(name)}) & right)
 
 
 def bare(op: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,19 +64,19 @@ def watch_backward(
     Tensor.backward, autograd.backward, autograd.grad and torch.func.grad all come through
     the same engine entry. Passes inside a pass (checkpointing) are not told.
     """
-    depth = [0]
+    passes = threading.local()
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(roots: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
-            if depth[0] or torch.compiler.is_compiling():
+            if getattr(passes, "depth", 0) or torch.compiler.is_compiling():
                 return original(roots, gradients, *args, **kwargs)
             tensors = [root for root in roots if isinstance(root, Tensor)]
             before(tensors, gradients)
-            depth[0] += 1
+            passes.depth = 1
             try:
                 result = original(roots, gradients, *args, **kwargs)
             finally:
-                depth[0] -= 1
+                passes.depth = 0
             after(result)
             return result
 

@@ -24,9 +24,7 @@ class Clue:
     @cached_property
     def op(self) -> str:
         """The operator's bare name, without namespace, overload and in-place mark: "log"."""
-        parts = (self.origin.op or "").split(".")
-        name = parts[1] if len(parts) > 1 else parts[0]
-        return name.removeprefix("_foreach_").rstrip("_").lstrip("_")
+        return bare_name(self.origin.op or "")
 
     @cached_property
     def node(self) -> str:
@@ -115,6 +113,13 @@ class Clue:
             if usual > 0 and values[-1] > 30 * usual and values[-1] > 100:
                 return path, values[-1], usual
         return None
+
+
+def bare_name(op: str) -> str:
+    """ "log" of "aten.log_.default"."""
+    parts = op.split(".")
+    name = parts[1] if len(parts) > 1 else parts[0]
+    return name.removeprefix("_foreach_").rstrip("_").lstrip("_")
 
 
 def largest(summary: TensorSummary) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 
-from stayfinite.explain.clue import Clue, diagnosis, number
+from stayfinite.explain.clue import Clue, bare_name, diagnosis, number
 from stayfinite.explain.expression import argument, operands
 from stayfinite.explain.logs import LOG_RULES
 from stayfinite.records import Diagnosis, NaNType, TensorSummary
@@ -77,6 +77,7 @@ def single_value(clue: Clue) -> Diagnosis | None:
         return None
     item, out = clue.first, clue.output
     correction = clue.scalars.get("correction", 1)
+    correction = correction if isinstance(correction, (int, float)) else 1
     if item is None or out is None or out.numel == 0 or item.numel // out.numel > correction:
         return None
     return diagnosis(
@@ -122,7 +123,7 @@ def division(clue: Clue) -> Diagnosis | None:
             "Use F.normalize(x, dim=-1) or F.cosine_similarity(a, b), which have an eps, or "
             "`x / x.norm(dim=-1, keepdim=True).clamp_min(1e-8)`.",
         )
-    if [op.split(".")[1] for op in clue.fact("reached", [])[:2]] == ["log", "mul"]:
+    if [bare_name(op) for op in clue.fact("reached", [])[:2]] == ["log", "mul"]:
         return diagnosis(
             "kl_of_zero",
             f"`{clue.expression}` is p / q with q = 0, inside p * log(p / q): one distribution "

@@ -16,13 +16,17 @@ def note(**found: Any) -> None:
 
 
 def names_of(module: Any) -> list[tuple[str, str]]:
-    """Every name of a module, each with the class of its root: a user may have hooked any root."""
+    """Every name of a module, each with the class of its root: a user may have hooked any root.
+
+    Only a module that is in no other one is called "".
+    """
     from torch import nn
 
     roots = [thing for thing in gc.get_objects() if isinstance(thing, nn.Module)]
-    return [
+    found = [
         (name, type(root).__name__)
         for root in roots
         for name, part in root.named_modules()
         if part is module
     ]
+    return [pair for pair in found if pair[0]] or found

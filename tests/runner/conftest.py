@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +47,9 @@ class Scripts:
     def __init__(self, root: Path) -> None:
         self.source = SOURCE
         self.folder = root / "work"
-        self.temporary = root / "temporary"
+        # Short, because the path of a socket may not be long.
+        self.temporary = Path(tempfile.mkdtemp(prefix="sf-", dir="/tmp"))
         self.folder.mkdir()
-        self.temporary.mkdir()
 
     def write(self, source: str, name: str = "train.py") -> Path:
         path = self.folder / name
@@ -80,5 +82,7 @@ class Scripts:
 
 
 @pytest.fixture
-def scripts(tmp_path: Path) -> Scripts:
-    return Scripts(tmp_path)
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    made = Scripts(tmp_path)
+    yield made
+    shutil.rmtree(made.temporary, ignore_errors=True)

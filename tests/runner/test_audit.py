@@ -111,3 +111,16 @@ def test_temporary_folder_as_working_folder_stays_temporary(tmp_path, monkeypatc
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     audit = Audit(keep=(str(tmp_path), "/"), on_first=lambda: None)
     assert audit.is_temporary(str(tmp_path / "x"))
+
+
+def test_script_may_write_again_what_it_made_in_a_temporary_working_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old = tmp_path / "project" / "old.pt"
+    old.parent.mkdir()
+    old.touch()
+    audit = Audit(keep=(str(old.parent),), on_first=lambda: None)
+    audit.wrote(str(old.parent / "new.pt"))
+    audit.wrote(str(old.parent / "new.pt"))
+    assert audit.effects == []
+    audit.wrote(str(old))
+    assert audit.effects == [f"wrote {old}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 
 import pytest
@@ -55,19 +54,6 @@ def test_second_run_is_decided(tmp_path, options, effects, seconds_ago, reason):
         scene(tmp_path, seconds_ago=seconds_ago, **options), [record(effects=effects)]
     )
     assert found is None if reason is None else found.endswith(reason)
-
-
-def test_files_changed_by_native_code_forbid_it_and_logs_do_not(tmp_path):
-    here = scene(tmp_path)
-    work = tmp_path / "work"
-    (work / "run.log").touch()
-    (work / "data").mkdir()
-    old = work / "data" / "old.bin"
-    old.touch()
-    os.utime(old, (1, 1))
-    assert second.why_not(here, [record()]) is None
-    (work / "data" / "model.safetensors").touch()
-    assert second.why_not(here, [record()]).endswith("data/model.safetensors.")
 
 
 def test_refusal_names_the_command(tmp_path):

@@ -27,6 +27,7 @@ class Audit:
     def __init__(self, *, keep: tuple[str, ...], on_first: Callable[[], None]) -> None:
         self.effects: list[str] = []
         self._on_first = on_first
+        self._made: set[str] = set()
         self._temporary = _temporary_folders()
         self._keep = tuple(
             folder + os.sep
@@ -100,7 +101,7 @@ class Audit:
     def _changed(self, what: str, path: Any, fd: int = -1) -> None:
         if not isinstance(path, int):
             full = self._full(os.fsdecode(path), fd)
-            if not self.is_temporary(full):
+            if not self.is_temporary(full) and not self._is_of_this_run(full):
                 self._note(f"{what} {full}")
 
     def _full(self, path: str, fd: int) -> str:
@@ -115,6 +116,15 @@ class Audit:
             return True
         path += os.sep  # an unnamed temporary file is opened by the name of its folder
         return path.startswith(self._temporary) and not path.startswith(self._keep)
+
+    def _is_of_this_run(self, path: str) -> bool:
+        """Whether the script itself made the file, in a working folder that is temporary."""
+        if not (path + os.sep).startswith(self._temporary):
+            return False
+        if path in self._made or not os.path.lexists(path):
+            self._made.add(path)
+            return True
+        return False
 
     def _note(self, effect: str) -> None:
         if effect in self.effects or len(self.effects) >= 20:

@@ -7,19 +7,16 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stayfinite.records import Incident, RunResult
 from stayfinite.runner import tree
 from stayfinite.runner.again import Again, run_again
-from stayfinite.runner.audit import Audit
 from stayfinite.runner.match import confirmed, is_foreign, is_same, unconfirmed
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.seeds import unrepeatable
 from stayfinite.runner.tree import ProcessRecord
-from stayfinite.runner.unheard import changed_files
 
 LONGEST = 300.0  # a first run of more seconds is repeated only when asked
 TRACE_ALL = 25.0  # an incident within so many seconds is traced from the start
@@ -63,18 +60,8 @@ def why_not(scene: Scene, records: list[ProcessRecord]) -> str | None:
     took = time.time() - scene.started
     if took > LONGEST:
         return f"There was no second run, because the first took {took / 60:.0f} minutes."
-    effect = next(_effects(scene, records), None)
+    effect = next((effect for record in records for effect in record.effects), None)
     return f"There was no second run, because the script {effect}." if effect else None
-
-
-def _effects(scene: Scene, records: list[ProcessRecord]) -> Iterator[str]:
-    for record in records:
-        yield from record.effects
-    folders = {scene.cwd, str(scene.plan.guard["folder"])}
-    audit = Audit(keep=tuple(folders), on_first=lambda: None)
-    for path in changed_files(folders, since=scene.started, audit=audit):
-        if path != scene.options.json:
-            yield f"changed {path}"
 
 
 def _free_devices() -> None:

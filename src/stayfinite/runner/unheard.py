@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
-import time
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from stayfinite.runner.audit import Audit
 from stayfinite.runner.imports import after_import
 
-# Changed by `> log` or `| tee log` around us rather than by the script.
-_LOGS = frozenset(["", ".txt", ".log", ".out", ".err", ".pyc", ".pyo"])
-_SCAN_SECONDS = 0.3
 _replaced: list[Any] = []
 
 
@@ -67,32 +61,3 @@ def note_stdin(audit: Audit) -> None:
         io.BufferedReader(raw), encoding=theirs.encoding, errors=theirs.errors
     )
     sys.__stdin__ = sys.stdin  # type: ignore[misc]
-
-
-def changed_files(folders: set[str], *, since: float, audit: Audit) -> Iterator[str]:
-    """Files under the folders that changed since then; looks for a third of a second at most."""
-    deadline = time.monotonic() + _SCAN_SECONDS
-    todo = sorted(folders)
-    while todo and time.monotonic() < deadline:
-        for entry in _entries(todo.pop(0)):
-            if entry.is_dir(follow_symlinks=False):
-                todo.append(entry.path)
-            elif _is_changed(entry, since) and not audit.is_temporary(entry.path):
-                yield entry.path
-
-
-def _is_changed(entry: os.DirEntry[str], since: float) -> bool:
-    if os.path.splitext(entry.name)[1] in _LOGS or entry.is_symlink():
-        return False
-    try:
-        return entry.stat().st_mtime >= since
-    except OSError:
-        return False
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []

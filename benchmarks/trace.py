@@ -5,7 +5,8 @@
 
 All contestants take turns, one block of steps each, so that a slow moment hits all of them;
 figures are medians over the rounds of the ratio to a plain step in the same round. Watching
-without tracing is timed directly too: our functions, inside the steps that they sit in.
+without tracing is timed directly too: our functions, inside the steps that they sit in. What is
+done rarely does not show in a median, so their sum over a run from its second step is given too.
 On a machine with other work, --cpu-time --threads 1 counts what the processor did for us.
 Memory is the highest sum of living tensor bytes that torch's profiler saw in one step.
 Start-up is a script that imports torch and ends, by plain python and by `stayfinite run`.
@@ -47,6 +48,8 @@ TRACE_BARS = {"gpt": 1.4, "cnn": 1.4, "mlp": 8.0}
 WATCH_BARS = {"gpt": 1.0, "cnn": 1.0}
 START_BAR = 0.3
 BLOCKS = {"gpt": 1, "cnn": 2, "mlp": 30}
+LIVES = {"gpt": 60, "cnn": 300, "mlp": 2000}
+WARM_UP = 3
 Step = Callable[[], Any]
 Clock = Callable[[], float]
 
@@ -118,13 +121,16 @@ if importlib.util.find_spec("torchlens"):
 def seconds(
     work: Workload, contestant: Callable[[Workload], Any], steps: int, clock: Clock
 ) -> float:
-    """Per step, without what attaching costs."""
+    """A steady step: the median, after the first steps, which do things once."""
+    taken = []
     with contestant(work) as step:
-        step()
-        start = clock()
-        for _ in range(steps):
+        for _ in range(WARM_UP):
             step()
-        return (clock() - start) / steps
+        for _ in range(steps):
+            start = clock()
+            step()
+            taken.append(clock() - start)
+    return statistics.median(taken)
 
 
 def taking_turns(work: Workload, rounds: int, clock: Clock) -> dict[str, list[float]]:
@@ -169,20 +175,20 @@ def engine_as_before() -> Iterator[None]:
         graph._engine_run_backward, torch.autograd._engine_run_backward = before
 
 
-def directly(work: Workload, steps: int) -> tuple[float, float]:
-    """Medians over steps: what our functions take while watching, and what the rest takes."""
+def directly(work: Workload, steps: int) -> tuple[list[float], list[float]]:
+    """Of each step from the second on: what our functions take while watching, and the rest."""
     engine, hooks = EngineWatch(), Stopwatch()
     ours, rest = [], []
     with engine_as_before():
         engine.wrap("inside")
         with guarded(work, "never") as step:
-            step()
+            step()  # it puts our hooks on the optimizer
             engine.wrap("around")
             hooks.wrap(torch_optimizer._global_optimizer_pre_hooks)
-            hooks.wrap(work.optimizer._optimizer_step_pre_hooks)
-            hooks.wrap(work.optimizer._optimizer_step_post_hooks)
             hooks.wrap(torch_module._global_forward_pre_hooks)
             hooks.wrap(torch_module._global_forward_hooks)
+            hooks.wrap(work.optimizer._optimizer_step_pre_hooks)
+            hooks.wrap(work.optimizer._optimizer_step_post_hooks)
             for _ in range(steps):
                 hooks.total = engine.inside = engine.around = 0.0
                 start = time.perf_counter()
@@ -191,7 +197,7 @@ def directly(work: Workload, steps: int) -> tuple[float, float]:
                 added = hooks.total + engine.around - engine.inside
                 ours.append(added)
                 rest.append(taken - added)
-    return statistics.median(ours), statistics.median(rest)
+    return ours, rest
 
 
 def memory(work: Workload, contestant: Callable[[Workload], Any]) -> tuple[int, int]:
@@ -220,7 +226,7 @@ def measure(name: str, rounds: int, clock: Clock) -> dict[str, Any]:
         key: statistics.median(a / b for a, b in zip(taken, times[PLAIN], strict=True))
         for key, taken in times.items()
     }
-    ours, rest = directly(work, max(30, rounds * BLOCKS[name]))
+    ours, rest = directly(work, LIVES[name])
     (most, left), (most_plain, left_plain) = (
         memory(work, CONTESTANTS[key]) for key in (TRACED, PLAIN)
     )
@@ -228,8 +234,11 @@ def measure(name: str, rounds: int, clock: Clock) -> dict[str, Any]:
         "step_us": 1e6 * statistics.median(times[PLAIN]),
         "ratio": {key: ratio for key, ratio in ratios.items() if key != PLAIN},
         "trace_bar": TRACE_BARS[name],
-        "watching_us": 1e6 * ours,
-        "watching_percent": 100 * ours / rest,
+        "watching_us": 1e6 * statistics.median(ours),
+        "watching_percent": 100 * statistics.median(ours) / statistics.median(rest),
+        "watching_life_percent": 100 * sum(ours) / sum(rest),
+        "watching_longest_ms": 1e3 * max(ours),
+        "life_steps": LIVES[name],
         "watch_bar_percent": WATCH_BARS.get(name),
         "memory_mib": {"plain": most_plain / 2**20, "traced": most / 2**20},
         "left_behind_bytes": {"plain": left_plain, "traced": left},
@@ -272,6 +281,7 @@ def table(results: dict[str, Any]) -> Table:
             cells = [f"{c} (bar {r['trace_bar']}x)" for c, r in zip(cells, rows, strict=True)]
         shown.add_row(key, *cells)
     shown.add_row("watching, timed directly", *map(_watching, rows))
+    shown.add_row("watching, from the second step on", *map(_life, rows))
     memories = [r["memory_mib"] for r in rows]
     shown.add_row("peak of tensors, plain", *(f"{m['plain']:.2f} MiB" for m in memories))
     shown.add_row("peak of tensors, traced", *(f"{m['traced']:.2f} MiB" for m in memories))
@@ -281,8 +291,13 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def _watching(row: dict[str, Any]) -> str:
+    return f"{row['watching_us']:.0f} us, {row['watching_percent']:.2f}%"
+
+
+def _life(row: dict[str, Any]) -> str:
     bar = f" (bar {row['watch_bar_percent']}%)" if row["watch_bar_percent"] else ""
-    return f"{row['watching_us']:.0f} us, {row['watching_percent']:.2f}%{bar}"
+    longest = f"longest {row['watching_longest_ms']:.0f} ms"
+    return f"{row['watching_life_percent']:.2f}% of {row['life_steps']} steps{bar}, {longest}"
 
 
 def main() -> None:
@@ -297,7 +312,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.cpu_time else time.perf_counter
     results = {name: measure(name, options.rounds, clock) for name in options.only}
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table(results))
     data: dict[str, Any] = {"threads": options.threads, "steps": results}
     if not options.no_start_up:

@@ -42,8 +42,7 @@ class Evidence:
         self._initial_weights: Ranges = {}
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._statistics: list[weakref.ref[Tensor]] = []
-        self._next_look = 1
+        self._normalisers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._bootstrap_steps = 0
         self._twice_called_steps = 0
 
@@ -53,11 +52,11 @@ class Evidence:
         # The largest ever: it must not fall when an optimizer is collected.
         return self._most or self.backward_passes
 
-    def saw_loss(self, loss: Any) -> None:
-        """A backward pass begins from this loss."""
-        self.loss = loss
+    def saw_loss(self, loss: Tensor) -> None:
+        """A backward pass begins from this loss; one on another device is read only if needed."""
+        self.loss = _number(loss) if loss.device.type == "cpu" else loss.detach()
         if not self._most:
-            self._passes.add(step=self.backward_passes, loss=loss)
+            self._passes.add(step=self.backward_passes, loss=self.loss)
 
     @property
     def has_stepped(self) -> bool:
@@ -79,12 +78,19 @@ class Evidence:
             self._met.add(optimizer)
             self._initial_weights.update(weight_ranges(parameters_of(optimizer)))
 
+    def registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        """A module gets a buffer: running statistics are looked at from time to time."""
+        if name.startswith("running_"):
+            self._normalisers.add(module)
+
     def statistics(self) -> list[Tensor]:
-        """The running statistics of the modules that were alive when it was last looked."""
-        if self.steps >= self._next_look:
-            self._next_look = 2 * self.steps + 1
-            self._statistics = [weakref.ref(tensor) for tensor in running_statistics()]
-        return [tensor for ref in self._statistics if (tensor := ref()) is not None]
+        """The running statistics of the living modules that were made under watch."""
+        return [
+            tensor
+            for module in self._normalisers
+            for name, tensor in module._buffers.items()
+            if tensor is not None and name.startswith("running_")
+        ]
 
     def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
@@ -213,6 +219,13 @@ def _growth(before: Ranges, now: Ranges) -> float:
     """How many times larger the fastest-growing weight is than at the start."""
     grown = [now[name][0] / max(size, 1e-2) for name, (size, _) in before.items() if name in now]
     return max((g for g in grown if math.isfinite(g)), default=1.0)
+
+
+def _number(loss: Tensor) -> float | None:
+    try:
+        return float(loss.detach())
+    except (RuntimeError, TypeError, ValueError):  # inside vmap a loss is many numbers
+        return None
 
 
 def _signature(module: nn.Module) -> str:

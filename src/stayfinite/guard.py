@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.crash import bad_values_of
-from stayfinite.detect.entrypoints import together, watch_backward, watch_loading, watch_scaling
+from stayfinite.detect.entrypoints import (
+    together,
+    watch_backward,
+    watch_buffers,
+    watch_loading,
+    watch_scaling,
+)
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
 from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.norms import finite_norm
@@ -87,6 +93,7 @@ class Guard:
             watch_scaling(self._after_scaling),
             watch_loading(self._before_loading),
             watch_scalers(steps),
+            watch_buffers(self._evidence.registered),
             watch_steps(steps, defer=torch.accelerator.is_available()),
         )
         if self.settings.trace == "start" or self.settings.arm_at == 0:
@@ -167,9 +174,9 @@ class Guard:
         loss = self._unscaled.get(root, root)
         if loss.device.type != "cpu":
             self._far_losses.append(nonfinite([loss], exact_on_device=True))
-            self._evidence.saw_loss(loss.detach())
+            self._evidence.saw_loss(loss)
         elif all_finite([loss]):
-            self._evidence.saw_loss(_number(loss))
+            self._evidence.saw_loss(loss)
         else:
             self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
 
@@ -287,13 +294,6 @@ class _Steps(StepListener):
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         self._guard.skipped(optimizer, scaler)
-
-
-def _number(loss: Tensor) -> float | None:
-    try:
-        return float(loss.detach())
-    except (RuntimeError, TypeError, ValueError):  # inside vmap a loss is many numbers
-        return None
 
 
 def _poisoned(flag: Tensor) -> Tensor:

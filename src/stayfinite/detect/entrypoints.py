@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import graph
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from stayfinite.detect.hooks import Attachment
 
@@ -116,3 +117,8 @@ def watch_loading(loading: Callable[[Any, Mapping[str, Any]], None]) -> Attachme
         wrapped(nn.Module, "load_state_dict", wrap),
         wrapped(torch.optim.Optimizer, "load_state_dict", wrap),
     )
+
+
+def watch_buffers(registered: Callable[[nn.Module, str, Tensor | None], None]) -> Attachment:
+    """Call `registered(module, name, buffer)` whenever a module gets a buffer."""
+    return Attachment(register_module_buffer_registration_hook(registered).remove)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -89,9 +88,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors among operator arguments or results; lists are opened."""
     if isinstance(value, Tensor):
         return [value]
+    found: list[Tensor] = []
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+        for item in value:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors_in(item)
+    return found
 
 
 def named_tensors(call: Call) -> list[tuple[str, Tensor]]:
@@ -134,9 +138,11 @@ def is_bad(tensor: Tensor) -> bool:
     """Whether any element is not finite; one pass, confirmed only when the sum overflows."""
     dtype = tensor.dtype
     if dtype is torch.float32 or dtype is torch.bfloat16 or dtype is torch.float64:
-        with contextlib.suppress(RuntimeError):  # meta and fake tensors have no values
+        try:
             if math.isfinite(tensor.sum().item()):  # host sync
                 return False
+        except RuntimeError:  # meta and fake tensors have no values
+            pass
     elif not (dtype.is_floating_point or dtype.is_complex):
         return False
     return not all_finite([tensor])

@@ -81,6 +81,10 @@ class Provenance:
         made = self._made.get(tensor)
         return made is not None and made.from_batch
 
+    @property
+    def has_unwritten(self) -> bool:
+        return len(self._raw) > 0
+
     def allocated(self, tensor: Tensor, site: Site) -> None:
         if tensor.is_floating_point() and tensor.numel():
             self._raw.put(tensor, Raw(site, tensor.numel()))

@@ -21,6 +21,8 @@ class StorageMap(Generic[Known]):
         return len(self._entries)
 
     def get(self, tensor: Tensor) -> Known | None:
+        if not self._entries:
+            return None
         key = _key(tensor)
         entry = self._entries.get(key) if key is not None else None
         if entry is None or key is None:
@@ -55,8 +57,11 @@ def covers_storage(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int | None:
-    memory = _memory(tensor)
-    return None if memory is None else memory._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        memory = _memory(tensor)
+        return None if memory is None else memory._cdata
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -115,6 +115,11 @@ class Tracer(TorchDispatchMode):
         if self._modules and not torch.compiler.is_compiling():
             self._modules.pop()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while it traces, and the wrapper costs more than the tracer.
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -134,7 +139,9 @@ class Tracer(TorchDispatchMode):
                 self.nodes.put(site)
                 self._past.ran(site, info.base)
             call = Call(info, args, kwargs)
-            before = self._bad_before(call) if info.written else ()
+            written = written_by(call) if info.written else ()
+            reads = written and not info.overwrites
+            before = tuple(t for t in written if is_bad(t)) if reads else ()
         except Exception:
             self._aside()
             return func(*args, **kwargs)
@@ -143,30 +150,28 @@ class Tracer(TorchDispatchMode):
             if info.allocates:
                 self._note_allocation(out)
             elif not info.is_view:
-                self._look(call, out, before)
-                self._past.made(info, args, out)
+                self._look(call, out, written, before)
+                if info.overwrites or not info.written:
+                    self._past.made(info, args, out)
             elif info.name in _FRESH and is_bad(out):
                 self._sources(out, self._site())
         except Exception:
             self._aside()
         return out
 
-    def _bad_before(self, call: Call) -> tuple[Tensor, ...]:
-        if call.info.overwrites:
-            return ()
-        return tuple(tensor for tensor in written_by(call) if is_bad(tensor))
-
-    def _look(self, call: Call, out: Any, before: tuple[Tensor, ...]) -> None:
+    def _look(
+        self, call: Call, out: Any, written: tuple[Tensor, ...], before: tuple[Tensor, ...]
+    ) -> None:
         if call.info.is_collective:
             wait_for(out)
-        written = written_by(call)
         for tensor in written or tensors_in(out):
             if is_bad(tensor):
                 self._record(call, tensor, written, before)
-            elif written and covers_storage(tensor):
+            elif written and self._bad and covers_storage(tensor):
                 self._bad.drop(tensor)
-        for tensor in written:
-            self._past.written(tensor)
+        if self._past.has_unwritten:
+            for tensor in written:
+                self._past.written(tensor)
 
     def _record(
         self, call: Call, bad: Tensor, written: tuple[Tensor, ...], before: tuple[Tensor, ...]

@@ -256,7 +256,7 @@ def test_infinite_root_that_is_no_loss_is_let_through() -> None:
 
 @pytest.mark.parametrize("trace", ["never", "start"])
 @pytest.mark.parametrize(
-    "part", ["all_finite", "finite_norm", "incident_of", "gradients_found", "nonfinite"]
+    "part", ["all_finite", "finite_number", "incident_of", "gradients_found", "nonfinite"]
 )
 def test_our_own_failure_is_logged_once_and_training_goes_on(
     part: str, trace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

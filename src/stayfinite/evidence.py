@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stayfinite.detect.norms import finite_norm
+from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite, largest
 from stayfinite.detect.walk import named_tensors
 from stayfinite.explain.history import Context, History, OptimizerFacts
 from stayfinite.locate.names import Names, running_statistics
 
 _SAMPLES = 64
+_EVERY_NORM, _SOME_NORMS = 16, 8  # after 16 steps only every eighth has its norm
 Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
@@ -52,11 +55,11 @@ class Evidence:
         # The largest ever: it must not fall when an optimizer is collected.
         return self._most or self.backward_passes
 
-    def saw_loss(self, loss: Tensor) -> None:
+    def saw_loss(self, loss: float | Tensor) -> None:
         """A backward pass begins from this loss; one on another device is read only if needed."""
-        self.loss = _number(loss) if loss.device.type == "cpu" else loss.detach()
+        self.loss = loss
         if not self._most:
-            self._passes.add(step=self.backward_passes, loss=self.loss)
+            self._passes.add(step=self.backward_passes, loss=loss)
 
     @property
     def has_stepped(self) -> bool:
@@ -91,6 +94,14 @@ class Evidence:
             for name, tensor in module._buffers.items()
             if tensor is not None and name.startswith("running_")
         ]
+
+    def saw_finite(self, optimizer: Optimizer, gradients: list[Tensor]) -> bool:
+        """Whether all gradients are known to be finite; some steps by their norm, which is kept."""
+        step = self.count(optimizer)
+        if step > _EVERY_NORM and step % _SOME_NORMS and gradients:
+            return surely_finite(gradients, of=optimizer)
+        self.grad_norm = finite_norm(gradients)
+        return self.grad_norm is not None
 
     def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
@@ -219,13 +230,6 @@ def _growth(before: Ranges, now: Ranges) -> float:
     """How many times larger the fastest-growing weight is than at the start."""
     grown = [now[name][0] / max(size, 1e-2) for name, (size, _) in before.items() if name in now]
     return max((g for g in grown if math.isfinite(g)), default=1.0)
-
-
-def _number(loss: Tensor) -> float | None:
-    try:
-        return float(loss.detach())
-    except (RuntimeError, TypeError, ValueError):  # inside vmap a loss is many numbers
-        return None
 
 
 def _signature(module: nn.Module) -> str:

@@ -22,7 +22,7 @@ from stayfinite.detect.entrypoints import (
 )
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
 from stayfinite.detect.leaves import leaves_of
-from stayfinite.detect.norms import finite_norm
+from stayfinite.detect.norms import finite_number
 from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import TrainingAbortedError
@@ -42,6 +42,7 @@ from stayfinite.settings import GuardSettings as GuardSettings
 
 logger = logging.getLogger("stayfinite")
 _MOST_INCIDENTS = 50
+_SHARES = 4
 
 
 class Guard:
@@ -171,13 +172,14 @@ class Guard:
         self._evidence.backward_passes += 1
 
     def _judge_loss(self, root: Tensor) -> None:
-        loss = self._unscaled.get(root, root)
-        if loss.device.type != "cpu":
+        loss = self._unscaled.get(root, root) if self._evidence.uses_scaler else root
+        value = finite_number(loss)
+        if value is not None:
+            self._evidence.saw_loss(value)
+        elif loss.device.type != "cpu":
             self._far_losses.append(nonfinite([loss], exact_on_device=True))
-            self._evidence.saw_loss(loss)
-        elif all_finite([loss]):
-            self._evidence.saw_loss(loss)
-        else:
+            self._evidence.saw_loss(loss.detach())
+        elif not all_finite([loss]):
             self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
@@ -205,10 +207,10 @@ class Guard:
             far, self._far_losses = self._far_losses, []
             if self._tracing.is_on:
                 self._evidence.first_look(optimizer)
-            self._evidence.grad_norm = None if on_device else finite_norm(gradients)
-            if self._evidence.grad_norm is not None and not far:
+            if not on_device and not far and self._evidence.saw_finite(optimizer, gradients):
                 return None
-            return nonfinite([*gradients, *map(_poisoned, far)], exact_on_device=on_device)
+            far = [torch.where(flag, float("nan"), 0.0) for flag in far]
+            return nonfinite([*gradients, *far], exact_on_device=on_device)
         return None
 
     def refused(self, optimizer: Optimizer, gradients: Any) -> bool:
@@ -246,8 +248,10 @@ class Guard:
         """Look at a share of the parameters after the update, or at all of them."""
         for optimizer in optimizers:
             params = parameters_of(optimizer)
+            # A quarter of them every fourth step, which is cheaper than some at every step.
             turn = self._evidence.count(optimizer) % ROUND
-            if not all_finite(params if everything else params[turn::ROUND]):
+            share = params[turn // _SHARES :: _SHARES] if turn % _SHARES == 0 else []
+            if not all_finite(params if everything else share):
                 self._notice(parameters_found(optimizer))
             bad = bad_statistics(self._evidence.statistics()) if everything or not turn else []
             if bad:
@@ -294,7 +298,3 @@ class _Steps(StepListener):
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         self._guard.skipped(optimizer, scaler)
-
-
-def _poisoned(flag: Tensor) -> Tensor:
-    return torch.where(flag, float("nan"), 0.0)

@@ -21,11 +21,11 @@ def error_of(act):
 
 def nan_scale():
     scale = torch.log(torch.tensor([-1.0]))
-    return Normal(torch.zeros(1), scale)
+    return Normal(torch.zeros(1), scale, validate_args=True)
 
 
 def nan_logits():
-    return Categorical(logits=torch.full((2, 3), float("nan")))
+    return Categorical(logits=torch.full((2, 3), float("nan")), validate_args=True)
 
 
 def nan_probabilities():
@@ -64,7 +64,10 @@ def test_exit_beside_padded_data_is_no_nan():
 
 
 def test_complaint_about_finite_values_is_no_nan():
-    assert bad_values_of(error_of(lambda: Normal(torch.zeros(1), -torch.ones(1)))) == []
+    assert (
+        bad_values_of(error_of(lambda: Normal(torch.zeros(1), -torch.ones(1), validate_args=True)))
+        == []
+    )
 
 
 def test_crash_is_an_incident_that_stops_nothing_more():

@@ -1,4 +1,4 @@
-"""The norm of all gradients, which is also a first answer to whether they are finite."""
+"""Numbers worth keeping that are also a first answer to whether something is finite."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd
+
+from stayfinite.detect.parts import unwrapped
 
 # On the CPU the norm of other types is many times slower than a scan.
 _FAST = {torch.float32, torch.bfloat16, torch.float64}
@@ -16,17 +19,25 @@ def finite_norm(gradients: list[Tensor]) -> float | None:
 
     None says nothing: squares overflow, and sparse, fp16 or far-away gradients are not tried.
     """
-    for gradient in gradients:
-        if (
-            gradient.dtype not in _FAST
-            or gradient.layout is not torch.strided
-            or gradient.device.type != "cpu"
-            or type(gradient) not in (Tensor, torch.nn.Parameter)
-        ):
-            return None
-    if not gradients:
+    if not gradients or not _is_ordinary(gradients[0]):
         return None
-    with torch.no_grad():
-        norms = torch._foreach_norm(gradients)
-        total = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])).item()
+    try:
+        with _AutoDispatchBelowAutograd():
+            norms = torch.stack(torch._foreach_norm(gradients))
+            total = torch.linalg.vector_norm(norms, dtype=torch.float64).item()
+    except (RuntimeError, NotImplementedError):  # sparse, or of several types or devices
+        return None
     return total if math.isfinite(total) else None
+
+
+def _is_ordinary(gradient: Tensor) -> bool:
+    return type(gradient) is Tensor and gradient.is_cpu and gradient.dtype in _FAST
+
+
+def finite_number(loss: Tensor) -> float | None:
+    """The value of a loss on the CPU if it is finite; None says nothing."""
+    loss = unwrapped(loss)
+    if type(loss) is not Tensor or not loss.is_cpu or loss.numel() != 1:
+        return None
+    value = loss.item()
+    return value if isinstance(value, float) and math.isfinite(value) else None

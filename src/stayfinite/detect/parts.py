@@ -177,3 +177,10 @@ def pieces(tensor: Tensor, limit: int = PIECE) -> Iterator[tuple[tuple[int, ...]
     rest = (0,) * (tensor.dim() - 1)
     for row in range(0, rows, step):
         yield (row, *rest), tensor.narrow(0, row, min(step, rows - row))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that torch.func's transforms have wrapped, or the tensor itself."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor

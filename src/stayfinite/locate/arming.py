@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from stayfinite.locate.events import Event, ancestors, guilty
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.tracer import Tracer
 from stayfinite.records import Origin
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Tracing:
@@ -44,10 +46,9 @@ class Tracing:
             tracer.__exit__(None, None, None)
             self._stance.__exit__(None, None, None)  # the one that the user had set
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        with self._tracer.paused() if self._tracer else contextlib.nullcontext():
-            yield
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """A time in which operations are not looked at."""
+        return self._tracer.paused() if self._tracer is not None else _NOTHING
 
     def tick(self, *, arm_at: int | None) -> None:
         """One more backward pass or update; at `arm_at` the tracer goes on."""

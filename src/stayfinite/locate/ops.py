@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
 from stayfinite.detect.scan import all_finite
 
@@ -125,13 +124,6 @@ def nonfinite_constants(call: Call) -> list[float]:
     """Inf and NaN that were given as Python numbers."""
     values = [*call.args, *call.kwargs.values()]
     return [v for v in values if isinstance(v, float) and not math.isfinite(v)]
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that torch.func's transforms have wrapped, or the tensor itself."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def is_bad(tensor: Tensor) -> bool:

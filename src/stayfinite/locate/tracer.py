@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect import walk
+from stayfinite.detect.parts import unwrapped
 from stayfinite.detect.scan import classify, summarize
 from stayfinite.detect.veto import StepAside
 from stayfinite.locate.backward import NodeSites
@@ -26,7 +27,7 @@ from stayfinite.locate.kinds import (
     wait_for,
     written_by,
 )
-from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in, unwrapped
+from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in
 from stayfinite.locate.provenance import Provenance
 from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
 from stayfinite.locate.storages import StorageMap, covers_storage
@@ -117,8 +118,7 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled while it traces, and the wrapper costs more than the tracer.
-        return False
+        return False  # nothing is compiled while it traces, and the wrapper is not cheap
 
     def __torch_dispatch__(
         self,

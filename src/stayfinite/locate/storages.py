@@ -58,7 +58,7 @@ def covers_storage(tensor: Tensor) -> bool:
 
 def _key(tensor: Tensor) -> int | None:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         memory = _memory(tensor)
         return None if memory is None else memory._cdata

@@ -289,7 +289,7 @@ def test_optimizers_have_no_hook_of_ours_after_closing() -> None:
     optimizer = SGD(net.parameters(), lr=0.1)
     with guarded():
         train(net, optimizer, 2)
-        assert optimizer._optimizer_step_pre_hooks
+        assert optimizer._optimizer_step_post_hooks
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert "step" not in vars(optimizer)

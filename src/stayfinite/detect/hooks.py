@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.gradients import Pairs
@@ -116,15 +117,21 @@ def watch_steps(
     return Attachment(watch.remove, flush=watch.flush)
 
 
-class _Seat(NamedTuple):
+@dataclass(slots=True)
+class _Seat:
+    """Our place at one optimizer; without `before`, the global hook stands in for it."""
+
     optimizer: weakref.ref[Optimizer]
     watched: WatchedOptimizer
-    before: RemovableHandle
     after: RemovableHandle
+    before: RemovableHandle | None = None
 
 
 class _StepWatch:
-    """A global hook that runs first and sees to it that our own hooks are where they must be."""
+    """A global hook that runs first and sees to it that we judge last.
+
+    It judges itself where no other hook follows, which saves a call in every step.
+    """
 
     def __init__(self, listener: StepListener, *, only: Optimizer | None, defer: bool) -> None:
         self._listener = listener
@@ -134,20 +141,24 @@ class _StepWatch:
         self._seats: dict[int, _Seat] = {}
         self._handle = register_optimizer_step_pre_hook(self._arrive)
 
-    def _arrive(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_compiling():
-            return
+    def _arrive(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return None
         try:
             seat = self._seats.get(id(optimizer))
             if seat is None:
                 seat = self._adopt(optimizer)
-            if seat is not None and (
-                len(optimizer._optimizer_step_pre_hooks) > 1
-                or len(optimizer._optimizer_step_post_hooks) > 1
-            ):
-                _keep_in_place(optimizer, seat)
+            if seat is None:
+                return None
+            if len(optimizer._optimizer_step_post_hooks) > 1:
+                _put_first(optimizer, seat)
+            if optimizer._optimizer_step_pre_hooks or len(_global_optimizer_pre_hooks) > 1:
+                _put_last(optimizer, seat)
+                return None
         except Exception:
             self._aside()
+            return None
+        return seat.watched.judge(optimizer, args, kwargs)
 
     def _adopt(self, optimizer: Optimizer) -> _Seat | None:
         if self._only is not None and self._only() is not optimizer:
@@ -157,7 +168,6 @@ class _StepWatch:
         seats[key] = _Seat(
             weakref.ref(optimizer, lambda _: seats.pop(key, None)),
             watched,
-            optimizer.register_step_pre_hook(watched.before),
             optimizer.register_step_post_hook(watched.after),
         )
         return seats[key]
@@ -171,7 +181,8 @@ class _StepWatch:
         alive = self._alive()
         self._seats.clear()
         for optimizer, seat in alive:
-            seat.before.remove()
+            if seat.before is not None:
+                seat.before.remove()
             seat.after.remove()
             seat.watched.release(optimizer)
         for optimizer, seat in alive:  # last, since a listener may abort
@@ -182,14 +193,20 @@ class _StepWatch:
         return [(optimizer, s) for s in seats if (optimizer := s.optimizer()) is not None]
 
 
-def _keep_in_place(optimizer: Optimizer, seat: _Seat) -> None:
-    """Our pre-hook last (after those that clip), our post-hook first (before those that look)."""
-    before: Any = optimizer._optimizer_step_pre_hooks
-    if next(reversed(before)) != seat.before.id:
-        before.move_to_end(seat.before.id)
-    after: Any = optimizer._optimizer_step_post_hooks
-    if next(iter(after)) != seat.after.id:
-        after.move_to_end(seat.after.id, last=False)
+def _put_last(optimizer: Optimizer, seat: _Seat) -> None:
+    """Our pre-hook after those that clip."""
+    if seat.before is None:
+        seat.before = optimizer.register_step_pre_hook(seat.watched.before)
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    if next(reversed(hooks)) != seat.before.id:
+        hooks.move_to_end(seat.before.id)
+
+
+def _put_first(optimizer: Optimizer, seat: _Seat) -> None:
+    """Our post-hook before those that look."""
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    if next(iter(hooks)) != seat.after.id:
+        hooks.move_to_end(seat.after.id, last=False)
 
 
 def watch_scalers(listener: StepListener) -> Attachment:

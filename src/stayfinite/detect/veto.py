@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, Optimizer
 
 from stayfinite.detect.flags import (
@@ -74,8 +74,14 @@ class WatchedOptimizer:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The pre-hook; it must come last, after hooks that clip."""
-        if is_compiling():
+        if is_dynamo_compiling():
             return None
+        return self.judge(optimizer, args, kwargs)
+
+    def judge(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look at the gradients of the step that is about to run, now or in its closure."""
         try:
             if self._depth and (above := _steps_above(optimizer)):
                 self._look_inside(optimizer, args, kwargs, depth=above + 1)
@@ -84,7 +90,7 @@ class WatchedOptimizer:
                 self._clean(optimizer)
             if self._late is not None:
                 self.flush(optimizer)
-            self._looked = self._vetoed = False
+            self._vetoed = False
             self._depth = 1
             if len(args) > 1 or kwargs:
                 wrapped = self._with_closure(optimizer, args, kwargs)
@@ -99,7 +105,7 @@ class WatchedOptimizer:
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The post-hook; it must come first, so that others find the gradients in place."""
-        if is_compiling():
+        if is_dynamo_compiling():
             return
         self._depth -= 1
         if self._depth > 0:
@@ -133,7 +139,6 @@ class WatchedOptimizer:
             self._clean(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
-        self._looked = True
         gradients = gradients_of(optimizer)
         if self._on_device or "grad_scale" in optimizer.__dict__:
             self._look_on_device(optimizer, gradients)
@@ -228,6 +233,7 @@ class WatchedOptimizer:
         if closure is None:
             return None
         judged = self._wrap(optimizer, closure)
+        self._looked = False
         if "closure" in kwargs:
             return args, {**kwargs, "closure": judged}
         return (args[0], judged, *args[2:]), kwargs
@@ -256,6 +262,7 @@ class WatchedOptimizer:
             elif self._copy is not None and self._looked:
                 self._look_on_the_way(optimizer, self._copy)
             else:
+                self._looked = True
                 self._look(optimizer)
         except TrainingAbortedError:
             if self._copy is not None:
@@ -275,7 +282,7 @@ def _steps_above(optimizer: Optimizer) -> int:
 
     After a step that raised there are none, though its post-hook never came.
     """
-    hooked = sys._getframe(2)
+    hooked = sys._getframe(3)
     frame, count = hooked.f_back, 0
     while frame is not None:
         if frame.f_code is hooked.f_code:

@@ -1,0 +1,106 @@
+"""agree(): one answer for all, asked of real processes that talk over gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stayfinite
+from stayfinite.distributed import agree, rank, world_size
+
+SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
+HEAD = """
+import json, sys, torch, torch.distributed as dist
+from stayfinite.distributed import agree, rank, world_size
+folder, me, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group({how}, init_method=f"file://{{folder}}/meeting", rank=me, world_size=world)
+"""
+TAIL = """
+json.dump(said, open(f"{folder}/{me}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def answers(folder: Path, body: str, *, world: int = 2, how: str = '"gloo"') -> list[Any]:
+    """What each of the processes has put into `said`."""
+    script = folder / "rank.py"
+    script.write_text(HEAD.format(how=how) + body + TAIL)
+    command = [sys.executable, str(script), str(folder)]
+    environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([*command, str(me), str(world)], env=environment, stderr=subprocess.PIPE)
+        for me in range(world)
+    ]
+    try:
+        errors = [process.communicate(timeout=60)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world, "\n".join(errors)
+    return [json.loads((folder / f"{me}.json").read_text()) for me in range(world)]
+
+
+FLAGS = """
+said = {
+    "nobody": agree(False),
+    "everybody": agree(True),
+    "rank 0": agree(me == 0),
+    "rank 1": agree(me == 1),
+    "tensor": agree(torch.tensor(me == 1)),
+    "number": agree(torch.tensor([0.0, 0.5][me], requires_grad=True)),
+    "one element": agree(torch.tensor([me == 0])),
+    "not a number": agree(torch.tensor([float("nan"), 0.0][me])),
+}
+"""
+
+
+def test_ranks_agree_when_any_says_so(tmp_path: Path) -> None:
+    first, second = answers(tmp_path, FLAGS)
+    assert first == second
+    assert first.pop("nobody") is False
+    assert set(first.values()) == {True}
+
+
+def test_ranks_agree_over_the_default_backends(tmp_path: Path) -> None:
+    """Without a name torch takes one backend for each kind of device."""
+    said = answers(tmp_path, "said = [agree(me == 1), agree(False)]", how="None")
+    assert said == [[True, False]] * 2
+
+
+def test_the_given_tensor_is_not_written_to(tmp_path: Path) -> None:
+    body = "flag = torch.tensor(me, dtype=torch.int32); agree(flag); said = flag.item()"
+    assert answers(tmp_path, body) == [0, 1]
+
+
+GROUPS = """
+pair = dist.new_group([0, 1])
+said = [agree(me == 2, group=pair), agree(me == 2), rank(pair), world_size(pair), world_size()]
+"""
+
+
+def test_a_group_asks_its_own_ranks_only(tmp_path: Path) -> None:
+    said = answers(tmp_path, GROUPS, world=3)
+    assert said[:2] == [[False, True, 0, 2, 3], [False, True, 1, 2, 3]]
+    assert said[2] == [True, True, 0, 1, 3]  # outside the pair: its own flag
+
+
+def test_a_rank_alone_in_its_group_needs_no_collective(tmp_path: Path) -> None:
+    assert answers(tmp_path, "said = [agree(True), rank(), world_size()]", world=1) == [
+        [True, 0, 1]
+    ]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_alone_the_answer_is_the_flag(flag: bool) -> None:
+    assert not dist.is_initialized()
+    assert agree(flag) is flag
+    assert agree(torch.tensor(flag)) is flag
+    assert (rank(), world_size()) == (0, 1)

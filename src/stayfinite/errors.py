@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,3 +42,16 @@ class TrainingAbortedError(StayFiniteError, RuntimeError):
     def __init__(self, message: str, *, incident: Incident | None = None) -> None:
         super().__init__(message)
         self.incident = incident
+
+
+class TrainingSetupError(StayFiniteError, ValueError):
+    """Training cannot begin like this; `problems` has everything that is wrong."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        said = "".join(f"\n- {problem}" for problem in self.problems)
+        super().__init__(f"training cannot begin:{said}")
+
+
+class CheckpointError(StayFiniteError, ValueError):
+    """A checkpoint cannot be used; nothing was changed."""

@@ -220,6 +220,11 @@ def watch_scalers(listener: StepListener) -> Attachment:
     return Attachment(functools.partial(_ScalerWatch.forget, listener))
 
 
+def tell_skipped(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Tell the listeners of a step that a scaler skipped in a way of its own."""
+    _ScalerWatch.tell(scaler, optimizer)
+
+
 class _ScalerWatch:
     listeners: ClassVar[list[StepListener]] = []
     original: ClassVar[Any] = None

@@ -1,0 +1,1 @@
+"""Mixed precision that stays finite: loss scaling, its configuration, a trainer."""

@@ -1,0 +1,1 @@
+"""What now: which strategy comes next, and what each of them does."""

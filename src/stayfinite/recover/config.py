@@ -1,0 +1,190 @@
+"""What may be done about a bad step, and how often."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from stayfinite.errors import ConfigError
+
+
+class RecoveryStrategy(Enum):
+    """One way to go on after a bad step."""
+
+    SKIP_STEP = "skip"
+    REDUCE_SCALE = "reduce_scale"
+    CLIP_GRADIENTS = "clip"
+    RESET_MODEL = "reset"
+    CUSTOM = "custom"
+    LOWER_LR = "lower_lr"
+    REWIND = "rewind"
+    RAISE_PRECISION = "raise_precision"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A strategy on a ladder, and how often it may be used before the next rung is climbed."""
+
+    strategy: RecoveryStrategy
+    budget: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", strategy_of(self.strategy, "strategy"))
+        if not _is_whole(self.budget) or self.budget < 1:
+            raise ConfigError(
+                f"the budget of {self.strategy.value!r} is {self.budget!r}; "
+                "it must be a whole number of at least 1. To do without a rung, leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """What may be done about a bad step, and how often.
+
+    Strategies can be given by their names. Without a `ladder`, the first bad step of a streak
+    gets the primary strategy and the next ones the fallback; with one, its rungs are used up one
+    after the other, and `deescalate_after` good steps lead down by one. The bad step that makes
+    `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
+
+    >>> RecoveryConfig(primary_strategy="clip").primary_strategy
+    <RecoveryStrategy.CLIP_GRADIENTS: 'clip'>
+    """
+
+    primary_strategy: RecoveryStrategy = RecoveryStrategy.REDUCE_SCALE
+    fallback_strategy: RecoveryStrategy = RecoveryStrategy.SKIP_STEP
+    max_consecutive_nans: int = 5
+    scale_reduction_factor: float = 0.5
+    grad_clip_value: float = 1.0
+    skip_batch_after_nan: bool = True
+    custom_recovery_fn: Callable[..., bool] | None = None
+    ladder: tuple[Rung, ...] = ()
+    deescalate_after: int = 100
+    lr_reduction_factor: float = 0.5
+    rewind_snapshots: int = 1
+    rewind_skip_batches: int = 200
+    snapshot_every: int = 50
+    snapshot_slots: int = 2
+    drop_whole_tensors: bool = False
+    max_recoveries: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("primary_strategy", "fallback_strategy"):
+            object.__setattr__(self, name, strategy_of(getattr(self, name), name))
+        object.__setattr__(self, "ladder", tuple(_rung(given) for given in _listed(self.ladder)))
+        problems = [*_wrong_numbers(self), *_wrong_choices(self)]
+        if problems:
+            raise ConfigError(" ".join(problems))
+
+    @property
+    def strategies(self) -> tuple[RecoveryStrategy, ...]:
+        """Those that can come up, in their order."""
+        if self.ladder:
+            return tuple(rung.strategy for rung in self.ladder)
+        return self.primary_strategy, self.fallback_strategy
+
+
+def strategy_of(given: Any, name: str) -> RecoveryStrategy:
+    """The strategy itself or the one of this name; ConfigError lists them all."""
+    if isinstance(given, RecoveryStrategy):
+        return given
+    try:
+        return RecoveryStrategy(given)
+    except ValueError:
+        known = ", ".join(repr(strategy.value) for strategy in RecoveryStrategy)
+        raise ConfigError(f"{name} is {given!r}; it must be one of {known}.") from None
+
+
+def _listed(ladder: Any) -> list[Any]:
+    if isinstance(ladder, (list, tuple)):
+        return list(ladder)
+    raise ConfigError(
+        f"ladder is {ladder!r}; it must be a list of Rung(strategy, budget) or strategy names."
+    )
+
+
+def _rung(given: Any) -> Rung:
+    if isinstance(given, Rung):
+        return given
+    if isinstance(given, Mapping):
+        unknown = set(given) - {field.name for field in dataclasses.fields(Rung)}
+        if unknown or "strategy" not in given:
+            raise ConfigError(f"a rung is {dict(given)!r}; its keys are 'strategy' and 'budget'.")
+        return Rung(**given)
+    if isinstance(given, (list, tuple)) and len(given) == 2:
+        return Rung(*given)
+    return Rung(strategy_of(given, "a rung of the ladder"))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_fraction(value: Any) -> bool:
+    return _is_number(value) and 0 < value < 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: _is_whole(value) and value >= least
+
+
+# name, what is accepted, how that is said
+_NUMBERS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "max_consecutive_nans",
+        _at_least(1),
+        "at least 1. To stop at the first NaN, set primary_strategy=ABORT",
+    ),
+    ("scale_reduction_factor", _is_fraction, "between 0 and 1, such as 0.5"),
+    ("grad_clip_value", lambda v: _is_number(v) and v > 0, "a number greater than 0"),
+    ("deescalate_after", _at_least(1), "at least 1"),
+    ("lr_reduction_factor", _is_fraction, "between 0 and 1, such as 0.5"),
+    ("rewind_snapshots", _at_least(0), "at least 0, which is the newest snapshot"),
+    ("rewind_skip_batches", _at_least(0), "at least 0"),
+    ("snapshot_every", _at_least(1), "at least 1"),
+    ("snapshot_slots", _at_least(1), "at least 1"),
+    (
+        "max_recoveries",
+        lambda v: v is None or _at_least(0)(v),
+        "at least 0, or None for no limit over the whole run",
+    ),
+)
+
+
+def _wrong_numbers(config: RecoveryConfig) -> Iterator[str]:
+    for name, accepts, accepted in _NUMBERS:
+        value = getattr(config, name)
+        if not accepts(value):
+            yield f"{name} is {value!r}; it must be {accepted}."
+    for name in ("skip_batch_after_nan", "drop_whole_tensors"):
+        if not isinstance(getattr(config, name), bool):
+            yield f"{name} is {getattr(config, name)!r}; it must be True or False."
+
+
+def _wrong_choices(config: RecoveryConfig) -> Iterator[str]:
+    function, slots = config.custom_recovery_fn, config.snapshot_slots
+    if function is not None and not callable(function):
+        yield (
+            f"custom_recovery_fn is {function!r}; it must be a function "
+            "(report, model, optimizer, scaler, step) -> bool, or None."
+        )
+    if function is None and RecoveryStrategy.CUSTOM in config.strategies:
+        yield (
+            "The strategy 'custom' needs custom_recovery_fn, "
+            "a function (report, model, optimizer, scaler, step) -> bool."
+        )
+    if RecoveryStrategy.REWIND in config.strategies and _is_whole(slots):
+        back = config.rewind_snapshots
+        if _is_whole(back) and back >= slots >= 1:
+            yield (
+                f"rewind_snapshots is {back}, but only {slots} snapshots are kept; "
+                f"set snapshot_slots to at least {back + 1}."
+            )

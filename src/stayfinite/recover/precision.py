@@ -1,0 +1,189 @@
+"""One module in float32, whatever surrounds it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+Dtypes = tuple[torch.dtype | None, ...]
+
+HALF = (torch.float16, torch.bfloat16)
+_WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel, torch.compile
+
+
+def find_module(model: nn.Module | None, name: str | None) -> nn.Module | None:
+    """The submodule of this dotted name, also inside what wraps the model; "" is the model."""
+    if model is None or name is None:
+        return None
+    with contextlib.suppress(AttributeError):
+        return model.get_submodule(name)
+    inner = [getattr(model, wrapper, None) for wrapper in _WRAPPERS]
+    found = (find_module(each, name) for each in inner if isinstance(each, nn.Module))
+    return next((module for module in found if module is not None), None)
+
+
+def is_raised(module: nn.Module) -> bool:
+    """Whether run_in_float32() is in force for this very module."""
+    return isinstance(vars(module).get("forward"), Float32Forward)
+
+
+def has_half_tensors(module: nn.Module) -> bool:
+    """Whether a parameter or buffer in it is a 16-bit float."""
+    return any(tensor.dtype in HALF for tensor in _tensors(module).values())
+
+
+def run_in_float32(module: nn.Module) -> Float32Forward:
+    """Let the module compute in float32 from now on; a second call changes nothing.
+
+    Parameters and buffers stay what they are, and gradients arrive at them as before.
+    """
+    if not is_raised(module):
+        vars(module)["forward"] = Float32Forward(module)
+    forward: Float32Forward = vars(module)["forward"]
+    return forward
+
+
+class Float32Forward:
+    """Stands in for a module's `forward`; `undo` gives the module its own back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = vars(module).get("forward")
+        self._plain = _Plain(module, self._before)
+        self._returned: dict[Any, Dtypes] = {}
+
+    def undo(self) -> None:
+        """The module runs as it did before; a second call does nothing."""
+        own = vars(self._plain.module)
+        if own.get("forward") is self:
+            del own["forward"]
+            if self._before is not None:
+                own["forward"] = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = (args, kwargs)
+        devices = _device_types(self._plain, given)
+        under_autocast = any(torch.is_autocast_enabled(device) for device in devices)
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            result = self._in_float32(given)
+            return result if under_autocast else self._as_before(result, given)
+
+    def _in_float32(self, given: Any) -> Any:
+        args, kwargs = tree_map(_raised, given)
+        half = {name: t for name, t in _tensors(self._plain).items() if t.dtype in HALF}
+        if not half:
+            return self._plain(*args, **kwargs)
+        full = {name: tensor.float() for name, tensor in half.items()}
+        used = dict(full)
+        result = functional_call(self._plain, used, args, kwargs)
+        _keep_changes(half, full, used)
+        return result
+
+    def _as_before(self, result: Any, given: Any) -> Any:
+        """What follows expects the types that the module used to return."""
+        leaves, spec = tree_flatten(result)
+        if not any(_is_float32(leaf) for leaf in leaves):
+            return result
+        dtypes = self._types_of(given, len(leaves))
+        cast = [
+            leaf.to(dtype) if _is_float32(leaf) and dtype in HALF else leaf
+            for leaf, dtype in zip(leaves, dtypes, strict=True)
+        ]
+        return tree_unflatten(cast, spec)
+
+    def _types_of(self, given: Any, count: int) -> Dtypes:
+        inputs = [leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        tensors = [tensor.dtype for tensor in _tensors(self._plain).values()]
+        floats = {dtype for dtype in (*inputs, *tensors) if dtype.is_floating_point}
+        if not floats & set(HALF):
+            return (None,) * count
+        key = (*inputs, self._plain.module.training)
+        if key not in self._returned and not torch.compiler.is_compiling():
+            self._returned[key] = returned_dtypes(self._plain, given)
+        known = self._returned.get(key, ())
+        if len(known) == count:
+            return known
+        # It could not be tried out: 16-bit in, 16-bit out, unless there was float32 as well.
+        return (floats.pop() if len(floats) == 1 else None,) * count
+
+
+class _Plain(nn.Module):
+    """The module's own forward, without the hooks that calling the module would run again."""
+
+    def __init__(self, module: nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward is not None:
+            return self._forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def returned_dtypes(module: nn.Module, given: Any) -> Dtypes:
+    """The dtypes that a call would return, found without computing; empty if that fails."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet(module):
+            fakes: dict[str, Tensor] = {
+                name: mode.from_tensor(t) for name, t in _tensors(module).items()
+            }
+            args, kwargs = tree_map(
+                lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, given
+            )
+            result = functional_call(module, fakes, args, kwargs)
+    except Exception:  # a branch on values, an operator without a fake kernel
+        return ()
+    return tuple(getattr(leaf, "dtype", None) for leaf in tree_leaves(result))
+
+
+@contextlib.contextmanager
+def _quiet(module: nn.Module) -> Iterator[None]:
+    """Run without hooks, and forget what the modules set on themselves meanwhile."""
+    before = [(each, dict(vars(each))) for each in module.modules()]
+    try:
+        for each, _ in before:
+            vars(each)["_forward_hooks"] = OrderedDict()
+            vars(each)["_forward_pre_hooks"] = OrderedDict()
+        yield
+    finally:
+        for each, own in before:
+            vars(each).clear()
+            vars(each).update(own)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _raised(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF else leaf
+
+
+def _is_float32(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype is torch.float32
+
+
+def _device_types(module: nn.Module, given: Any) -> list[str]:
+    leaves = (*_tensors(module).values(), *tree_leaves(given))
+    found = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    return sorted(each for each in found if torch.amp.is_autocast_available(each))
+
+
+@torch.no_grad()
+def _keep_changes(
+    half: dict[str, Tensor], full: dict[str, Tensor], used: dict[str, Tensor]
+) -> None:
+    """What the module wrote into its buffers, such as running statistics."""
+    for name, tensor in half.items():
+        if not tensor.requires_grad and (used[name] is not full[name] or full[name]._version):
+            tensor.copy_(used[name])

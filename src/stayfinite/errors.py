@@ -36,6 +36,10 @@ class NonFiniteError(StayFiniteError, ArithmeticError):
         self.incident = incident
 
 
+class SnapshotError(StayFiniteError, RuntimeError):
+    """Training state cannot be put back exactly; the message names what is in the way."""
+
+
 class TrainingAbortedError(StayFiniteError, RuntimeError):
     """Training was stopped on purpose, before the weights were touched; `incident` says why."""
 

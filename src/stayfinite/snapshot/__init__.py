@@ -1,0 +1,7 @@
+"""The state of training, captured and put back in place, bit for bit."""
+
+from stayfinite.snapshot.mark import Mark as Mark
+from stayfinite.snapshot.record import Snapshot as Snapshot
+from stayfinite.snapshot.ring import SnapshotRing as SnapshotRing
+from stayfinite.snapshot.rng import RandomState as RandomState
+from stayfinite.snapshot.state import TrainingState as TrainingState

@@ -1,0 +1,171 @@
+"""Where the state of each member of a training job is: models, optimizers, schedulers, ..."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stayfinite.detect.gradients import params_of
+from stayfinite.detect.walk import named_tensors
+from stayfinite.snapshot.cells import DictCell, FrozenCell, GradientsCell, ListCell, ProtocolCell
+from stayfinite.snapshot.census import Census, enter_record
+
+# Hooks and children are not state; parameters and buffers are walked on their own.
+_MODULE_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+_OPTIMIZER_MACHINERY = frozenset(
+    name for name in vars(Optimizer([nn.Parameter()], {})) if name.startswith("_")
+) | {"state", "param_groups"}
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
+_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+def add_modules(
+    census: Census, roots: Sequence[nn.Module], *, prefix: str = "", part: str | None = None
+) -> None:
+    """Parameters, buffers, plain attributes; all as one `part`, or each as its own."""
+    named = [(name, m) for name, m in named_modules(roots) if census.is_new(m)]
+    params = [(f"{name}{key}", p) for name, m in named for key, p in _held(m._parameters)]
+    for name, param in params:
+        census.tensor(param, f"{prefix}parameters.{name}", part or "parameters")
+    for name, module in named:
+        census.cells.append(
+            DictCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
+        )
+        _add_buffers(census, module, f"{prefix}buffers.{name}", part or "buffers")
+        _add_attributes(census, module, f"{prefix}attributes.{name}", part or "attributes")
+    unique = list({id(param): param for _, param in params}.values())
+    frozen = FrozenCell(unique, f"{prefix}requires_grad", part or "attributes")
+    census.cells.append(frozen)
+
+
+def named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, named "layer.norm." with its dot; several roots are numbered."""
+    seen: set[nn.Module] = set()
+    for number, root in enumerate(roots):
+        above = f"{number}." if len(roots) > 1 else ""
+        for name, module in root.named_modules(memo=seen):
+            yield above + (f"{name}." if name else ""), module
+
+
+def _held(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _add_buffers(census: Census, module: nn.Module, name: str, part: str) -> None:
+    census.cells.append(DictCell(module._buffers, name, part))
+    for key, buffer in _held(module._buffers):
+        census.tensor(buffer, f"{name}{key}", part)
+
+
+def _add_attributes(census: Census, module: nn.Module, name: str, part: str) -> None:
+    is_wrapper = type(module).__module__.startswith(_WRAPPERS)
+    machinery = frozenset(vars(module)) - {"training"} if is_wrapper else _MODULE_MACHINERY
+    census.attributes(module, name.removesuffix("."), part, skipped=machinery)
+
+
+def add_loose_parameters(census: Census, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
+    """Parameters of the optimizers that no module holds; the names of all that are known."""
+    for number, optimizer in enumerate(optimizers):
+        for place, param in enumerate(params_of(optimizer)):
+            census.tensor(param, f"parameters.optimizer{number}.{place}", "parameters")
+    items = [item for item in census.items if item.part == "parameters"]
+    return {item.tensor: item.name.removeprefix("parameters.") for item in items}
+
+
+def add_gradients(census: Census, named: Iterable[tuple[str, Tensor]]) -> None:
+    params = {id(param): (name, param) for name, param in named}.values()
+    held = [param for _, param in params]
+    census.cells.append(GradientsCell(held, "gradients", "gradients"))
+    for name, param in params:
+        if param.grad is not None:
+            census.tensor(param.grad, f"gradients.{name}", "gradients")
+
+
+def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Its state, its groups with all hyperparameters, and plain attributes."""
+    add_param_groups(census, optimizer)
+    census.cells.append(DictCell(optimizer.state, "optimizer.state", "optimizer"))
+    for key, state in optimizer.state.items():
+        name = names.get(key, "parameter") if isinstance(key, Tensor) else str(key)
+        census.value(state, f"optimizer.{name}", "optimizer")
+    census.attributes(
+        optimizer, "optimizer", "optimizer", skipped=_OPTIMIZER_MACHINERY, enter=_enter_inner
+    )
+
+
+def add_param_groups(census: Census, optimizer: Optimizer) -> None:
+    """The parameters in the groups belong to the model, which comes first."""
+    groups = optimizer.param_groups
+    census.cells.append(ListCell(groups, "param_groups", "param_groups"))
+    for number, group in enumerate(groups):
+        census.value(group, f"param_groups.{number}", "param_groups")
+
+
+def _enter_inner(census: Census, value: Any, name: str, part: str) -> None:
+    """Optimizers around another one, such as SAM and Lookahead, hold it as an attribute."""
+    if isinstance(value, Optimizer):
+        add_optimizer(census, value, {})
+    else:
+        enter_record(census, value, name, part)
+
+
+def add_object(census: Census, owner: Any, name: str, part: str) -> None:
+    """A scheduler, scaler or average of any make: its attributes, and what it says itself."""
+    if isinstance(owner, nn.Module):
+        add_modules(census, [owner], prefix=f"{name}.", part=part)
+    elif isinstance(owner, (dict, list, tuple)):
+        census.value(owner, name, part, _enter_member)
+    elif census.is_new(owner):
+        if hasattr(owner, "__dict__"):
+            census.attributes(owner, name, part, enter=_enter_member)
+        if _needs_protocol(census, owner, part):
+            census.cells.append(ProtocolCell(owner, name, part))
+
+
+def _enter_member(census: Census, value: Any, name: str, part: str) -> None:
+    if part == "ema" and isinstance(value, nn.Module):
+        add_modules(census, [value], prefix=f"{name}.", part=part)
+    elif isinstance(value, (*_CODE, nn.Module, Optimizer)) or not hasattr(value, "__dict__"):
+        return
+    elif isinstance(value, LRScheduler) or gives_its_state(value) or callable(value):
+        add_object(census, value, name, part)
+    else:
+        enter_record(census, value, name, part)
+
+
+def gives_its_state(owner: Any) -> bool:
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
+
+
+def _needs_protocol(census: Census, owner: Any, part: str) -> bool:
+    """Whether walking the attributes may have missed something.
+
+    torch's own classes are fully walked. An average is large, so it is not kept twice.
+    """
+    if isinstance(owner, (LRScheduler, GradScaler)) or not gives_its_state(owner):
+        return False
+    if part != "ema":
+        return True
+    found = {item.tensor.data_ptr() for item in census.items}
+    tensors = [tensor for _, tensor in named_tensors(owner.state_dict(), "ema")]
+    return not tensors or any(t.numel() > 1 and t.data_ptr() not in found for t in tensors)
+
+
+def add_loader(census: Census, loader: Any) -> None:
+    """Its position, where it can tell it; else its sampler's, and their own generators."""
+    if gives_its_state(loader):
+        census.cells.append(ProtocolCell(loader, "loader", "loader"))
+        return
+    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    for name, owner in (("sampler", sampler), ("batch_sampler", batches)):
+        if gives_its_state(owner) and census.is_new(owner):
+            census.cells.append(ProtocolCell(owner, f"loader.{name}", "loader"))
+    for name, owner in (("loader", loader), ("loader.sampler", sampler)):
+        census.value(getattr(owner, "generator", None), f"{name}.generator", "loader")

@@ -1,0 +1,112 @@
+"""TrainingState: all that one training job has, kept and put back in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.scan import all_finite
+from stayfinite.snapshot.census import PARTS, Item
+from stayfinite.snapshot.copies import Offload
+from stayfinite.snapshot.mark import Mark
+from stayfinite.snapshot.members import gathered
+from stayfinite.snapshot.proof import prove
+from stayfinite.snapshot.record import Snapshot
+
+
+class TrainingState:
+    """All state of one training job: what to keep so that training can go on from there.
+
+    model, optimizer, scheduler and ema are one or a sequence; ema is a module, an object with
+    state_dict and load_state_dict, or tensors in a dict or list. The loader's position is kept
+    if it, or its sampler, has state_dict and load_state_dict.
+
+    >>> net = torch.nn.Linear(2, 1)
+    >>> state = TrainingState(net, torch.optim.Adam(net.parameters()))
+    >>> snapshot = state.capture(step=7)
+    >>> _ = net.weight.data.zero_()
+    >>> state.restore(snapshot)
+    >>> bool(net.weight.any())
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        ema: Any = None,
+        loader: Any = None,
+        generators: Any = (),
+    ) -> None:
+        self.members = gathered(model, optimizer, scheduler, scaler, ema, loader, generators)
+        # Masks may hold Inf on purpose; running statistics may not.
+        self._finite = {
+            item.name
+            for item in self.members.census().items
+            if item.part in ("buffers", "ema") and all_finite([item.tensor])
+        }
+        self._infinite = {
+            item.name
+            for item in self.members.census().items
+            if item.part in ("parameters", "ema")
+            and not item.tensor.requires_grad
+            and not all_finite([item.tensor])
+        }
+
+    def capture(
+        self,
+        *,
+        step: int = 0,
+        into: Snapshot | None = None,
+        offload: Offload = "none",
+        parts: Collection[str] = PARTS,
+    ) -> Snapshot:
+        """Everything as it is now, in the memory of `into` where that is given.
+
+        NonFiniteError names the parameter, optimizer state or running statistic that is not
+        finite; `into` is then as before.
+        """
+        snapshot = into if into is not None else Snapshot()
+        census = self.members.census()
+        snapshot.write(census, parts=parts, offload=offload, is_vital=self._is_vital)
+        snapshot.step = step
+        return snapshot
+
+    def _is_vital(self, item: Item) -> bool:
+        if item.name in self._infinite:
+            return False
+        return item.part in ("parameters", "optimizer", "ema") or (
+            item.part == "buffers" and item.name in self._finite
+        )
+
+    def restore(self, snapshot: Snapshot, *, rewind_loader: bool = True) -> None:
+        """Put everything back in place; tensors stay the same objects with the same memory.
+
+        A loader goes on from its old position when it is iterated anew; without
+        `rewind_loader` it stays where it is. A non-finite snapshot is refused.
+        """
+        parts = PARTS if rewind_loader else [part for part in PARTS if part != "loader"]
+        snapshot.restore(parts=parts)
+
+    def mark(self) -> Mark:
+        """Where a step begins: all but parameters, optimizer state and averages."""
+        return Mark(self.members.census())
+
+    def go_back(self, mark: Mark) -> None:
+        """As if the step had not begun; for steps whose update was vetoed."""
+        mark.restore()
+
+    def check_restore(self, step_fn: Callable[[], Any], *, parts: Collection[str] = PARTS) -> None:
+        """Prove on this very job that a restore is exact; all is as before afterwards.
+
+        Captures, calls `step_fn`, restores, calls it again, and compares bytes. SnapshotError
+        names the first item that is not exact. `parts` are those that the capture keeps.
+        """
+        snapshot = self.capture(parts=parts)
+        prove(self.members.census, lambda: self.restore(snapshot), step_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from stayfinite.detect.hooks import StepListener, watch_steps
 from stayfinite.errors import ConfigError
-from stayfinite.testing import inject
+from stayfinite.testing import inject, injection
 
 
 class Veto(StepListener):
@@ -184,6 +185,11 @@ def test_a_module_that_never_ran_is_an_error() -> None:
         inject(job.model, job.optimizer, module="spare", at_step=1),
     ):
         job.train()
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    tried = doctest.testmod(injection)
+    assert (tried.failed, tried.attempted > 0) == (0, True)
 
 
 def test_the_error_of_the_block_comes_first() -> None:

@@ -60,7 +60,8 @@ def inject(
     that `seed` chooses. With `rank`, it strikes only there. A fault that never struck is an
     error at the end of the block, unless `must_fire` is False.
 
-    >>> model = nn.Linear(2, 1)
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with inject(model, optimizer, gradient="weight", at_step=1, element=0) as fault:
     ...     for _ in range(3):

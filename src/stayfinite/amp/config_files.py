@@ -102,8 +102,8 @@ def _field_names(kind: type, prefix: str = "") -> Iterator[tuple[str, type | Non
 
 def _inner_kind(field: dataclasses.Field[Any]) -> type | None:
     """The kind of config in this field, known by its default."""
-    made = field.default_factory is not dataclasses.MISSING
-    default = field.default_factory() if made else field.default  # type: ignore[misc]
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
     return type(default) if dataclasses.is_dataclass(default) else None
 
 

@@ -1,0 +1,132 @@
+"""What a trainer writes to the log, and the records it is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stayfinite.amp.events import Callbacks, LogEvent, StepEvent
+from stayfinite.amp.scaler import DynamicLossScaler
+from stayfinite.amp.update import Done
+from stayfinite.detect.reports import report_on
+from stayfinite.records import Incident, NaNReport
+
+logger = logging.getLogger("stayfinite")
+
+
+class Teller:
+    """Tells log and callbacks of each batch and incident, and keeps the incidents.
+
+    `bad_losses` are the bad losses and terms of the window that is under way, by name.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        *,
+        optimizer: Optimizer,
+        scaler: DynamicLossScaler | None,
+        bad_losses: dict[str, Tensor],
+    ) -> None:
+        self.callbacks = Callbacks(callbacks)
+        self.incidents: list[Incident] = []
+        self._optimizer, self._scaler, self._bad_losses = optimizer, scaler, bad_losses
+        self._told = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there was an incident since the last batch was done."""
+        return self._told < len(self.incidents)
+
+    def noticed(self, incident: Incident) -> None:
+        """The guard has found and answered a bad step."""
+        reports = with_terms(incident.reports, self._bad_losses)
+        incident = dataclasses.replace(incident, reports=reports)
+        self.incidents.append(incident)
+        self.log_incident(incident)
+        self.callbacks.tell("on_nan", incident)
+
+    def log_incident(self, incident: Incident) -> None:
+        logger.warning("%s", incident_line(incident))
+
+    def batch_done(self, done: Done | None, *, step: int, epoch: int) -> None:
+        """A batch is over, without an abort; `done` is None if it was skipped or recovered."""
+        news, self._told = self.incidents[self._told :], len(self.incidents)
+        for incident in news:
+            self.callbacks.tell("on_recovery", incident)
+        was_update = done is not None and done.was_update
+        if done is not None and was_update:
+            self._log(done, step=step, epoch=epoch)
+        was_skipped = done is None or (done.was_attempted and not done.was_update)
+        loss = None if done is None or was_skipped else done.loss
+        event = StepEvent(step=step, epoch=epoch, loss=loss, was_update=was_update)
+        self.callbacks.tell("on_step", event)
+
+    def _log(self, done: Done, *, step: int, epoch: int) -> None:
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        event = log_event(done, step=step, epoch=epoch, optimizer=self._optimizer, scale=scale)
+        if event is not None:
+            logger.info("%s", log_line(event))
+            self.callbacks.tell("on_log", event)
+
+
+def log_event(
+    done: Done, *, step: int, epoch: int, optimizer: Optimizer, scale: float
+) -> LogEvent | None:
+    """The numbers of an update; None when no statistics were taken of it."""
+    if done.before is None or done.after is None:
+        return None
+    return LogEvent(
+        step=step,
+        epoch=epoch,
+        loss=float(done.loss),
+        terms={name: float(term) for name, term in done.terms.items()},
+        norm=done.before.norm,
+        norm_after_clipping=done.after.norm,
+        largest=done.before.largest,
+        learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        scale=scale,
+    )
+
+
+def log_line(event: LogEvent) -> str:
+    """The event in one line."""
+    terms = ", ".join(f"{name} {value:.4g}" for name, value in event.terms.items())
+    norm = f"{event.norm:.4g}"
+    if event.norm_after_clipping != event.norm:
+        norm += f" clipped to {event.norm_after_clipping:.4g}"
+    largest = ", ".join(f"{name} {value:.3g}" for name, value in event.largest[:3])
+    rates = ", ".join(f"{rate:.3g}" for rate in event.learning_rates)
+    parts = [
+        f"loss {event.loss:.4g}" + (f" ({terms})" if terms else ""),
+        f"gradient norm {norm}" + (f" (largest: {largest})" if largest else ""),
+        f"lr {rates}",
+        *([f"scale {event.scale:g}"] if event.scale != 1.0 else []),
+    ]
+    return f"step {event.step}: " + "; ".join(parts)
+
+
+def incident_line(incident: Incident) -> str:
+    """The incident in one line: what, where, why, and what was done."""
+    first = incident.reports[0] if incident.reports else None
+    what = f"{first.location} is {first.nan_type.value}" if first else "a value is not finite"
+    more = f" and {len(incident.reports) - 1} more" if len(incident.reports) > 1 else ""
+    origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome
+    where = f", from {origin.file}:{origin.line}" if origin and origin.file else ""
+    why = f". {diagnosis.cause}: {diagnosis.why} {diagnosis.fix}" if diagnosis else "."
+    did = f" Done: {outcome.strategy}: {outcome.detail}." if outcome else ""
+    return f"step {incident.step}: {what}{more}{where}{why}{did}"
+
+
+def with_terms(
+    reports: tuple[NaNReport, ...], bad_losses: dict[str, Tensor]
+) -> tuple[NaNReport, ...]:
+    """The reports with one for each bad loss term, which comes before the loss it spoils."""
+    seen = {report.location for report in reports}
+    terms = [report_on(name, t) for name, t in bad_losses.items() if name not in seen]
+    return (*sorted(terms, key=lambda report: report.location == "loss"), *reports)

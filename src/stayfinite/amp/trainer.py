@@ -1,0 +1,302 @@
+"""AMPTrainer: a training loop in mixed precision that stays finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.amp import checkpoints
+from stayfinite.amp.clamping import ActivationClamp
+from stayfinite.amp.config import AMPConfig
+from stayfinite.amp.devices import on_device, place
+from stayfinite.amp.evaluation import Evaluation, evaluate
+from stayfinite.amp.events import EpochEvent
+from stayfinite.amp.fitting import Epoch, length_of, run_epochs
+from stayfinite.amp.followers import Followers, SchedulerEvery
+from stayfinite.amp.losses import Losses, LossFunction, losses_of
+from stayfinite.amp.precision import autocast_for, scaler_for
+from stayfinite.amp.rates import set_learning_rate
+from stayfinite.amp.telling import Teller
+from stayfinite.amp.update import Accumulation, Done, Setup, Update
+from stayfinite.amp.validation import require_ready
+from stayfinite.amp.watching import ChosenGuard, watch_chosen
+from stayfinite.errors import ConfigError, InputError, NonFiniteError, TrainingAbortedError
+from stayfinite.records import Incident
+
+logger = logging.getLogger("stayfinite")
+
+
+class AMPTrainer:
+    """Trains a model in fp16, bf16 or fp32; a bad step is undone, explained and recovered from.
+
+    A batch is (inputs, targets) for `loss_fn(model(inputs), targets)`. Without a loss_fn the
+    model makes its own loss: a mapping is passed as keyword arguments, a tuple as arguments, and
+    the result is the loss, or has one. A dict of several terms is added up unless it has "loss".
+
+    A scheduler is stepped after each update (scheduler_every="epoch": after each epoch of fit).
+    `ema` is torch's AveragedModel, or has update(). `batches_per_epoch` is needed only for a
+    warm-up without `fit` or with a loader that has no length.
+
+    It watches torch until `close()`, the end of a `with` block, or until it is garbage.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> batch = torch.ones(4, 2), torch.ones(4, 1)
+    >>> config = AMPConfig(precision="bf16", gradient_clip_val=1.0)
+    >>> with AMPTrainer(config, model, optimizer, torch.nn.functional.mse_loss) as trainer:
+    ...     first, *_, last = (trainer.training_step(batch) for _ in range(20))
+    >>> bool(last < first), trainer.step
+    (True, 20)
+    """
+
+    def __init__(
+        self,
+        config: AMPConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFunction | None = None,
+        scheduler: Any = None,
+        *,
+        ema: Any = None,
+        callbacks: Sequence[Any] = (),
+        scheduler_every: SchedulerEvery = "update",
+        batches_per_epoch: int | None = None,
+    ) -> None:
+        _require_kinds(config, model, optimizer)
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.device = place(model, config.device)
+        self.epoch = 0
+        if config.learning_rate is not None:
+            set_learning_rate(optimizer, config.learning_rate, scheduler=scheduler)
+        self.scaler = scaler_for(config, self.device)
+        self._loss_fn = loss_fn
+        self._window = Accumulation()
+        self._followers = Followers(
+            config, model, optimizer, scheduler=scheduler, every=scheduler_every, ema=ema
+        )
+        self._update = Update(
+            Setup(
+                config=config,
+                model=model,
+                optimizer=optimizer,
+                loss_fn=loss_fn,
+                device=self.device,
+                scaler=self.scaler,
+                window=self._window,
+                after_update=self._followers.after_update,
+            )
+        )
+        self._teller = Teller(
+            callbacks, optimizer=optimizer, scaler=self.scaler, bad_losses=self._update.bad_losses
+        )
+        self._is_ready = False
+        limit = config.clamp_activations
+        self._clamp = None if limit is None else ActivationClamp(model, limit)
+        self.guard = self._watched(ema)
+        self._finalizer = weakref.finalize(self, _let_go, self.guard, self._clamp)
+        if batches_per_epoch is not None:
+            self._begin_warmup(batches_per_epoch)
+
+    @property
+    def step(self) -> int:
+        """Updates that were made."""
+        return self._window.updates
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Every bad step so far, with its cause and what was done about it."""
+        return self._teller.incidents
+
+    def training_step(self, batch: Any, *, batches_left: int | None = None) -> Tensor | None:
+        """The loss of this batch, or None when the step was skipped or recovered from.
+
+        It is detached, still on its device, and of this batch alone: neither scaled nor divided.
+        With accumulation only every n-th call updates the weights, and a bad batch spoils its
+        whole window; the None comes at the batch itself and at the end of the window. With
+        `batches_left`, this one included, the last window of an epoch is a short one if need be.
+
+        Raises TrainingSetupError before the first step if training cannot begin like this, and
+        TrainingAbortedError when recovery fails; the weights are then those of the last good step.
+        """
+        batch = on_device(batch, self.device)
+        if not self._is_ready:
+            self._check_ready(batch)
+        if self._window.is_at_start:
+            looks = self.guard is not None and self.guard.looks_at_loss
+            size = self.config.accumulate_grad_batches
+            size = size if batches_left is None else min(size, batches_left)
+            self._update.begin_window(size, looks_at_loss=looks)
+        bad = len(self._update.bad_losses)
+        done = self._run(batch)
+        if self._teller.has_news or len(self._update.bad_losses) > bad:
+            done = None
+        self._teller.batch_done(done, step=self.step, epoch=self.epoch)
+        if done is None or not done.was_update:
+            return None if done is None or done.was_attempted else done.loss
+        every = self.config.checkpoint_every
+        if every is not None and self.step % every == 0:
+            self._checkpoint()
+        return done.loss
+
+    def fit(self, loader: Iterable[Any], epochs: int = 1) -> list[EpochEvent]:
+        """Train so many epochs on the loader, with a progress bar where there is a terminal.
+
+        The last window of an epoch is a short one if need be; where the loader has no length, it
+        goes on in the next epoch.
+        """
+        events: list[EpochEvent] = []
+        length = length_of(loader)
+        if length is not None:
+            self._begin_warmup(length)
+        run_epochs(
+            lambda batch, left: self.training_step(batch, batches_left=left),
+            loader,
+            epochs,
+            after_epoch=lambda epoch: events.append(self._end_epoch(epoch)),
+        )
+        return events
+
+    def evaluate(self, loader: Iterable[Any], *, model: nn.Module | None = None) -> Evaluation:
+        """The mean loss over the loader, of the model or of another one, such as its average.
+
+        Batches whose loss is not finite are named in the result and are in no mean.
+        """
+        batches = (on_device(batch, self.device) for batch in loader)
+        losses_of_batch = functools.partial(self._losses, model=model)
+        return evaluate(batches, model=model or self.model, losses_of_batch=losses_of_batch)
+
+    def save(self, path: str | Path) -> None:
+        """Write all of training to one file: what was there stays until the new one is complete.
+
+        NonFiniteError if a weight or the optimizer's state is not finite; nothing is written.
+        Gradients of a window that is under way are not saved: it begins again after `load`.
+        """
+        counts = {"epoch": self.epoch, "updates": self.step}
+        checkpoints.save(self._saved(), Path(path), counts=counts)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a file that `save` wrote; CheckpointError if it cannot be used.
+
+        All is checked before anything is changed. The file is read without running code in it.
+        """
+        counts = checkpoints.load(self._saved(), Path(path))
+        self.epoch = counts["epoch"]
+        self._window.load_state_dict({"updates": counts["updates"], "batches": 0, "size": 1})
+
+    def log_nan_recovery(self, incident: Incident) -> None:
+        """Write a line about this incident to the log; done by itself for each of ours."""
+        self._teller.log_incident(incident)
+
+    def close(self) -> None:
+        """Leave torch and the model as they were; a second call does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_ready(self, batch: Any) -> None:
+        """Raise if training cannot begin with this batch."""
+        if self._followers.warmup is not None and self._followers.warmup.length is None:
+            raise ConfigError(
+                f"warmup_epochs is {self.config.warmup_epochs:g}, but it is not known how long an "
+                "epoch is: give batches_per_epoch."
+            )
+        require_ready(
+            self.model,
+            self.optimizer,
+            batch,
+            losses_of_batch=self._losses,
+            has_scheduler=self._followers.has_scheduler,
+        )
+        self._is_ready = True
+
+    def _losses(self, batch: Any, model: nn.Module | None = None) -> Losses:
+        model = self.model if model is None else model
+        with autocast_for(self.config, self.device):
+            return losses_of(batch, model=model, loss_fn=self._loss_fn)
+
+    def _begin_warmup(self, batches_per_epoch: int) -> None:
+        if self._followers.warmup is not None:
+            updates = math.ceil(batches_per_epoch / self.config.accumulate_grad_batches)
+            self._followers.warmup.begin(updates)
+
+    def _run(self, batch: Any) -> Done | None:
+        if self.guard is None:
+            return self._update(batch)
+        try:
+            return self.guard.step(self._update, batch)
+        except TrainingAbortedError as error:
+            error.incident = self.incidents[-1]  # it names the terms of the loss too
+            raise
+
+    def _end_epoch(self, epoch: Epoch) -> EpochEvent:
+        event = EpochEvent(epoch=self.epoch, step=self.step, **dataclasses.asdict(epoch))
+        self._followers.after_epoch(epoch.loss)
+        self.epoch += 1
+        if self.config.checkpoint_dir is not None:
+            self._checkpoint()
+        self._teller.callbacks.tell("on_epoch", event)
+        return event
+
+    def _checkpoint(self) -> None:
+        """A checkpoint of this step, unless the state is bad: then the older ones are kept."""
+        try:
+            self.save(Path(self.config.checkpoint_dir or "") / f"step-{self.step:08d}.pt")
+        except NonFiniteError as error:
+            logger.error("%s", error)
+
+    def _saved(self) -> checkpoints.Saved:
+        return checkpoints.Saved(
+            model=self.model,
+            optimizer=self.optimizer,
+            schedulers=tuple(self._followers.all_schedulers()),
+            scaler=self.scaler,
+            ema=self._followers.ema,
+        )
+
+    def _watched(self, ema: Any) -> ChosenGuard | None:
+        """The guard; None when nothing is to be looked at."""
+        checks = self.config.nan_detection
+        if not (checks.check_loss or checks.check_gradients or checks.check_parameters):
+            return None
+        return watch_chosen(
+            self.model,
+            self.optimizer,
+            checks,
+            scaler=self.scaler,
+            schedulers=[*self._followers.all_schedulers(), self._window],
+            ema=ema,
+            on_incident=self._teller.noticed,
+        )
+
+
+def _require_kinds(config: Any, model: Any, optimizer: Any) -> None:
+    kinds = ((config, AMPConfig), (model, nn.Module), (optimizer, Optimizer))
+    for (value, kind), name in zip(kinds, ("config", "model", "optimizer"), strict=True):
+        if not isinstance(value, kind):
+            raise InputError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}.")
+
+
+def _let_go(guard: ChosenGuard | None, clamp: ActivationClamp | None) -> None:
+    if guard is not None:
+        guard.close()
+    if clamp is not None:
+        clamp.remove()

@@ -20,7 +20,7 @@ from stayfinite.errors import ConfigError, InputError
 Target = nn.Module | Optimizer | Tensor | Iterable[Tensor]
 Drop = Literal["elements", "tensors"]
 
-_SUMMED = 1 << 18  # elements that are added up in their own precision
+_SUMMED = 1 << 16  # elements that are added up in their own precision
 _WIDENED = 1 << 20  # elements that are widened together
 _HALF = {torch.float16, torch.bfloat16}
 # For other powers, and for smaller norms of these, a term may underflow.
@@ -247,9 +247,8 @@ def _multiply(parts: list[Tensor], norm: _Norm, max_norm: float) -> None:
     second = max_norm / norm.ratio / (norm.largest * first)
     for group in _by_kind(parts):
         memory = [compact(part) for part in group]
-        calculated = torch.float32 if group[0].dtype in _HALF else group[0].dtype
-        if first * second > torch.finfo(calculated).tiny:
-            torch._foreach_mul_(memory, first * second)
-        else:
-            torch._foreach_mul_(memory, first)
-            torch._foreach_mul_(memory, second)
+        dtype = torch.float32 if group[0].dtype in _HALF else group[0].dtype.to_real()
+        fits = first * second > torch.finfo(dtype).tiny
+        for factor in (first * second,) if fits else (first, second):
+            # As a tensor: a plain number would be rounded to float16 first.
+            torch._foreach_mul_(memory, torch.tensor(factor, dtype=dtype, device=memory[0].device))

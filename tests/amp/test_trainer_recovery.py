@@ -1,0 +1,307 @@
+"""AMPTrainer and bad steps: what is looked at, how often, what is done, and when it gives up."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import (
+    Heard,
+    all_steps,
+    batches,
+    config,
+    mse,
+    raw,
+    recovering,
+    small_model,
+    trainer_of,
+    without,
+)
+
+from stayfinite.amp.trainer import AMPTrainer
+from stayfinite.errors import TrainingAbortedError
+from stayfinite.recover.config import RecoveryStrategy
+from stayfinite.testing import inject
+
+
+def finite(model: nn.Module) -> bool:
+    return all(bool(t.isfinite().all()) for t in [*model.parameters(), *model.buffers()])
+
+
+class RootOfSquare(torch.autograd.Function):
+    """Finite forward, infinite backward where the input is 0: what sqrt does at 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.abs()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient / x.abs() * x
+
+
+def spoiling_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is NaN, though it is finite, for the batches whose targets are all 0."""
+    spoiled = bool((target == 0).all())
+    return mse(RootOfSquare.apply(output * 0) if spoiled else output, target)
+
+
+def with_spoiling(count: int, *bad: int) -> list[tuple[Tensor, Tensor]]:
+    made = batches(count)
+    return [(x, torch.zeros_like(y)) if n in bad else (x, y) for n, (x, y) in enumerate(made)]
+
+
+def test_bad_gradient_of_a_finite_loss_is_vetoed() -> None:
+    model = small_model()
+    with trainer_of(config(), model, loss_fn=spoiling_loss) as trainer:
+        losses = all_steps(trainer, with_spoiling(6, 3))
+        (incident,) = trainer.incidents
+    assert [n for n, loss in enumerate(losses) if loss is None] == [3]
+    assert incident.reports[0].location.startswith("gradients.")
+    assert finite(model)
+
+
+def test_clipping_does_not_hide_a_bad_gradient() -> None:
+    given = config(gradient_clip_val=1.0)
+    with trainer_of(given, small_model(), loss_fn=spoiling_loss) as trainer:
+        assert all_steps(trainer, with_spoiling(4, 2))[2] is None
+        assert len(trainer.incidents) == 1
+
+
+def test_each_bad_term_of_the_loss_is_named_before_the_loss() -> None:
+    def terms(output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        near = mse(output, target)
+        # 0 / 0 for the targets that are all 0
+        return {"near": near, "ratio": near * 0 + target.sum() / target.sum().abs()}
+
+    model = small_model()
+    with trainer_of(config(), model, loss_fn=terms) as trainer:
+        losses = all_steps(trainer, with_spoiling(4, 2))
+        (incident,) = trainer.incidents
+    assert losses[2] is None
+    places = [report.location for report in incident.reports]
+    assert places[:2] == ["loss.ratio", "loss"]
+    assert "loss.near" not in places
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_run_is_aborted_at_the_last_allowed_bad_step(count: int) -> None:
+    made = batches(12, bad=tuple(range(4, 12)))
+    plain, ours = small_model(), small_model()
+    torch.manual_seed(7)
+    with trainer_of(config(), plain) as trainer:
+        all_steps(trainer, made[:4])
+    torch.manual_seed(7)
+    detect = {"recovery": recovering(max_consecutive_nans=count)}
+    heard = Heard()
+    with trainer_of(config(detect=detect), ours, callbacks=[heard]) as trainer:
+        all_steps(trainer, made[: 4 + count - 1])
+        with pytest.raises(TrainingAbortedError) as caught:
+            trainer.training_step(made[4 + count])
+        assert caught.value.incident == trainer.incidents[-1]
+        assert len(trainer.incidents) == count
+    assert caught.value.incident.outcome.strategy == "abort"
+    assert raw(ours) == raw(plain)
+    assert len(heard.named("on_nan")) == count
+    assert len(heard.named("on_recovery")) == count - 1
+
+
+def test_good_step_ends_the_streak() -> None:
+    bad = (2, 3, 5, 6, 8, 9)
+    detect = {"recovery": recovering(max_consecutive_nans=3)}
+    with trainer_of(config(detect=detect), small_model()) as trainer:
+        losses = all_steps(trainer, batches(12, bad=bad))
+    assert [n for n, loss in enumerate(losses) if loss is None] == list(bad)
+
+
+def test_abort_strategy_stops_at_once() -> None:
+    detect = {"recovery": recovering(primary_strategy=RecoveryStrategy.ABORT)}
+    model = small_model()
+    with trainer_of(config(detect=detect), model) as trainer:
+        all_steps(trainer, batches(2))
+        with pytest.raises(TrainingAbortedError):
+            trainer.training_step(batches(3, bad=(2,))[2])
+    assert finite(model)
+
+
+def test_clip_strategy_makes_the_step_with_what_is_left() -> None:
+    detect = {"recovery": recovering(primary_strategy="clip")}
+    model = nn.Linear(4, 1)
+    with trainer_of(config(detect=detect), model) as trainer:
+        all_steps(trainer, batches(3))
+        before = raw(model)
+        with inject(model, trainer.optimizer, gradient="weight", value="inf", persistent=True):
+            assert trainer.training_step(batches(1)[0]) is None
+        assert trainer.incidents[0].outcome.strategy == "clip"
+        assert trainer.step == 4
+    assert raw(model) != before
+    assert finite(model)
+
+
+def test_reset_strategy_brings_back_the_last_snapshot() -> None:
+    detect = {"recovery": recovering(primary_strategy="reset", snapshot_every=2)}
+    made = batches(6, bad=(5,))
+    plain, ours = small_model(), small_model()
+    torch.manual_seed(7)
+    with trainer_of(config(), plain) as trainer:
+        all_steps(trainer, made[:4])
+    torch.manual_seed(7)
+    with trainer_of(config(detect=detect), ours) as trainer:
+        all_steps(trainer, made)
+        assert trainer.incidents[0].outcome.strategy == "reset"
+        assert trainer.step == 4
+    assert raw(ours) == raw(plain)
+
+
+def test_scale_is_reduced_in_fp16() -> None:
+    given = config("fp16")
+    with trainer_of(given, small_model()) as trainer:
+        all_steps(trainer, batches(6))
+        assert trainer.scaler is not None
+        before = trainer.scaler.get_scale()
+        trainer.training_step(batches(7, bad=(6,))[6])
+        assert trainer.incidents[0].outcome.strategy in ("reduce_scale", "skip")
+        assert trainer.scaler.get_scale() in (before, before / 2)
+
+
+def test_transient_fault_is_retried_when_asked_for() -> None:
+    made = batches(8)
+    plain, ours = small_model(), small_model()
+    torch.manual_seed(7)
+    with trainer_of(config(), plain) as trainer:
+        all_steps(trainer, made)
+    torch.manual_seed(7)
+    detect = {"recovery": recovering(primary_strategy="skip", skip_batch_after_nan=False)}
+    faults = iter([False] * 4 + [True] + [False] * 100)
+
+    def flaky(output: Tensor, target: Tensor) -> Tensor:
+        loss = mse(output, target)
+        return loss * math.nan if next(faults) else loss
+
+    with trainer_of(config(detect=detect), ours, loss_fn=flaky) as trainer:
+        losses = all_steps(trainer, made)
+        assert trainer.step == 8
+        assert trainer.incidents[0].diagnosis.cause == "transient_fault"
+    assert [n for n, loss in enumerate(losses) if loss is None] == [4]
+    assert raw(ours) == raw(plain)
+
+
+def test_without_any_check_a_bad_batch_reaches_the_weights() -> None:
+    detect = {"check_loss": False, "check_gradients": False}
+    model = nn.Linear(4, 1)
+    with trainer_of(config(detect=detect), model) as trainer:
+        all_steps(trainer, batches(4, bad=(2,)))
+        assert trainer.incidents == []
+    assert not finite(model)
+
+
+def test_without_the_check_of_the_loss_it_is_the_gradient_that_is_found() -> None:
+    with trainer_of(config(detect={"check_loss": False}), small_model()) as trainer:
+        all_steps(trainer, batches(4, bad=(2,)))
+        (incident,) = trainer.incidents
+    assert all(report.location.startswith("gradients.") for report in incident.reports)
+
+
+def test_without_the_check_of_gradients_a_bad_one_passes_and_is_undone_later() -> None:
+    model = small_model()
+    detect = {"check_gradients": False, "recovery": recovering(snapshot_every=1)}
+    with trainer_of(config(detect=detect), model, loss_fn=spoiling_loss) as trainer:
+        made = with_spoiling(8, 4)
+        all_steps(trainer, made[:5])
+        assert trainer.incidents == []
+        assert not finite(model)
+        all_steps(trainer, made[5:])
+        (incident,) = trainer.incidents
+    assert incident.reports[0].location.startswith("parameters.")
+    assert finite(model)
+
+
+class Poisoned(torch.optim.SGD):
+    """Writes a NaN into the last weight at its third step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        result = super().step(closure)
+        if self.steps == 3:
+            with torch.no_grad():
+                self.param_groups[0]["params"][-1].fill_(math.nan)
+        return result
+
+
+@pytest.mark.parametrize("check_parameters", [True, False])
+def test_check_of_parameters_finds_at_once_what_is_found_later_without(
+    check_parameters: bool,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    detect = {
+        "check_parameters": check_parameters,
+        "recovery": recovering(snapshot_every=1),
+    }
+    optimizer = Poisoned(model.parameters(), lr=0.01)
+    with AMPTrainer(config(detect=detect), model, optimizer, mse) as trainer:
+        losses = all_steps(trainer, batches(3))
+        assert (len(trainer.incidents) == 1) is check_parameters
+        assert finite(model) is check_parameters
+        if check_parameters:
+            assert losses[2] is None
+        all_steps(trainer, batches(3))
+        assert len(trainer.incidents) >= 1
+    assert finite(model)
+
+
+@pytest.mark.parametrize(("bad", "is_seen_at_once"), [(4, True), (5, False), (6, False)])
+def test_steps_between_the_checked_ones_are_not_looked_at(bad: int, is_seen_at_once: bool) -> None:
+    made = batches(12, bad=(bad,))
+    detect = {"detection_interval": 4, "recovery": recovering(snapshot_every=1)}
+    model = small_model()
+    with trainer_of(config(detect=detect), model) as trainer:
+        all_steps(trainer, made[: bad + 1])
+        assert bool(trainer.incidents) is is_seen_at_once
+        assert finite(model) is is_seen_at_once
+        all_steps(trainer, made[bad + 1 :])
+        assert len(trainer.incidents) == 1
+    assert finite(model)
+
+
+def test_incident_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "stayfinite"), trainer_of(config(), small_model()) as t:
+        all_steps(t, batches(3, bad=(2,)))
+        t.log_nan_recovery(t.incidents[0])
+    first, again = (record.getMessage() for record in caplog.records)
+    assert first == again
+    assert first.startswith("step 2: loss is nan")
+    assert "bad_input_data" in first
+    assert "Done: skip" in first
+    assert "\n" not in first
+
+
+def test_fp16_overflow_of_the_scale_is_no_incident() -> None:
+    heard = Heard()
+    with trainer_of(config("fp16", loss_scale=2.0**24), nn.Linear(4, 1), callbacks=[heard]) as t:
+        assert all_steps(t, batches(2)) == [None, None]
+        assert t.incidents == []
+    assert [event.was_update for event in heard.named("on_step")] == [False, False]
+
+
+def test_rewind_skips_the_batches_that_follow() -> None:
+    ladder = {"primary_strategy": "rewind", "rewind_snapshots": 0, "rewind_skip_batches": 3}
+    detect = {"recovery": recovering(snapshot_every=2, **ladder)}
+    made = batches(12, bad=(5,))
+    plain, ours = small_model(), small_model()
+    torch.manual_seed(7)
+    with trainer_of(config(), plain) as trainer:
+        all_steps(trainer, without(made, 4, 5, 6, 7, 8))
+    torch.manual_seed(7)
+    with trainer_of(config(detect=detect), ours) as trainer:
+        losses = all_steps(trainer, made)
+        assert trainer.step == 7
+    assert [n for n, loss in enumerate(losses) if loss is None] == [5, 6, 7, 8]
+    assert raw(ours) == raw(plain)

@@ -35,6 +35,7 @@ from stayfinite.recover.scale import (
 )
 from stayfinite.recover.situation import Answer, Cannot, Done, Situation, Trouble
 from stayfinite.recover.state import drop_gradients, first_bad_state
+from stayfinite.snapshot import Snapshot
 
 logger = logging.getLogger("stayfinite")
 _MOST_NAMES = 3
@@ -95,7 +96,7 @@ def clip(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answ
 
 
 def reset_model(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
-    return _go_back(situation, 0)
+    return _go_back(situation)
 
 
 def rewind(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
@@ -151,7 +152,7 @@ def abort(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Ans
     drop_gradients(situation)
     if first_bad_state(situation, trouble) is None:
         return Done("training stops here; the weights were not touched")
-    answer = _go_back(situation, 0)
+    answer = _go_back(situation)
     if isinstance(answer, Cannot):
         return Done(f"training stops here; the state is not finite, and {answer.reason}")
     return Done(f"training stops here; {answer.detail}", went_back_to=answer.went_back_to)
@@ -204,12 +205,29 @@ def _clip_text(result: ClipResult) -> str:
     return f"{result.dropped_elements} bad elements were dropped from {names}; {text}"
 
 
-def _go_back(situation: Situation, snapshots: int) -> Answer:
-    """Restore the snapshot that is so many older than the newest, or the oldest there is."""
+def way_back(
+    strategy: RecoveryStrategy, situation: Situation, config: RecoveryConfig
+) -> Snapshot | None:
+    """The snapshot that the strategy would restore; None where it restores none."""
+    if strategy is RecoveryStrategy.RESET_MODEL:
+        return _snapshot(situation)[1]
+    if strategy is RecoveryStrategy.REWIND:
+        return _snapshot(situation, config.rewind_snapshots)[1]
+    return None
+
+
+def _snapshot(situation: Situation, back: int = 0) -> tuple[int, Snapshot | None]:
+    """The one that is so many older than the newest, or the oldest there is."""
     ring = situation.snapshots
-    if ring is None or not len(ring):
+    number = min(back, len(ring) - 1) if ring is not None else -1
+    return number, ring.back(number) if ring is not None else None
+
+
+def _go_back(situation: Situation, back: int = 0) -> Answer:
+    number, snapshot = _snapshot(situation, back)
+    if snapshot is None or situation.snapshots is None:
         return Cannot("there is no snapshot")
-    snapshot = ring.restore(min(snapshots, len(ring) - 1))
+    situation.snapshots.restore(number)
     drop_gradients(situation)
     return Done(f"back at the snapshot of step {snapshot.step}", went_back_to=snapshot.step)
 

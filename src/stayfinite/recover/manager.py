@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stayfinite.detect.gradients import params_of
 from stayfinite.records import NaNReport
-from stayfinite.recover.actions import act
+from stayfinite.recover.actions import act, way_back
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.recover.policy import History, choose
 from stayfinite.recover.rates import rates_of
+from stayfinite.recover.recommend import Past, recommendations
+from stayfinite.recover.recovery import Observed
 from stayfinite.recover.recovery import Recovery as Recovery
 from stayfinite.recover.scale import current_scale
-from stayfinite.recover.situation import Done, Situation, Trouble
-
-if TYPE_CHECKING:
-    from stayfinite.snapshot import Snapshot, SnapshotRing
+from stayfinite.recover.situation import Cannot, Done, Situation, Trouble
+from stayfinite.snapshot import Snapshot, SnapshotRing, TrainingState
 
 logger = logging.getLogger("stayfinite")
 
@@ -47,7 +47,9 @@ class NaNRecoveryManager:
     def __init__(self, config: RecoveryConfig | None = None) -> None:
         self.config = RecoveryConfig() if config is None else config
         self.batches_to_skip = 0
-        self._history = History()
+        self._before = History()  # as of the last bad step
+        self._good_since = 0
+        self._norms, self._losses, self._rates = Observed(), Observed(), Observed()
         self._recoveries: list[Recovery] = []
         self._ring: SnapshotRing | None = None
         self._members: tuple[Any, ...] = ()
@@ -84,10 +86,10 @@ class NaNRecoveryManager:
         """Record a bad step, and do what the policy chooses; falls back while it cannot help."""
         trouble = Trouble(reports=tuple(reports), step=step, cause=cause)
         facts = _facts(situation)
-        self._history = self._history.after_bad_step()
+        self._before, self._good_since = self._history().after_bad_step(), 0
         tried: Tried = []
         strategy, done = self._first_that_helps(situation, trouble, tried)
-        self._remember(strategy, done, step)
+        self._remember(strategy, done)
         recovery = Recovery(
             step=step,
             location=trouble.report.location if trouble.report else "",
@@ -97,6 +99,7 @@ class NaNRecoveryManager:
             tried=tuple(tried),
             cause=cause,
             module=situation.module,
+            bad_in_a_row=self._before.bad_in_a_row,
             **facts,
         )
         self._recoveries.append(recovery)
@@ -106,23 +109,43 @@ class NaNRecoveryManager:
     def record_good_step(
         self,
         *,
-        grad_norm: float | None = None,
-        loss: float | None = None,
-        lr: float | None = None,
+        grad_norm: float | Tensor | None = None,
+        loss: float | Tensor | None = None,
+        lr: float | Tensor | None = None,
     ) -> None:
         """A step went well: the streak of bad ones is over.
 
         What is known of it makes get_recommendations() more concrete.
         """
-        self._history = self._history.after_good_step(self.config)
+        self._good_since += 1  # the rest is worked out when it matters
+        for kept, value in (
+            (self._norms, grad_norm),
+            (self._losses, loss),
+            (self._rates, lr),
+        ):
+            if value is not None:
+                kept.add(value)
 
     def should_abort(self) -> bool:
         """Whether the last bad step has used up what was allowed; a good step takes it back."""
-        return self._history.is_aborted
+        return self._history().is_aborted
 
     def get_recovery_history(self) -> list[Recovery]:
         """One record for each bad step, oldest first."""
         return list(self._recoveries)
+
+    def get_recommendations(self) -> list[str]:
+        """What to change, from the history: concrete, the most promising first."""
+        return recommendations(
+            Past(
+                recoveries=self._recoveries,
+                config=self.config,
+                norms=self._norms.values(),
+                losses=self._losses.values(),
+                rates=self._rates.values(),
+                is_streak_over=self._good_since > 0,
+            )
+        )
 
     def snapshot(
         self,
@@ -132,17 +155,18 @@ class NaNRecoveryManager:
         scheduler: Any = None,
         scaler: Any = None,
         ema: Any = None,
-        step: int = 0,
+        step: int | None = None,
     ) -> Snapshot:
-        """Keep this state for RESET_MODEL and REWIND; NonFiniteError if it is not finite."""
-        from stayfinite.snapshot import SnapshotRing, TrainingState
+        """Keep this state for RESET_MODEL and REWIND; NonFiniteError if it is not finite.
 
+        `step` is by default the number of good steps so far.
+        """
         members = (model, optimizer, scheduler, scaler, ema)
         if self._ring is None or [*map(id, members)] != [*map(id, self._members)]:
             state = TrainingState(model, optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
             self._ring = SnapshotRing(state, slots=self.config.snapshot_slots)
             self._members = members
-        return self._ring.take(step=step)
+        return self._ring.take(step=self._history().good if step is None else step)
 
     def take_skipped_batch(self) -> bool:
         """Whether the next batch is to be left out after REWIND; counts it."""
@@ -156,22 +180,36 @@ class NaNRecoveryManager:
         while self._undo:
             self._undo.pop()()
 
+    def _history(self) -> History:
+        if not self._good_since:
+            return self._before
+        return self._before.after_good_steps(self.config, self._good_since)
+
     def _first_that_helps(
         self, situation: Situation, trouble: Trouble, tried: Tried
     ) -> tuple[RecoveryStrategy, Done]:
         while True:
             cannot = frozenset(strategy for strategy, _ in tried)
-            strategy = choose(self.config, self._history, cannot=cannot)
-            answer = act(strategy, situation, self.config, trouble)
+            strategy = choose(self.config, self._before, cannot=cannot)
+            answer = self._circle(strategy, situation) or act(
+                strategy, situation, self.config, trouble
+            )
             if isinstance(answer, Done):
                 return strategy, answer
             if strategy is RecoveryStrategy.ABORT:  # it failed, and there is nothing beyond it
                 return strategy, Done(answer.reason)
             tried.append((strategy, answer.reason))
 
-    def _remember(self, strategy: RecoveryStrategy, done: Done, step: int) -> None:
-        lost = 0 if done.went_back_to is None else step - done.went_back_to
-        self._history = self._history.after_use(self.config, strategy, ground_lost=lost)
+    def _circle(self, strategy: RecoveryStrategy, situation: Situation) -> Cannot | None:
+        """Why going back would not help; None when it may, or where there is no way back."""
+        snapshot = way_back(strategy, situation, self.config)
+        history = self._before
+        if snapshot is None or not history.goes_in_circles(self.config, back_at=snapshot.step):
+            return None
+        return Cannot(f"it went back {history.returns} times without getting any farther")
+
+    def _remember(self, strategy: RecoveryStrategy, done: Done) -> None:
+        self._before = self._before.after_use(self.config, strategy, back_at=done.went_back_to)
         if done.undo is not None:
             self._undo.append(done.undo)
         if strategy is RecoveryStrategy.REWIND:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 
 ABORT = RecoveryStrategy.ABORT
-GOING_BACK = frozenset({RecoveryStrategy.RESET_MODEL, RecoveryStrategy.REWIND})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,36 +21,36 @@ class History:
 
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
+    good: int = 0
     recoveries: int = 0
     rung: int = 0
     uses: int = 0
     is_aborted: bool = False
-    returns: int = 0  # to a snapshot, without getting farther than before
-    ground_lost: int = 0  # steps that the last return has undone
-    good_since_return: int = 0
+    returns: int = 0  # to snapshots no newer than `farthest`, in a row
+    farthest: int | None = None  # the newest step that was ever gone back to
 
     def after_bad_step(self) -> History:
         """A bad step was noticed; nothing has been done about it yet."""
         return dataclasses.replace(self, bad_in_a_row=self.bad_in_a_row + 1, good_in_a_row=0)
 
-    def after_good_step(self, config: RecoveryConfig) -> History:
+    def after_good_steps(self, config: RecoveryConfig, count: int = 1) -> History:
         """The streak is over; often enough, one rung down, and the budget there is new."""
-        good = self.good_in_a_row + 1
-        calm = good % config.deescalate_after == 0
+        good = self.good_in_a_row + count
+        down = good // config.deescalate_after - self.good_in_a_row // config.deescalate_after
         return dataclasses.replace(
             self,
             bad_in_a_row=0,
             good_in_a_row=good,
-            rung=max(0, self.rung - 1) if calm else self.rung,
-            uses=0 if calm else self.uses,
+            good=self.good + count,
+            rung=max(0, self.rung - down),
+            uses=0 if down else self.uses,
             is_aborted=False,
-            good_since_return=self.good_since_return + 1,
         )
 
     def after_use(
-        self, config: RecoveryConfig, strategy: RecoveryStrategy, *, ground_lost: int = 0
+        self, config: RecoveryConfig, strategy: RecoveryStrategy, *, back_at: int | None = None
     ) -> History:
-        """The strategy was applied; `ground_lost` is how many steps it went back."""
+        """The strategy was applied; `back_at` is the step of the snapshot that it restored."""
         if strategy is ABORT:
             return dataclasses.replace(self, is_aborted=True)
         rung = next((n for n, each in _open_rungs(config, self) if each is strategy), self.rung)
@@ -61,18 +60,17 @@ class History:
             rung=rung,
             uses=self.uses + 1 if rung == self.rung else 1,
         )
-        return used._after_return(ground_lost) if strategy in GOING_BACK else used
+        return used if back_at is None else used._after_return(back_at)
 
-    def _after_return(self, ground_lost: int) -> History:
-        returns = 1 if self.good_since_return > self.ground_lost else self.returns + 1
-        return dataclasses.replace(
-            self, returns=returns, ground_lost=max(0, ground_lost), good_since_return=0
-        )
+    def _after_return(self, step: int) -> History:
+        if self.farthest is None or step > self.farthest:
+            return dataclasses.replace(self, returns=1, farthest=step)
+        return dataclasses.replace(self, returns=self.returns + 1)
 
-    def goes_in_circles(self, config: RecoveryConfig) -> bool:
-        """Whether going back once more would only lead to the same bad step again."""
-        got_farther = self.good_since_return > self.ground_lost
-        return not got_farther and self.returns >= config.max_consecutive_nans
+    def goes_in_circles(self, config: RecoveryConfig, *, back_at: int) -> bool:
+        """Whether to go back there again would only lead to the same bad step once more."""
+        is_new = self.farthest is None or back_at > self.farthest
+        return not is_new and self.returns >= config.max_consecutive_nans
 
 
 def choose(
@@ -98,8 +96,6 @@ def choose(
         candidates = [config.primary_strategy, config.fallback_strategy]
     else:
         candidates = [config.fallback_strategy]
-    if history.goes_in_circles(config):
-        cannot = cannot | GOING_BACK
     return next((strategy for strategy in candidates if strategy not in cannot), ABORT)
 
 

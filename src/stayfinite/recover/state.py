@@ -29,11 +29,11 @@ def first_bad_state(situation: Situation, trouble: Trouble) -> str | None:
 
 
 def _state(situation: Situation, trouble: Trouble) -> Iterator[Named]:
-    # Other buffers may hold -inf on purpose, as attention masks do.
+    # Buffers and frozen parameters may hold -inf on purpose, as attention masks do.
     reported = {report.location for report in trouble.reports}
     if situation.model is not None:
         for name, tensor in named_weights(situation.model):
-            if name.startswith("parameters.") or name in reported:
+            if tensor.requires_grad or name in reported:
                 yield name, tensor
     for number, param in enumerate(params_of(situation.optimizer)):
         yield f"parameters.{number}", param

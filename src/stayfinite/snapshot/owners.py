@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from stayfinite.detect.gradients import params_of
 from stayfinite.detect.walk import named_tensors
 from stayfinite.snapshot.cells import DictCell, FrozenCell, GradientsCell, ListCell, ProtocolCell
-from stayfinite.snapshot.census import Census, enter_record
+from stayfinite.snapshot.census import Census
+from stayfinite.snapshot.plain import CONSTANTS
 
 # Hooks and children are not state; parameters and buffers are walked on their own.
 _MODULE_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
@@ -37,8 +38,8 @@ def add_modules(
         census.cells.append(
             DictCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
         )
-        _add_buffers(census, module, f"{prefix}buffers.{name}", part or "buffers")
-        _add_attributes(census, module, f"{prefix}attributes.{name}", part or "attributes")
+        add_buffers(census, module, f"{prefix}buffers.{name}", part or "buffers")
+        add_attributes(census, module, f"{prefix}attributes.{name}", part or "attributes")
     unique = list({id(param): param for _, param in params}.values())
     frozen = FrozenCell(unique, f"{prefix}requires_grad", part or "attributes")
     census.cells.append(frozen)
@@ -57,13 +58,13 @@ def _held(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
-def _add_buffers(census: Census, module: nn.Module, name: str, part: str) -> None:
+def add_buffers(census: Census, module: nn.Module, name: str, part: str) -> None:
     census.cells.append(DictCell(module._buffers, name, part))
     for key, buffer in _held(module._buffers):
         census.tensor(buffer, f"{name}{key}", part)
 
 
-def _add_attributes(census: Census, module: nn.Module, name: str, part: str) -> None:
+def add_attributes(census: Census, module: nn.Module, name: str, part: str) -> None:
     is_wrapper = type(module).__module__.startswith(_WRAPPERS)
     machinery = frozenset(vars(module)) - {"training"} if is_wrapper else _MODULE_MACHINERY
     census.attributes(module, name.removesuffix("."), part, skipped=machinery)
@@ -89,30 +90,35 @@ def add_gradients(census: Census, named: Iterable[tuple[str, Tensor]]) -> None:
 
 def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Its state, its groups with all hyperparameters, and plain attributes."""
+
+    def enter(census: Census, value: Any, name: str, part: str) -> None:
+        # Optimizers around another one, such as SAM and Lookahead, hold it as an attribute.
+        if isinstance(value, Optimizer) and census.is_new(value):
+            add_optimizer(census, value, names)
+
     add_param_groups(census, optimizer)
     census.cells.append(DictCell(optimizer.state, "optimizer.state", "optimizer"))
     for key, state in optimizer.state.items():
         name = names.get(key, "parameter") if isinstance(key, Tensor) else str(key)
         census.value(state, f"optimizer.{name}", "optimizer")
+    census.is_new(optimizer)
     census.attributes(
-        optimizer, "optimizer", "optimizer", skipped=_OPTIMIZER_MACHINERY, enter=_enter_inner
+        optimizer, "optimizer", "optimizer", skipped=_OPTIMIZER_MACHINERY, enter=enter
     )
 
 
 def add_param_groups(census: Census, optimizer: Optimizer) -> None:
-    """The parameters in the groups belong to the model, which comes first."""
+    """All hyperparameters; the parameters in the groups belong to the first part."""
     groups = optimizer.param_groups
     census.cells.append(ListCell(groups, "param_groups", "param_groups"))
     for number, group in enumerate(groups):
-        census.value(group, f"param_groups.{number}", "param_groups")
-
-
-def _enter_inner(census: Census, value: Any, name: str, part: str) -> None:
-    """Optimizers around another one, such as SAM and Lookahead, hold it as an attribute."""
-    if isinstance(value, Optimizer):
-        add_optimizer(census, value, {})
-    else:
-        enter_record(census, value, name, part)
+        name = f"param_groups.{number}"
+        census.cells.append(DictCell(group, name, "param_groups"))
+        for key, value in group.items():
+            if key == "params":
+                census.cells.append(ListCell(value, f"{name}.params", "param_groups"))
+            elif type(value) not in CONSTANTS:
+                census.value(value, f"{name}.{key}", "param_groups")
 
 
 def add_object(census: Census, owner: Any, name: str, part: str) -> None:
@@ -135,8 +141,6 @@ def _enter_member(census: Census, value: Any, name: str, part: str) -> None:
         return
     elif isinstance(value, LRScheduler) or gives_its_state(value) or callable(value):
         add_object(census, value, name, part)
-    else:
-        enter_record(census, value, name, part)
 
 
 def gives_its_state(owner: Any) -> bool:

@@ -85,7 +85,7 @@ def _entries(cell: Cell) -> list[tuple[Any, Any]]:
     content = cell.content()
     if isinstance(cell, AttributesCell):
         return [(k, v) for k, v in content.items() if k not in cell.skipped and is_state(v)]
-    return [("", content)] if isinstance(cell, ArrayCell) else items_of(content) or []
+    return [("", content)] if isinstance(cell, ArrayCell) else list(items_of(content))
 
 
 def picture(value: Any, *, deep: bool = False) -> Any:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from stayfinite.detect.scan import all_finite
 from stayfinite.snapshot.census import PARTS, Item
 from stayfinite.snapshot.copies import Offload
-from stayfinite.snapshot.mark import Mark
+from stayfinite.snapshot.mark import Mark, Marker
 from stayfinite.snapshot.members import gathered
 from stayfinite.snapshot.proof import prove
 from stayfinite.snapshot.record import Snapshot
@@ -45,6 +45,7 @@ class TrainingState:
         generators: Any = (),
     ) -> None:
         self.members = gathered(model, optimizer, scheduler, scaler, ema, loader, generators)
+        self._marker: Marker | None = None
         # Masks may hold Inf on purpose; running statistics may not.
         self._finite = {
             item.name
@@ -96,7 +97,9 @@ class TrainingState:
 
     def mark(self) -> Mark:
         """Where a step begins: all but parameters, optimizer state and averages."""
-        return Mark(self.members.census())
+        if self._marker is None:
+            self._marker = Marker(self.members)
+        return self._marker.mark()
 
     def go_back(self, mark: Mark) -> None:
         """As if the step had not begun; for steps whose update was vetoed."""

@@ -21,14 +21,15 @@ LONGEST_FILE = 300
 FLOORS = (
     {"cli"},
     {"runner", "tracing"},
+    {"amp", "testing"},
     {"guard"},
     {"incidents"},
-    {"evidence"},
+    {"evidence", "recover", "prevent", "checkpoint"},
     {"explain", "report"},
     {"locate"},
-    {"snapshot"},
+    {"clip", "snapshot"},
     {"detect"},
-    {"records", "settings"},
+    {"distributed", "records", "settings"},
     {"errors"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -46,16 +47,23 @@ TORCH_FREE = ("cli", "errors", "explain", "records", "report", "runner")
 
 PUBLIC = [
     "BadBatch",
+    "ClipResult",
     "ConfigError",
     "Diagnosis",
+    "DynamicLossScaler",
+    "Guard",
     "Incident",
     "InputError",
     "NaNDetector",
+    "NaNRecoveryManager",
     "NaNReport",
     "NaNType",
     "NonFiniteError",
     "Origin",
     "Outcome",
+    "RecoveryConfig",
+    "RecoveryStrategy",
+    "Rung",
     "StayFiniteError",
     "TensorSummary",
     "TrainingAbortedError",
@@ -63,10 +71,12 @@ PUBLIC = [
     "attach_nan_hooks",
     "check_gradients",
     "check_tensor",
+    "clip_gradients",
     "enable_nan_hooks",
     "find_first_bad_batch",
     "first_bad_checkpoint",
     "trace",
+    "watch",
 ]
 
 WITHOUT_TORCH = """

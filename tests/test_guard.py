@@ -17,7 +17,7 @@ from scenes import Net, guarded
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from stayfinite import guard as guard_module
+from stayfinite.guard import watcher as guard_module
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
 
@@ -337,4 +337,4 @@ def test_child_process_starts_its_own_books() -> None:
     with guarded(on_nan="warn") as guard:
         train(net, SGD(net.parameters(), lr=0.1), 3, bad=bad_at(1))
         guard.after_fork()
-        assert (guard.incidents, guard.steps, guard.skipped_by_scaler) == ([], 0, 0)
+        assert (guard.incidents, guard.steps, guard.scaler_skips) == ([], 0, 0)

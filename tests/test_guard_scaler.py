@@ -42,7 +42,7 @@ def test_overflow_that_the_scaler_absorbs_is_counted(fused: bool, trace: str) ->
         for step in range(12):
             training.step(overflow=step in (0, 1, 7))
     assert guard.incidents == []
-    assert guard.skipped_by_scaler == 3
+    assert guard.scaler_skips == 3
     assert guard.steps == 12
     assert torch.isfinite(training.weight).all()
 
@@ -54,7 +54,7 @@ def test_more_skips_in_a_row_than_allowed_are_an_incident() -> None:
             training.step(overflow=True)
         with pytest.raises(TrainingAbortedError):
             training.step(overflow=True)
-    assert guard.skipped_by_scaler == 5
+    assert guard.scaler_skips == 5
     assert guard.incidents[0].step == 4
     assert guard.incidents[0].reports[0].location == "gradients.0"
 
@@ -125,7 +125,7 @@ def test_disabled_scaler_changes_nothing() -> None:
         training.step()
         with pytest.raises(TrainingAbortedError, match="gradients"):
             training.step(overflow=True)
-    assert guard.skipped_by_scaler == 0
+    assert guard.scaler_skips == 0
     assert torch.isfinite(training.weight).all()
 
 

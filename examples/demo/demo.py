@@ -1,4 +1,4 @@
-"""The main job in four stages: a run goes NaN, is stopped and explained, unharmed, and mended.
+"""The main job: a run goes NaN, is stopped and explained, unharmed; recovered from; and mended.
 
 python examples/demo/demo.py
 """
@@ -32,7 +32,9 @@ def main() -> None:
     unwatched_run_goes_bad()
     weights = watched_run_is_stopped()
     weights_are_untouched(weights)
+    recovered_run_equals_one_without_the_batch()
     mended_run_stays_finite()
+    half_precision_is_trained_through()
     (OUTPUT / "demo.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
     print(f"\nTo read again, in demo-output/: {', '.join(sorted(os.listdir(OUTPUT)))}")
 
@@ -57,9 +59,13 @@ def watched_run_is_stopped() -> str:
     return lines[-1]
 
 
+def bad_step() -> str:
+    return str(json.loads(REPORT.read_text(encoding="utf-8"))["incidents"][0]["step"])
+
+
 def weights_are_untouched(weights: str) -> None:
     say("\n== 3. Are the weights as they were before the bad step? By their bytes:\n")
-    steps = str(json.loads(REPORT.read_text(encoding="utf-8"))["incidents"][0]["step"])
+    steps = bad_step()
     run = python(SCRIPT, "--steps", steps)
     before = run.stdout.splitlines()[-1]
     say(f"stopped by stayfinite at step {steps}: {weights}")
@@ -68,8 +74,34 @@ def weights_are_untouched(weights: str) -> None:
     say("Identical.")
 
 
+def recovered_run_equals_one_without_the_batch() -> None:
+    say(f"\n== 4. Training goes on: stayfinite run --on-nan recover {SCRIPT}\n")
+    saved = OUTPUT / "recovered.json"
+    run = python(
+        "-m", "stayfinite", "run", "--on-nan", "recover", "--second-run", "never",
+        "--json", str(saved), SCRIPT,
+    )  # fmt: skip
+    lines = run.stdout.splitlines()
+    show_few(lines)
+    say("\n".join(line for line in run.stderr.splitlines() if line.startswith("stayfinite:")))
+    require(run.returncode == 0, f"the run should have gone on, exit code {run.returncode}")
+    step = bad_step()
+    other = python(SCRIPT, "--leave-out", step).stdout.splitlines()[-1]
+    say(f"\nrecovered by stayfinite:             {lines[-1]}")
+    say(f"plain run without step {step}'s batch:  {other}")
+    require(lines[-1] == other, "the weights differ")
+    say("Identical.")
+
+
+def half_precision_is_trained_through() -> None:
+    say("\n== 6. Half precision: plain torch beside AMPTrainer, examples/amp_vs_plain.py\n")
+    run = python(str(FOLDER.parent / "amp_vs_plain.py"))
+    say(run.stdout.rstrip())
+    require(run.returncode == 0, f"the comparison failed: {run.stderr[-500:]}")
+
+
 def mended_run_stays_finite() -> None:
-    say(f"\n== 4. With the fix of the report: stayfinite run {MENDED.name}\n")
+    say(f"\n== 5. With the fix of the report: stayfinite run {MENDED.name}\n")
     broken = (FOLDER / SCRIPT).read_text(encoding="utf-8")
     mended = broken.replace(BEFORE, AFTER)
     MENDED.write_text(mended, encoding="utf-8")

@@ -1,6 +1,6 @@
 """Learn to tell four spoken words apart: frames -> network -> mean and spread -> word.
 
-    python train.py [--steps N]
+    python train.py [--steps N] [--leave-out STEP]
 
 One of the 2048 recordings was made with the microphone muted.
 """
@@ -60,7 +60,8 @@ def weights_in_words(model):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    parser.add_argument("--leave-out", type=int, help="a step whose batch is not trained on")
+    options = parser.parse_args()
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -68,7 +69,9 @@ def main():
     model = WordNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     try:
-        for step in range(steps):
+        for step in range(options.steps):
+            if step == options.leave_out:
+                continue
             batch = slice(step * BATCH, (step + 1) * BATCH)
             loss = nn.functional.cross_entropy(model(mel[batch]), word[batch])
             optimizer.zero_grad()

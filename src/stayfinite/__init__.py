@@ -32,11 +32,23 @@ _HOME = {
     "find_first_bad_batch": "locate.batches",
     "first_bad_checkpoint": "locate.batches",
     "trace": "tracing",
+    "Guard": "guard",
+    "watch": "guard",
+    "NaNRecoveryManager": "recover.manager",
+    "RecoveryConfig": "recover.config",
+    "RecoveryStrategy": "recover.config",
+    "Rung": "recover.config",
+    "ClipResult": "clip",
+    "clip_gradients": "clip",
+    "DynamicLossScaler": "amp.scaler",
 }
 
 __all__ = sorted(["__version__", *_HOME])
 
 if TYPE_CHECKING:
+    from stayfinite.amp.scaler import DynamicLossScaler as DynamicLossScaler
+    from stayfinite.clip import ClipResult as ClipResult
+    from stayfinite.clip import clip_gradients as clip_gradients
     from stayfinite.detect.detector import NaNDetector as NaNDetector
     from stayfinite.detect.tools import attach_nan_hooks as attach_nan_hooks
     from stayfinite.detect.tools import check_gradients as check_gradients
@@ -47,6 +59,8 @@ if TYPE_CHECKING:
     from stayfinite.errors import NonFiniteError as NonFiniteError
     from stayfinite.errors import StayFiniteError as StayFiniteError
     from stayfinite.errors import TrainingAbortedError as TrainingAbortedError
+    from stayfinite.guard import Guard as Guard
+    from stayfinite.guard import watch as watch
     from stayfinite.locate.batches import BadBatch as BadBatch
     from stayfinite.locate.batches import find_first_bad_batch as find_first_bad_batch
     from stayfinite.locate.batches import first_bad_checkpoint as first_bad_checkpoint
@@ -57,6 +71,10 @@ if TYPE_CHECKING:
     from stayfinite.records import Origin as Origin
     from stayfinite.records import Outcome as Outcome
     from stayfinite.records import TensorSummary as TensorSummary
+    from stayfinite.recover.config import RecoveryConfig as RecoveryConfig
+    from stayfinite.recover.config import RecoveryStrategy as RecoveryStrategy
+    from stayfinite.recover.config import Rung as Rung
+    from stayfinite.recover.manager import NaNRecoveryManager as NaNRecoveryManager
     from stayfinite.tracing import trace as trace
 
 

@@ -17,8 +17,10 @@ from stayfinite.detect.scan import all_finite, largest
 from stayfinite.detect.walk import named_tensors
 from stayfinite.explain.history import Context, History, OptimizerFacts
 from stayfinite.locate.names import Names, running_statistics
+from stayfinite.settings import ROUND
 
 _SAMPLES = 64
+_SHARES = 4
 _EVERY_NORM, _SOME_NORMS = 16, 8  # after 16 steps only every eighth has its norm
 Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
@@ -68,6 +70,15 @@ class Evidence:
 
     def count(self, optimizer: Optimizer) -> int:
         return self._counts.get(optimizer, 0)
+
+    def due(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
+        """The parameters whose turn it is to be looked at, and whether it is the statistics' too.
+
+        A quarter of them every fourth step, which is cheaper than some at every step.
+        """
+        turn = self.count(optimizer) % ROUND
+        share = parameters_of(optimizer)[turn // _SHARES :: _SHARES] if turn % _SHARES == 0 else []
+        return share, turn == 0
 
     def forget_counts(self) -> None:
         """Start again, in a process of its own."""

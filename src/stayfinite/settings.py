@@ -18,15 +18,15 @@ class GuardSettings:
     clock (backward passes and attempted updates). `folder` is what files are named relative to.
     """
 
-    on_nan: Literal["stop", "warn"] = "stop"
+    on_nan: Literal["stop", "warn", "recover"] = "stop"
     max_scaler_skips: int = 20
     trace: Literal["never", "armed", "start"] = "never"
     arm_at: int | None = None
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        if self.on_nan not in ("stop", "warn"):
-            raise ConfigError(f"on_nan is {self.on_nan!r}; it must be 'stop' or 'warn'.")
+        if self.on_nan not in ("stop", "warn", "recover"):
+            raise ConfigError(f"on_nan is {self.on_nan!r}; it must be 'stop', 'warn' or 'recover'.")
         if self.trace not in ("never", "armed", "start"):
             raise ConfigError(f"trace is {self.trace!r}; it must be 'never', 'armed' or 'start'.")
         if self.max_scaler_skips < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 from stayfinite.records import Exit, Incident, RunResult, to_json
@@ -16,7 +17,9 @@ from stayfinite.runner.plan import write_atomically
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.second import look_again
 from stayfinite.runner.watch import Watch
-from stayfinite.runner.words import count, one_line, say
+from stayfinite.runner.words import count, one_line, say, what_was_done
+
+_MOST_SHOWN = 3
 
 
 def close(scene: Scene, watch: Watch, ending: Ending) -> int:
@@ -40,7 +43,9 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
 
 def tell_at_once(scene: Scene, incident: Incident) -> None:
     """One line while the script goes on; in stop mode the report follows soon enough."""
-    if not scene.plan.stops:
+    if scene.options.on_nan == "recover":
+        say(f"{one_line(incident)}; {what_was_done(incident)}.")
+    elif not scene.plan.stops:
         say(f"{one_line(incident)}; the script goes on.")
 
 
@@ -51,11 +56,23 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
         result, notes = look_again(scene, records, result)
         _write(scene, result)
     folder = _folder(scene, records)
-    for incident in result.incidents:
+    for incident in _shown_in_full(scene, result.incidents):
         _show(incident, folder=folder, verbose=scene.options.verbose)
     for note in notes:
         say(note)
     return result
+
+
+def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incident]:
+    """All of them; of those that were recovered from, each cause and line once."""
+    if scene.options.on_nan != "recover":
+        return list(incidents)
+    first: dict[object, Incident] = {}
+    for incident in incidents:
+        origin, diagnosis = incident.origin, incident.diagnosis
+        key = (diagnosis and diagnosis.cause, origin and origin.file, origin and origin.line)
+        first.setdefault(key, incident)
+    return list(first.values())[:_MOST_SHOWN]
 
 
 def _write(scene: Scene, result: RunResult) -> None:
@@ -95,17 +112,27 @@ def _say_last(
     if result.incidents and scene.plan.stops and ending.code != INCIDENT_CODE:
         say(f"the script ended itself with exit code {ending.code}; a NaN was behind it.")
     elif result.incidents:
-        say(_last_of_incident(scene, result))
+        say(_last_of_incident(scene, result, ending))
     else:
         say(f"{_how_it_ended(ending)}{_what_was_checked(records, result)}")
 
 
-def _last_of_incident(scene: Scene, result: RunResult) -> str:
+def _last_of_incident(scene: Scene, result: RunResult, ending: Ending) -> str:
     first = result.incidents[0]
     if scene.plan.stops:
         return f"the script was ended at step {first.step}; exit code 3."
     found = count(len(result.incidents), "incident")
+    if scene.options.on_nan == "recover":
+        return f"{found} in {count(result.steps, 'step')}; {_in_the_end(result, ending)}"
     return f"{found} in {count(result.steps, 'step')}; the script went on (--on-nan warn)."
+
+
+def _in_the_end(result: RunResult, ending: Ending) -> str:
+    if ending.code == INCIDENT_CODE:
+        return f"gave up: {what_was_done(result.incidents[-1])}; exit code 3."
+    done = Counter(i.outcome.strategy for i in result.incidents if i.outcome)
+    by_strategy = ", ".join(f"{strategy} {times}" for strategy, times in done.items())
+    return f"recovered from all of them ({by_strategy})."
 
 
 def _how_it_ended(ending: Ending) -> str:

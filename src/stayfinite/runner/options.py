@@ -17,8 +17,10 @@ def _option(default: Any, help: str) -> Any:
 class RunOptions:
     """How a script is watched and what is done about an incident."""
 
-    on_nan: Literal["stop", "warn"] = _option(
-        "stop", "stop: end the script before the update, exit code 3. warn: report and go on."
+    on_nan: Literal["stop", "warn", "recover"] = _option(
+        "stop",
+        "stop: end the script before the update, exit code 3. warn: report and go on. "
+        "recover: leave bad updates out, and do more if they go on; exit code 3 if nothing helps.",
     )
     second_run: Literal["auto", "always", "never"] = _option(
         "auto",

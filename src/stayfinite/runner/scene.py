@@ -31,7 +31,7 @@ class Scene:
 
     def again(self, *extra: str) -> str:
         """The command line that runs the same again with more options."""
-        given = ["--on-nan", "warn"] if self.options.on_nan == "warn" else []
+        given = ["--on-nan", self.options.on_nan] if self.options.on_nan != "stop" else []
         return shlex.join(["stayfinite", "run", *given, *extra, *self.target.command])
 
 

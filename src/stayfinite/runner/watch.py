@@ -85,7 +85,7 @@ class Watch:
         return RunResult(
             incidents=tuple(self._with_rank(incident) for incident in guard.incidents),
             steps=guard.steps,
-            skipped_by_scaler=guard.skipped_by_scaler,
+            skipped_by_scaler=guard.scaler_skips,
         )
 
     def crashed(self, error: BaseException) -> None:
@@ -140,7 +140,12 @@ class Watch:
         if self.is_muted:
             return
         guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
-        guard.attach()
+        if guard.settings.on_nan == "recover":
+            from stayfinite.guard.discover import recover_everything
+
+            guard.attach(recover_everything(guard))
+        else:
+            guard.attach()
         self.guard = guard
 
     def _heard(self, incident: Incident) -> None:

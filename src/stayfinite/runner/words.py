@@ -28,3 +28,11 @@ def one_line(incident: Incident) -> str:
     origin = incident.origin
     place = f", at {origin.file}:{origin.line}" if origin and origin.file else ""
     return f"step {incident.step}{rank}: {seen or 'a value is not finite'}{more}{place}"
+
+
+def what_was_done(incident: Incident) -> str:
+    """The outcome in a few words."""
+    outcome = incident.outcome
+    if outcome is None:
+        return "nothing was done"
+    return f"{outcome.strategy}: {outcome.detail}" if outcome.detail else outcome.strategy

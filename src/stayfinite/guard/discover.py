@@ -1,0 +1,91 @@
+"""The training jobs of a script that nobody changed, found by looking around."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from stayfinite.detect.entrypoints import wrapped
+from stayfinite.detect.gradients import params_of
+from stayfinite.detect.hooks import Attachment
+from stayfinite.guard.guard import Guard
+from stayfinite.guard.job import Job, Parts
+from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
+from stayfinite.recover.manager import NaNRecoveryManager
+
+_MOST_JOBS = 4  # a sweep makes model after model; the older ones are let go
+
+UNATTENDED = RecoveryConfig(
+    ladder=(
+        Rung(RecoveryStrategy.SKIP_STEP, budget=2),
+        Rung(RecoveryStrategy.RAISE_PRECISION),
+        Rung(RecoveryStrategy.CLIP_GRADIENTS, budget=1000),
+        Rung(RecoveryStrategy.RESET_MODEL),
+        Rung(RecoveryStrategy.LOWER_LR, budget=4),
+    ),
+    deescalate_after=5,
+    max_consecutive_nans=1000,
+    snapshot_every=10,
+)
+"""What is done for a script whose author is not asked."""
+
+
+def recover_everything(guard: Guard) -> Attachment:
+    """Make a job of every optimizer that is created from now on."""
+
+    def adopt(optimizer: Optimizer) -> None:
+        modules = tuple(_roots(optimizer))
+        parts = Parts(optimizer=optimizer, modules=modules)
+        manager = NaNRecoveryManager(UNATTENDED)
+        look = look_around if modules else None
+        guard.add(Job(parts, UNATTENDED, manager, look_around=look), at_most=_MOST_JOBS)
+
+    return watch_optimizers(adopt)
+
+
+def watch_optimizers(made: Callable[[Optimizer], None]) -> Attachment:
+    """Call `made(optimizer)` for each that is created."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            made(self)
+
+        return init
+
+    return wrapped(Optimizer, "__init__", wrap)
+
+
+def look_around(parts: Parts) -> Parts:
+    """The parts with the schedulers, scaler and averages that are alive now."""
+    optimizer = parts.optimizer
+    alive = gc.get_objects()
+    schedulers = [s for s in _of(alive, LRScheduler) if s.__dict__.get("optimizer") is optimizer]
+    held = {id(inner) for outer in schedulers for inner in getattr(outer, "_schedulers", ())}
+    return Parts(
+        optimizer=optimizer,
+        modules=parts.modules,
+        schedulers=tuple(s for s in schedulers if id(s) not in held),
+        scaler=next(iter(s for s in _of(alive, GradScaler) if s.is_enabled()), None),
+        emas=tuple(_of(alive, AveragedModel)),
+    )
+
+
+def _roots(optimizer: Optimizer) -> list[nn.Module]:
+    """The topmost modules that hold its parameters."""
+    ours = {id(param) for param in params_of(optimizer)}
+    modules = _of(gc.get_objects(), nn.Module)
+    holders = [m for m in modules if any(id(p) in ours for p in m.parameters())]
+    inner = {id(child) for m in holders for child in m.modules() if child is not m}
+    return [module for module in holders if id(module) not in inner]
+
+
+def _of(things: list[Any], kind: type) -> list[Any]:
+    return [thing for thing in things if issubclass(type(thing), kind)]

@@ -1,0 +1,289 @@
+"""Guard: the one place where detecting, locating, explaining and recovering meet."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stayfinite.detect.gradients import Pairs
+from stayfinite.detect.leaves import leaves_of
+from stayfinite.distributed import agree
+from stayfinite.errors import ConfigError, TrainingAbortedError
+from stayfinite.guard.job import Job, finding_of, put_gradients
+from stayfinite.guard.watcher import Watcher
+from stayfinite.guard.window import Window
+from stayfinite.incidents import Finding, gradients_found, incident_of
+from stayfinite.records import Incident, Outcome
+from stayfinite.recover.config import RecoveryStrategy
+from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.recover.recovery import Recovery
+from stayfinite.settings import GuardSettings
+from stayfinite.snapshot import RandomState
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+_TRACED_AFTERWARDS = 3  # steps after an incident whose operation is not known
+_MOST_TRACES = 3
+
+
+class Guard(Watcher):
+    """Watches training, and with on_nan="recover" answers a bad step as its jobs say.
+
+    In a loop that is not ours a bad update is vetoed; `step` runs one that is, and can also
+    run it again, exactly, to find the operation or to try once more.
+    """
+
+    def __init__(
+        self,
+        settings: GuardSettings,
+        *,
+        on_incident: Callable[[Incident], None] | None = None,
+        only: Optimizer | None = None,
+    ) -> None:
+        super().__init__(settings, on_incident=on_incident, only=only)
+        self.jobs: dict[int, Job] = {}
+        self._window: Window | None = None
+        self._traced_steps_left = 0
+        self._traces_left = _MOST_TRACES
+
+    @property
+    def manager(self) -> NaNRecoveryManager:
+        """Counts, history and recommendations of the recoveries."""
+        return self._sole_job().manager
+
+    def add(self, job: Job, *, at_most: int | None = None) -> None:
+        """Recover bad steps of this job from now on; with `at_most`, the oldest has to go."""
+        self.jobs[id(job.parts.optimizer)] = job
+        job.watch_beginnings(self.begin_step)
+        if at_most is not None and len(self.jobs) > at_most:
+            self.jobs.pop(next(iter(self.jobs))).close()
+
+    def begin_step(self, job: Job) -> None:
+        """A step begins: mark its beginning."""
+        with self._aside():
+            if not job.begin():
+                self._check_parameters([job.parts.optimizer], everything=True)
+                job.begin()
+
+    def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
+        """`fn(batch)`, or None when its update was bad and left out.
+
+        `fn` does what a loop does for one batch, up to the updates of optimizer, scheduler
+        and EMA; with accumulation it updates only at some calls. A bad step is undone, run
+        again under the tracer, and answered as the configuration says. Raises
+        TrainingAbortedError when nothing helps; the weights are those of the last good step.
+
+        >>> guard.step(lambda batch: train_on(batch), batch)  # doctest: +SKIP
+        """
+        if self._window is None:
+            self._window = Window(self, self._sole_job())
+        result: Result | None = self._window.step(fn, batch)
+        return result
+
+    def _sole_job(self) -> Job:
+        if len(self.jobs) != 1:
+            raise ConfigError(
+                f"this guard watches {len(self.jobs)} optimizers; guard.step and guard.manager "
+                "need one: make the guard with stayfinite.watch(model, optimizer)."
+            )
+        return next(iter(self.jobs.values()))
+
+    def close(self) -> None:
+        """Leave torch as it was; a step that was bad and unfinished is undone."""
+        with contextlib.suppress(TrainingAbortedError), self._aside():
+            for job in self.jobs.values():
+                if job.trouble is not None:
+                    job.undo()
+                job.settle()
+                if self._attachment is not None and self.incidents:
+                    self._check_parameters([job.parts.optimizer], everything=True)
+        super().close()
+        for job in self.jobs.values():
+            job.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _bad_loss(self, loss: Tensor) -> None:
+        if self.settings.on_nan != "recover":
+            super()._bad_loss(loss)
+            return
+        finding = Finding([("loss", loss)])
+        leaves = leaves_of([loss])
+        for job in self.jobs.values():
+            if job.trouble is None and job.owns(leaves):
+                job.trouble = finding
+                if self._window is not None:
+                    self._window.saw(finding)
+
+    def judge(
+        self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
+    ) -> Tensor | None:
+        """True where this update must not happen; under DDP all ranks give one answer."""
+        flag = super().judge(optimizer, gradients, on_device=on_device)
+        job = self.jobs.get(id(optimizer))
+        if job is None:
+            return flag
+        with self._aside():
+            is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
+            is_bad = is_bad or (self._window is not None and self._window.vetoes_all)
+            if job.is_distributed:
+                is_bad = agree(is_bad or (flag is not None and bool(flag)))  # host sync
+            if is_bad:
+                return torch.tensor(True)
+        return flag
+
+    def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
+        """A bad update is at hand: true vetoes it."""
+        job = self.jobs.get(id(optimizer))
+        if self.settings.on_nan != "recover":
+            return super().refused(optimizer, gradients, late=late)
+        with self._aside():
+            if self._window is not None and self._window.is_running:
+                return self._window.refused(gradients)
+            if job is None:
+                self._notice(gradients_found(gradients, optimizer))
+            elif job.trouble is None and job.manager.take_skipped_batch():
+                job.undo()
+            else:
+                return self._answer(job, gradients)
+        return True
+
+    def _answer(self, job: Job, gradients: Pairs) -> bool:
+        """Recover in a loop that is not ours; whether the update is vetoed."""
+        incident = self._incident(finding_of(job, gradients), strategy="recover")
+        job.undo()
+        random = RandomState.capture()
+        left = [(param, param.grad) for param, _ in gradients]
+        put_gradients(gradients)
+        recovery = job.respond(incident)
+        random.restore()  # an older state would deliver the same batches once more
+        self.conclude(incident, recovery)
+        if recovery.strategy is RecoveryStrategy.CLIP_GRADIENTS:
+            return False
+        put_gradients(left)
+        job.hold()
+        self._trace_afterwards(incident)
+        return True
+
+    def conclude(self, incident: Incident, recovery: Recovery) -> Incident:
+        """Record the incident with what was done; raise if that was to give up."""
+        outcome = Outcome(strategy=recovery.strategy.value, detail=recovery.detail)
+        incident = dataclasses.replace(incident, outcome=outcome)
+        self._record(incident)
+        if not recovery.succeeded:
+            self.stopped = True
+            where = incident.reports[0].location if incident.reports else "another rank"
+            raise TrainingAbortedError(
+                f"gave up at step {incident.step}: {where} is not finite, and {recovery.detail}",
+                incident=incident,
+            )
+        return incident
+
+    def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
+        """A GradScaler skipped; with a bad loss it was not its scale that was at fault."""
+        job = self.jobs.get(id(optimizer))
+        if job is None or job.trouble is None:
+            super().skipped_by_scaler(optimizer, scaler=scaler)
+            return
+        with self._aside():
+            self._was_skipped = True
+            if self._window is not None and self._window.is_running:
+                self._window.saw(finding_of(job, job.gradients()))
+            else:
+                self._answer_skip(job)
+
+    def _hopeless(self, optimizer: Optimizer, pairs: Pairs) -> None:
+        job = self.jobs.get(id(optimizer))
+        if job is None:
+            super()._hopeless(optimizer, pairs)
+        elif self._window is None or not self._window.is_running:
+            self._answer_skip(job)
+        else:
+            self._window.saw(finding_of(job, pairs))
+
+    def _answer_skip(self, job: Job) -> None:
+        """The scaler has skipped the update already, so there is nothing to clip."""
+        gradients = job.gradients()
+        put_gradients([(param, None) for param, _ in gradients])
+        self._answer(job, gradients)
+
+    def _harmed(self, finding: Finding) -> None:
+        job = self.jobs.get(id(finding.optimizer))
+        if job is None or self.settings.on_nan != "recover":
+            super()._harmed(finding)
+            return
+        incident = self._incident(finding, strategy="recover")
+        random = RandomState.capture()
+        done = job.roll_back()
+        recovery = job.respond(incident)
+        random.restore()
+        if done is None:
+            recovery = dataclasses.replace(
+                recovery, succeeded=False, detail="there was no snapshot to go back to"
+            )
+        else:
+            recovery = dataclasses.replace(recovery, detail=f"{done}; {recovery.detail}")
+        self.conclude(incident, recovery)
+
+    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
+        """An update was attempted."""
+        window, job = self._window, self.jobs.get(id(optimizer))
+        is_good = not vetoed and not self._was_skipped
+        is_ours = job is not None and window is not None and window.is_running
+        if is_ours and window is not None:
+            window.attempted(is_good=is_good)
+        if is_ours and window is not None and window.is_repeated:
+            self._was_skipped = False
+            return
+        super().stepped(optimizer, vetoed=vetoed)
+        if job is not None and not is_ours:
+            job.end(is_good=is_good)
+        self._end_tracing()
+
+    def incident_now(self, finding: Finding, *, explain: bool) -> Incident:
+        """What was found in a step of ours; where and why only if it is being traced."""
+        if explain:
+            return self._incident(finding, strategy="recover")
+        return incident_of(finding, self._evidence, strategy="recover")
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """A time in which every operation is looked at."""
+        was_on = self._tracing.is_on
+        if not was_on:
+            self._tracing.switch_on()
+        try:
+            yield
+        finally:
+            if not was_on:
+                self._tracing.switch_off()
+
+    def _trace_afterwards(self, incident: Incident) -> None:
+        """Most bugs come back at once: look closely at the next steps."""
+        known = incident.origin is not None and incident.origin.exact
+        if not known and not self._tracing.is_on and self._traces_left:
+            self._traces_left -= 1
+            self._traced_steps_left = _TRACED_AFTERWARDS + 1  # this one is still to be counted
+            self._tracing.switch_on()
+
+    def _end_tracing(self) -> None:
+        if self._traced_steps_left:
+            self._traced_steps_left -= 1
+            if not self._traced_steps_left:
+                self._tracing.switch_off()

@@ -1,0 +1,223 @@
+"""One training job under watch, and how a bad step of it is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stayfinite.detect.gradients import Pairs, params_of
+from stayfinite.detect.scan import all_finite
+from stayfinite.errors import NonFiniteError
+from stayfinite.incidents import Finding, gradients_found
+from stayfinite.records import Incident
+from stayfinite.recover.actions import act
+from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.recover.recovery import Recovery
+from stayfinite.recover.situation import Done, Situation, Trouble
+from stayfinite.snapshot import Mark, Snapshot, SnapshotRing, TrainingState
+
+_FOLLOWING = ("param_groups", "scheduler", "scaler", "ema")  # what a loop updates after its step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What belongs to one optimizer's training; all but the optimizer may be missing."""
+
+    optimizer: Optimizer
+    modules: tuple[nn.Module, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    scaler: Any = None
+    emas: tuple[Any, ...] = ()
+    loader: Any = None
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self.modules[0] if self.modules else None
+
+    def state(self) -> TrainingState:
+        return TrainingState(
+            self.modules,
+            self.optimizer,
+            scheduler=self.schedulers,
+            scaler=self.scaler,
+            ema=self.emas,
+            loader=self.loader,
+        )
+
+
+class Job:
+    """Marks where a step begins, takes snapshots now and then, and brings both back.
+
+    A step is all that happens up to one attempted update: with accumulation, several
+    forward and backward passes.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: RecoveryConfig,
+        manager: NaNRecoveryManager,
+        *,
+        look_around: Callable[[Parts], Parts] | None = None,
+    ) -> None:
+        self.parts, self.config, self.manager = parts, config, manager
+        self._look_around = look_around
+        self.trouble: Finding | None = None
+        self.state = parts.state()
+        self.ring = SnapshotRing(self.state, slots=config.snapshot_slots)
+        self.good_steps = 0
+        self._handles: list[RemovableHandle] = []
+        self._mark: Mark | None = None
+        self._next_snapshot = 0
+        self._held: tuple[TrainingState, Snapshot] | None = None
+        self._is_distributed = any(
+            isinstance(module, DistributedDataParallel) for module in parts.modules
+        )
+
+    def watch_beginnings(self, begins: Callable[[Job], None]) -> None:
+        """Call `begins(self)` when a forward pass begins a step."""
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if self._mark is None and torch.is_grad_enabled() and not is_dynamo_compiling():
+                begins(self)
+
+        for module in self.parts.modules:
+            self._handles.append(module.register_forward_pre_hook(hook))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def is_distributed(self) -> bool:
+        return self._is_distributed
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has begun that has not ended."""
+        return self._mark is not None
+
+    def begin(self) -> bool:
+        """Mark the beginning of a step, unless one is under way.
+
+        False when a snapshot was due and the state turned out to be bad already.
+        """
+        if self._mark is not None:
+            return True
+        if self._held is not None:
+            self.settle()
+        sound = self.good_steps < self._next_snapshot or self._take_snapshot()
+        self._mark = self.state.mark()
+        return sound
+
+    def _take_snapshot(self) -> bool:
+        self._next_snapshot = self.good_steps + self.config.snapshot_every
+        try:
+            self.ring.take(step=self.good_steps)
+        except NonFiniteError:
+            return False
+        return True
+
+    def undo(self) -> None:
+        """Everything but parameters and optimizer state as at the beginning of this step."""
+        if self._mark is not None:
+            self.state.go_back(self._mark)
+
+    def mark_again(self) -> None:
+        """What was changed on purpose since the beginning is to stay."""
+        if self._mark is not None:
+            self._mark = self.state.mark()
+
+    def end(self, *, is_good: bool) -> None:
+        """The update of this step was attempted."""
+        self._mark = self.trouble = None
+        if is_good:
+            self.good_steps += 1
+            self.manager.record_good_step()
+
+    def hold(self) -> None:
+        """Remember what a loop updates after its step, to take that back in `settle`."""
+        if self._held is None:
+            state = self.parts.state()
+            with contextlib.suppress(NonFiniteError):  # then there is nothing good to go back to
+                self._held = state, state.capture(parts=_FOLLOWING)
+
+    def settle(self) -> None:
+        """Take back what followed a vetoed update."""
+        held, self._held = self._held, None
+        if held is not None:
+            held[0].restore(held[1])
+
+    def forget_held(self) -> None:
+        self._held = None
+
+    def roll_back(self) -> str | None:
+        """Put the newest snapshot back; what was done, or None without a snapshot."""
+        if not len(self.ring):
+            return None
+        self._mark = None
+        snapshot = self.ring.restore()
+        return f"the state of {self._ago(snapshot)} was put back"
+
+    def _ago(self, snapshot: Snapshot) -> str:
+        steps = self.good_steps - snapshot.step
+        self.good_steps, self._next_snapshot = snapshot.step, snapshot.step + 1
+        return "this step's beginning" if steps == 0 else f"{steps} good steps before"
+
+    def respond(self, incident: Incident, *, will_rerun: bool = False) -> Recovery:
+        """Let the policy choose what to do, and do it."""
+        if self._look_around is not None:
+            self.parts = self._look_around(self.parts)
+        module = incident.origin.module if incident.origin else None
+        situation = self._situation(module=module, will_rerun=will_rerun)
+        cause = incident.diagnosis.cause if incident.diagnosis else None
+        return self.manager.respond(incident.reports, situation, step=incident.step, cause=cause)
+
+    def _situation(self, *, module: str | None = None, will_rerun: bool = False) -> Situation:
+        return Situation(
+            model=self.parts.model,
+            optimizer=self.parts.optimizer,
+            scaler=self.parts.scaler,
+            schedulers=self.parts.schedulers,
+            snapshots=self.ring,
+            module=module,
+            will_rerun=will_rerun,
+        )
+
+    def clip(self) -> bool:
+        """Drop what is bad in the gradients; whether anything is left to learn from."""
+        clipped = act(RecoveryStrategy.CLIP_GRADIENTS, self._situation(), self.config, Trouble())
+        return isinstance(clipped, Done)
+
+    def owns(self, leaves: Iterable[Tensor]) -> bool:
+        """Whether any of the tensors is a parameter of this job."""
+        ours = {id(param) for param in params_of(self.parts.optimizer)}
+        return any(id(leaf) in ours for leaf in leaves)
+
+    def gradients(self) -> Pairs:
+        params = params_of(self.parts.optimizer)
+        return [(param, param.grad) for param in params if param.grad is not None]
+
+
+def put_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    for param, gradient in pairs:
+        param.grad = gradient
+
+
+def finding_of(job: Job, gradients: Pairs) -> Finding:
+    """The bad gradients, after the loss if that was bad too."""
+    found = gradients_found(gradients, job.parts.optimizer)
+    bad = [(name, gradient) for name, gradient in found.named if not all_finite([gradient])]
+    before = job.trouble.named if job.trouble is not None else []
+    return dataclasses.replace(found, named=[*before, *bad])

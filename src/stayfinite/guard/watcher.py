@@ -1,0 +1,303 @@
+"""Watching: every backward pass and every update, until a bad value becomes an incident."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stayfinite.detect.crash import bad_values_of
+from stayfinite.detect.entrypoints import (
+    together,
+    watch_backward,
+    watch_buffers,
+    watch_loading,
+    watch_scaling,
+)
+from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
+from stayfinite.detect.leaves import leaves_of
+from stayfinite.detect.norms import finite_number
+from stayfinite.detect.scan import all_finite, nonfinite
+from stayfinite.detect.walk import Named, named_tensors
+from stayfinite.errors import TrainingAbortedError
+from stayfinite.evidence import Evidence, bad_statistics, parameters_of
+from stayfinite.incidents import (
+    Finding,
+    explained,
+    gradients_found,
+    incident_of,
+    parameters_found,
+    statistics_found,
+)
+from stayfinite.locate.arming import Tracing
+from stayfinite.records import Incident
+from stayfinite.settings import GuardSettings
+
+logger = logging.getLogger("stayfinite")
+_MOST_INCIDENTS = 50
+
+
+class Watcher(StepListener):
+    """Watches every backward pass and every optimizer of the process, or only one optimizer.
+
+    A bad value becomes an Incident before it reaches the weights; with on_nan="stop"
+    TrainingAbortedError is raised there, in the user's own step.
+    """
+
+    def __init__(
+        self,
+        settings: GuardSettings,
+        *,
+        on_incident: Callable[[Incident], None] | None = None,
+        only: Optimizer | None = None,
+    ) -> None:
+        self.settings = settings
+        self._only = only
+        self.incidents: list[Incident] = []
+        self.scaler_skips = 0
+        self.stopped = False
+        self.crashed = False
+        self._on_incident = on_incident
+        self._evidence = Evidence()
+        self._tracing = Tracing(self._evidence.entered)
+        self._attachment: Attachment | None = None
+        self._unscaled: Any = WeakIdKeyDictionary()
+        self._far_losses: list[Tensor] = []
+        self._leaves: list[Tensor] | None = None
+        self._incident_clock: int | None = None
+        self._was_skipped = False
+        self._has_failed = False
+
+    @property
+    def steps(self) -> int:
+        """Updates attempted so far; without an optimizer, backward passes."""
+        return self._evidence.steps
+
+    @property
+    def clock(self) -> int:
+        """Backward passes and attempted updates so far."""
+        return self._tracing.clock
+
+    def arm_at(self) -> int:
+        """The tick from which a second run has to be traced: two steps before the incident."""
+        end = self.clock if self._incident_clock is None else self._incident_clock
+        return self._tracing.clock_before(end, steps=2)
+
+    def attach(self, *more: Attachment) -> None:
+        """Watch this process from now on; what is attached `more` is removed with the rest."""
+        # A flag that is read one step late would come too late to undo that step.
+        may_defer = self.settings.on_nan != "recover" and torch.accelerator.is_available()
+        self._attachment = together(
+            *more,
+            watch_backward(self._before_backward, self._after_backward),
+            watch_scaling(self._after_scaling),
+            watch_loading(self._before_loading),
+            watch_scalers(self),
+            watch_buffers(self._evidence.registered),
+            watch_steps(self, optimizer=self._only, defer=may_defer),
+        )
+        if self.settings.trace == "start" or self.settings.arm_at == 0:
+            self._tracing.switch_on()
+
+    def close(self) -> None:
+        """Detach from torch; flags that are still on a device are read first."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is None:
+            return
+        with contextlib.suppress(TrainingAbortedError), self._aside():
+            attachment.flush()
+            if not self.incidents:
+                self._check_parameters(self._evidence.optimizers(), everything=True)
+        with contextlib.suppress(TrainingAbortedError):
+            attachment.remove()
+        self._tracing.switch_off()
+
+    def after_fork(self) -> None:
+        """Forget what the parent process has seen."""
+        self.incidents, self.scaler_skips, self.stopped = [], 0, False
+        self._evidence.forget_counts()
+
+    def script_crashed(self, error: BaseException) -> None:
+        """The script died of an error of its own; an incident if a NaN was behind it."""
+        if self.incidents or self._attachment is None:
+            return
+        with self._aside():
+            bad = bad_values_of(error)
+            if bad and (not self._tracing.is_on or self._tracing.was_computed(bad[0][1])):
+                self.crashed = True
+                did = f"the script ended itself with {type(error).__name__}"
+                self._notice(Finding(bad, did=did))
+
+    def judge_every_backward(self) -> None:
+        """Look at all gradients after each backward pass, not only those an optimizer gets."""
+        self._leaves = []
+
+    def judge_values(self, named: list[Named]) -> None:
+        """Make an incident of those values that were computed to be bad."""
+        bad = [(name.lstrip("."), t) for name, t in named if self._tracing.was_computed(t)]
+        if bad:
+            self._notice(Finding(bad))
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Our own work inside the user's step: not traced, and a failure of it is only logged."""
+        with self._tracing.paused():
+            try:
+                yield
+            except TrainingAbortedError:
+                raise
+            except Exception:
+                if not self._has_failed:
+                    self._has_failed = True
+                    logger.exception("stayfinite failed inside a step; training goes on without it")
+
+    def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
+        with self._aside():
+            self._tracing.tick(arm_at=self.settings.arm_at)
+            if self._leaves is not None:
+                self._leaves = leaves_of(roots)
+            # Other roots may hold an Inf on purpose; their gradients are judged all the same.
+            for root in roots:
+                if root.numel() == 1:
+                    self._judge_loss(root)
+
+    def _after_backward(self, result: Any) -> None:
+        if self._leaves is not None:
+            with self._aside():
+                gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
+                self._leaves = []
+                if not all_finite(gradient for _, gradient in gradients):
+                    self._notice(gradients_found(gradients, None))
+        self._evidence.backward_passes += 1
+
+    def _judge_loss(self, root: Tensor) -> None:
+        loss = self._unscaled.get(root, root) if self._evidence.uses_scaler else root
+        value = finite_number(loss)
+        if value is not None:
+            self._evidence.saw_loss(value)
+        elif loss.device.type != "cpu":
+            self._far_losses.append(nonfinite([loss], exact_on_device=True))
+            self._evidence.saw_loss(loss.detach())
+        elif not all_finite([loss]):
+            self._bad_loss(loss)
+
+    def _bad_loss(self, loss: Tensor) -> None:
+        self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
+
+    def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
+        with self._aside():
+            if scaler.is_enabled():
+                self._evidence.uses_scaler = True
+                before, after = named_tensors(losses, ""), named_tensors(scaled, "")
+                for (_, loss), (_, result) in zip(before, after, strict=False):
+                    self._unscaled[result] = loss
+
+    def _before_loading(self, target: Any, state: Mapping[str, Any]) -> None:
+        with self._aside():
+            for path, tensor in named_tensors(state, "state"):
+                if not all_finite([tensor]):
+                    name = path.removeprefix("state.")
+                    self._evidence.bad_keys.append(name)
+                    self._tracing.label(tensor, name)
+
+    def judge(
+        self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
+    ) -> Tensor | None:
+        """True on the device where this update must not happen; None where it may."""
+        with self._aside():
+            self._tracing.tick(arm_at=self.settings.arm_at)
+            far, self._far_losses = self._far_losses, []
+            if self._tracing.is_on:
+                self._evidence.first_look(optimizer)
+            if not on_device and not far and self._evidence.saw_finite(optimizer, gradients):
+                return None
+            far = [torch.where(flag, float("nan"), 0.0) for flag in far]
+            return nonfinite([*gradients, *far], exact_on_device=on_device)
+        return None
+
+    def refused(self, optimizer: Optimizer, gradients: Any, *, late: bool) -> bool:
+        """A bad update is at hand: make it an incident; true vetoes it."""
+        with self._aside():
+            self._notice(gradients_found(gradients, optimizer))
+        return self.settings.on_nan != "warn"
+
+    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
+        """An update was attempted."""
+        with self._aside():
+            self._evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
+            self._tracing.stepped(self._evidence.steps)
+            if not self._was_skipped:
+                self._evidence.skips_in_a_row = 0
+                if not vetoed:
+                    self._check_parameters([optimizer], everything=self._tracing.is_on)
+            self._was_skipped = False
+
+    def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
+        """A GradScaler absorbed an overflow; an incident only when it goes on and on."""
+        with self._aside():
+            self._tracing.tick(arm_at=self.settings.arm_at)
+            self.scaler_skips += 1
+            self._was_skipped = True
+            evidence = self._evidence
+            evidence.skips_in_a_row += 1
+            evidence.scale = scaler.get_scale() if scaler is not None else None
+            hopeless = evidence.scale is not None and evidence.scale <= 1.0
+            if evidence.skips_in_a_row > (1 if hopeless else self.settings.max_scaler_skips):
+                pairs = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+                self._hopeless(optimizer, pairs)
+
+    def _hopeless(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """No loss scale is small enough."""
+        self._notice(gradients_found(pairs, optimizer))
+
+    def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
+        """Look at those parameters whose turn it is after the update, or at all of them."""
+        for optimizer in optimizers:
+            params, with_statistics = self._evidence.due(optimizer)
+            if not all_finite(parameters_of(optimizer) if everything else params):
+                self._harmed(parameters_found(optimizer))
+            if everything or with_statistics:
+                bad = bad_statistics(self._evidence.statistics())
+                if bad:
+                    self._harmed(statistics_found(bad, optimizer))
+
+    def _harmed(self, finding: Finding) -> None:
+        """The state of training has taken bad values."""
+        self._notice(finding)
+
+    def _notice(self, finding: Finding) -> None:
+        """Make an incident of bad tensors, tell of it, and stop if that is asked for."""
+        if len(self.incidents) >= _MOST_INCIDENTS:
+            return
+        strategy = "none" if self.crashed else self.settings.on_nan
+        incident = self._incident(finding, strategy=strategy)
+        self._record(incident)
+        if self.settings.on_nan == "stop" and not self.crashed:
+            self._stop(incident)
+
+    def _incident(self, finding: Finding, *, strategy: str) -> Incident:
+        """What was found, explained as far as it can be here and now."""
+        if self._incident_clock is None:
+            self._incident_clock = self.clock
+        incident = incident_of(finding, self._evidence, strategy=strategy)
+        with self._aside():
+            return explained(incident, finding, self._evidence, self._tracing, self.settings.folder)
+        return incident
+
+    def _record(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+        if self._on_incident is not None:
+            self._on_incident(incident)
+
+    def _stop(self, incident: Incident) -> NoReturn:
+        self.stopped = True
+        where = incident.reports[0].location if incident.reports else "a value"
+        raise TrainingAbortedError(
+            f"stopped at step {incident.step}: {where} is not finite", incident=incident
+        )

@@ -1,0 +1,167 @@
+"""A step that is ours to call: it can be undone, looked at again, and tried again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from stayfinite.detect.gradients import Pairs
+from stayfinite.guard.job import Job, finding_of
+from stayfinite.incidents import Finding
+from stayfinite.records import Diagnosis, Incident
+from stayfinite.recover.config import RecoveryStrategy
+
+if TYPE_CHECKING:
+    from stayfinite.guard.guard import Guard
+
+Call = tuple[Callable[[Any], Any], Any]
+_MOST_TRACES = 20
+_CLEAN_AGAIN = Diagnosis(
+    cause="transient_fault",
+    why="The same step, run again from the same state, was finite: it does not repeat.",
+    fix="Look for a hardware fault or a non-deterministic operation if it happens again.",
+    confidence="likely",
+    evidence=("the step was replayed with the same batch, weights and random state",),
+)
+
+
+class Window:
+    """The calls up to one attempted update, of one job."""
+
+    def __init__(self, guard: Guard, job: Job) -> None:
+        self._guard, self._job = guard, job
+        self._ended: bool | None = None  # whether the update was good; None before it
+        self._mode: Literal["idle", "first", "traced", "clip", "again"] = "idle"
+        self._calls: list[Call] = []
+        self._trouble: Incident | None = None
+        self._traces = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._mode != "idle"
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether this is not the first time that these calls run."""
+        return self._mode not in ("idle", "first")
+
+    @property
+    def vetoes_all(self) -> bool:
+        """While it is only looked at, no update may happen."""
+        return self._mode == "traced"
+
+    def attempted(self, *, is_good: bool) -> None:
+        """The update of this step was attempted."""
+        self._ended = is_good
+
+    def step(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """The call's result, or None when the step that it ends was left out."""
+        job = self._job
+        if not job.has_begun:
+            self._calls.clear()
+            if job.manager.take_skipped_batch():
+                return None
+            self._guard.begin_step(job)
+        self._calls.append((fn, batch))
+        result = self._run(self._calls[-1:], "first")
+        if self._ended is None:
+            return result
+        if self._trouble is None:
+            self._end(is_good=self._ended)
+            return result
+        return self._recover()
+
+    def saw(self, finding: Finding) -> None:
+        """A bad value in this step; the first one counts."""
+        if self._trouble is None:
+            self._trouble = self._guard.incident_now(finding, explain=self._mode == "traced")
+            self._job.hold()
+        elif self._mode != "traced":
+            more = self._guard.incident_now(finding, explain=False)
+            self._trouble = dataclasses.replace(self._trouble, reports=more.reports)
+
+    def refused(self, gradients: Pairs) -> bool:
+        """Whether the update is vetoed."""
+        if self._mode == "clip" and self._job.clip():
+            self._trouble = self._job.trouble = None
+            return False
+        finding = finding_of(self._job, gradients)
+        if finding.named or self._mode != "traced":
+            self.saw(finding)
+        return True
+
+    def _run(self, calls: list[Call], mode: Literal["first", "traced", "clip", "again"]) -> Any:
+        self._mode, self._ended = mode, None
+        if mode != "first":
+            self._trouble = self._job.trouble = None
+        try:
+            result = None
+            for fn, batch in calls:
+                result = fn(batch)
+            return result
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._mode = "idle"
+
+    def _recover(self) -> Any:
+        """Undo, locate, let the policy choose; again and again while a new try is bad too."""
+        job, guard = self._job, self._guard
+        tries = 0
+        while self._trouble is not None:
+            self._undo()
+            incident = self._located(self._trouble)
+            recovery = job.respond(incident, will_rerun=True)
+            if not recovery.succeeded:
+                self._end(is_good=False)
+            guard.conclude(incident, recovery)
+            mode = self._next(recovery.strategy, tries)
+            if mode is None:
+                self._end(is_good=False)
+                return None
+            tries += 1
+            job.mark_again()
+            result = self._run(self._calls, mode)
+        job.forget_held()
+        self._end(is_good=True)
+        return result
+
+    def _next(self, strategy: RecoveryStrategy, tries: int) -> Literal["clip", "again"] | None:
+        """How the calls are run once more; None: they are left out."""
+        if strategy is RecoveryStrategy.REWIND:
+            return None
+        if strategy is RecoveryStrategy.CLIP_GRADIENTS:
+            return "clip"
+        if self._job.config.skip_batch_after_nan:
+            return None
+        return None if strategy is RecoveryStrategy.SKIP_STEP and tries else "again"
+
+    def _located(self, noticed: Incident) -> Incident:
+        """The incident with origin and diagnosis, by running the calls again under the tracer."""
+        if self._traces >= _MOST_TRACES:
+            return noticed
+        self._traces += 1
+        self._job.hold()
+        with self._guard.traced():
+            self._run(self._calls, "traced")
+        found, self._trouble = self._trouble, None
+        self._undo()
+        if found is None:
+            return dataclasses.replace(noticed, diagnosis=_CLEAN_AGAIN)
+        return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+
+    def _undo(self) -> None:
+        self._job.settle()
+        self._job.undo()
+
+    def _end(self, *, is_good: bool) -> None:
+        self._trouble = None
+        self._calls.clear()
+        self._job.end(is_good=is_good)
+
+    def _drop(self) -> None:
+        """The user's own code raised: leave the state as it is, and forget the step."""
+        self._job.forget_held()
+        self._end(is_good=False)

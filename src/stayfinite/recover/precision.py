@@ -13,9 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from stayfinite.snapshot.census import Census
+from stayfinite.snapshot.owners import add_attributes
+
 Dtypes = tuple[torch.dtype | None, ...]
 
 HALF = (torch.float16, torch.bfloat16)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel, torch.compile
 
 
@@ -69,13 +73,15 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = (args, kwargs)
-        devices = _device_types(self._plain, given)
-        under_autocast = any(torch.is_autocast_enabled(device) for device in devices)
-        with contextlib.ExitStack() as stack:
-            for device in devices:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            result = self._in_float32(given)
-            return result if under_autocast else self._as_before(result, given)
+        if devices := _autocast_devices(self._plain, given):
+            return self._without_autocast(devices, given)
+        return self._as_before(self._in_float32(given), given)
+
+    def _without_autocast(self, devices: list[str], given: Any) -> Any:
+        if not devices:
+            return self._in_float32(given)
+        with torch.autocast(devices[0], enabled=False):
+            return self._without_autocast(devices[1:], given)
 
     def _in_float32(self, given: Any) -> Any:
         args, kwargs = tree_map(_raised, given)
@@ -83,9 +89,11 @@ class Float32Forward:
         if not half:
             return self._plain(*args, **kwargs)
         full = {name: tensor.float() for name, tensor in half.items()}
-        used = dict(full)
-        result = functional_call(self._plain, used, args, kwargs)
-        _keep_changes(half, full, used)
+        result = functional_call(self._plain, full, args, kwargs)
+        with torch.no_grad():
+            for name, buffer in self._plain.named_buffers():
+                if name in half:  # running statistics; batch norm writes them unseen
+                    buffer.copy_(full[name])
         return result
 
     def _as_before(self, result: Any, given: Any) -> Any:
@@ -147,18 +155,22 @@ def returned_dtypes(module: nn.Module, given: Any) -> Dtypes:
 
 
 @contextlib.contextmanager
-def _quiet(module: nn.Module) -> Iterator[None]:
-    """Run without hooks, and forget what the modules set on themselves meanwhile."""
-    before = [(each, dict(vars(each))) for each in module.modules()]
+def _quiet(root: nn.Module) -> Iterator[None]:
+    """Run without hooks, and forget what the modules note down meanwhile."""
+    census, modules = Census(), list(root.modules())
+    for module in modules:
+        add_attributes(census, module, "", "attributes")
+    notes = [(cell, cell.content()) for cell in census.cells]
+    hooks = [{name: vars(module)[name] for name in _HOOKS} for module in modules]
     try:
-        for each, _ in before:
-            vars(each)["_forward_hooks"] = OrderedDict()
-            vars(each)["_forward_pre_hooks"] = OrderedDict()
+        for module in modules:
+            vars(module).update((name, OrderedDict()) for name in _HOOKS)
         yield
     finally:
-        for each, own in before:
-            vars(each).clear()
-            vars(each).update(own)
+        for module, own in zip(modules, hooks, strict=True):
+            vars(module).update(own)
+        for cell, content in notes:
+            cell.put_back(content)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -173,17 +185,9 @@ def _is_float32(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype is torch.float32
 
 
-def _device_types(module: nn.Module, given: Any) -> list[str]:
+def _autocast_devices(module: nn.Module, given: Any) -> list[str]:
+    """The types of device that are in use here and under autocast."""
     leaves = (*_tensors(module).values(), *tree_leaves(given))
     found = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
-    return sorted(each for each in found if torch.amp.is_autocast_available(each))
-
-
-@torch.no_grad()
-def _keep_changes(
-    half: dict[str, Tensor], full: dict[str, Tensor], used: dict[str, Tensor]
-) -> None:
-    """What the module wrote into its buffers, such as running statistics."""
-    for name, tensor in half.items():
-        if not tensor.requires_grad and (used[name] is not full[name] or full[name]._version):
-            tensor.copy_(used[name])
+    available = sorted(each for each in found if torch.amp.is_autocast_available(each))
+    return [each for each in available if torch.is_autocast_enabled(each)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stayfinite.records import Incident, NaNReport
@@ -58,4 +58,8 @@ class TrainingSetupError(StayFiniteError, ValueError):
 
 
 class CheckpointError(StayFiniteError, ValueError):
-    """A checkpoint cannot be used; nothing was changed."""
+    """A checkpoint cannot be used; nothing was changed. `problems` has everything it found."""
+
+    def __init__(self, message: str, *, problems: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)

@@ -25,14 +25,29 @@ def memories(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in memories(getattr(tensor, name))]
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_contiguous():
+    if _is_odd(tensor) or tensor.is_contiguous():
         return [tensor]
     return [compact(tensor)]
 
 
+def _is_odd(tensor: Tensor) -> bool:
+    """Whether it can only be copied alone."""
+    return (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+    )
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of its elements; of a sparse one, as if it were dense."""
+    return tensor.numel() * tensor.element_size()
+
+
 def like(tensor: Tensor, offload: Offload = "none") -> Tensor:
     """New memory for a value like this one."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if _is_odd(tensor):
         return tensor.clone()
     device = torch.device("cpu") if offload != "none" else tensor.device
     # Only memory that an accelerator reads needs to be pinned.
@@ -56,7 +71,7 @@ def copy_all(pairs: Iterable[Pair], *, non_blocking: bool = False) -> None:
     """Copy each second tensor into the first; few kernels for many tensors."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for to, source in pairs:
-        if to.layout is not torch.strided or to.is_quantized:
+        if _is_odd(to):
             to.copy_(source)
             continue
         key = (to.dtype, source.dtype, to.device, source.device)

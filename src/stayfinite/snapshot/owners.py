@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from stayfinite.detect.gradients import params_of
-from stayfinite.detect.walk import named_tensors
 from stayfinite.snapshot.cells import DictCell, FrozenCell, GradientsCell, ListCell, ProtocolCell
 from stayfinite.snapshot.census import Census
 from stayfinite.snapshot.plain import CONSTANTS
@@ -154,11 +154,11 @@ def _needs_protocol(census: Census, owner: Any, part: str) -> bool:
     """
     if isinstance(owner, (LRScheduler, GradScaler)) or not gives_its_state(owner):
         return False
-    if part != "ema":
+    if part != "ema" or not hasattr(owner, "__dict__"):
         return True
     found = {item.tensor.data_ptr() for item in census.items}
-    tensors = [tensor for _, tensor in named_tensors(owner.state_dict(), "ema")]
-    return not tensors or any(t.numel() > 1 and t.data_ptr() not in found for t in tensors)
+    tensors = [leaf for leaf in tree_leaves(owner.state_dict()) if isinstance(leaf, Tensor)]
+    return any(tensor.data_ptr() not in found for tensor in tensors)
 
 
 def add_loader(census: Census, loader: Any) -> None:

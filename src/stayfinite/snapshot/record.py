@@ -12,7 +12,7 @@ from stayfinite.detect.reports import bad_reports
 from stayfinite.errors import NonFiniteError
 from stayfinite.snapshot.cells import Cell, ProtocolCell
 from stayfinite.snapshot.census import PARTS, Census, Item
-from stayfinite.snapshot.copies import Offload, copy_all, fits, like, memories, put_back
+from stayfinite.snapshot.copies import Offload, copy_all, fits, like, memories, put_back, size_of
 from stayfinite.snapshot.owners import add_gradients, add_modules
 from stayfinite.snapshot.rng import global_cells
 
@@ -84,7 +84,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of tensor memory that it holds."""
-        return sum(memory.nbytes for _, kept in self._tensors for memory in kept)
+        return sum(size_of(memory) for _, kept in self._tensors for memory in kept)
 
 
 def _room(item: Item, old: _Memories, offload: Offload) -> _Memories:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stayfinite.detect.parts import undisturbed
-from stayfinite.snapshot.copies import copy_all, like, memories, put_back
+from stayfinite.snapshot.copies import copy_all, like, memories, put_back, size_of
 
 SMALL = 1 << 16
 """Tensors of up to so many bytes are copied in each step without asking."""
@@ -26,11 +26,11 @@ class TensorWatch:
         # The memory of inference tensors cannot be written to.
         values = [tensor for tensor in unique if not tensor.is_inference() and memories(tensor)]
         known = {} if before is None else {id(large.tensor): large for large in before._large}
-        self._small = [tensor for tensor in values if tensor.nbytes <= SMALL]
+        self._small = [tensor for tensor in values if size_of(tensor) <= SMALL]
         self._large: list[_LargeTensor] = [
             known.get(id(tensor)) or _LargeTensor(tensor)
             for tensor in values
-            if tensor.nbytes > SMALL
+            if size_of(tensor) > SMALL
         ]
         self._pool: list[list[_Memories]] = []
 

@@ -78,13 +78,15 @@ def reduce_scale(situation: Situation, config: RecoveryConfig, trouble: Trouble)
 
 
 def clip(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
+    if any(report.location == "loss" for report in trouble.reports):
+        return Cannot("the loss itself is not finite, so its gradients point nowhere")
     if situation.will_rerun:
         return Done("the gradients are clipped when the step is run again")
     optimizer, scaler = situation.optimizer, situation.scaler
     params = [param for param in params_of(optimizer) if param.grad is not None]
     whole = config.drop_whole_tensors
     if not any(_is_usable(param.grad, whole=whole) for param in params):
-        return Cannot("nothing finite is left of the gradients" if params else "no gradients")
+        return Cannot(f"{'nothing finite is left of the' if params else 'there are no'} gradients")
     result = clip_gradients(
         params,
         config.grad_clip_value * gradient_scale(scaler, optimizer),
@@ -128,19 +130,25 @@ def lower_lr(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> 
     before = max(rates_of(optimizer), default=0.0)
     if not before > 0:
         return Cannot("there is no learning rate above 0")
-    lower_rates(optimizer, situation.schedulers or schedulers_of(optimizer), factor)
+    back = _go_back_far(situation) if config.lower_lr_goes_back else None
+    while max(rates_of(optimizer)) > 0.99 * before * factor:  # going back undoes earlier cuts
+        lower_rates(optimizer, situation.schedulers or schedulers_of(optimizer), factor)
     drop_gradients(situation)
-    return Done(f"the learning rate went from {before:g} to {before * factor:g}")
+    lowered = f"the learning rate went from {before:g} to {max(rates_of(optimizer)):g}"
+    if not isinstance(back, Done):
+        return Done(lowered)
+    return Done(f"{back.detail}; {lowered}", went_back_to=back.went_back_to)
 
 
 def raise_precision(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
     module = find_module(situation.model, situation.module)
     name = f"module {situation.module!r}" if situation.module else "the model"
-    if module is None:
+    if situation.model is None or module is None:
         return Cannot("it is not known which module is to blame")
     if is_raised(module):
         return Cannot(f"{name} runs in float32 already")
-    if not has_half_tensors(module) and not _uses_autocast(situation, trouble):
+    # A module without weights gets what others compute.
+    if not has_half_tensors(situation.model) and not _uses_autocast(situation, trouble):
         return Cannot(f"{name} runs in float32 already: no 16-bit weights, no autocast")
     raised = run_in_float32(module)
     drop_gradients(situation)
@@ -202,7 +210,9 @@ def _clip_text(result: ClipResult) -> str:
         return text
     more = len(result.dropped) - _MOST_NAMES
     names = ", ".join(result.dropped[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-    return f"{result.dropped_elements} bad elements were dropped from {names}; {text}"
+    count = result.dropped_elements
+    elements = "1 bad element was" if count == 1 else f"{count} bad elements were"
+    return f"{elements} dropped from {names}; {text}"
 
 
 def way_back(
@@ -221,6 +231,11 @@ def _snapshot(situation: Situation, back: int = 0) -> tuple[int, Snapshot | None
     ring = situation.snapshots
     number = min(back, len(ring) - 1) if ring is not None else -1
     return number, ring.back(number) if ring is not None else None
+
+
+def _go_back_far(situation: Situation) -> Answer:
+    """To the oldest snapshot: divergence begins before the first bad value."""
+    return _go_back(situation, len(situation.snapshots or ()))
 
 
 def _go_back(situation: Situation, back: int = 0) -> Answer:

@@ -28,10 +28,14 @@ class RecoveryStrategy(Enum):
 
 @dataclass(frozen=True)
 class Rung:
-    """A strategy on a ladder, and how often it may be used before the next rung is climbed."""
+    """A strategy on a ladder, and how often it may be used before the next rung is climbed.
+
+    With `in_a_row` it is also left when a streak of bad steps is longer than that.
+    """
 
     strategy: RecoveryStrategy
     budget: int = 1
+    in_a_row: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", strategy_of(self.strategy, "strategy"))
@@ -39,6 +43,11 @@ class Rung:
             raise ConfigError(
                 f"the budget of {self.strategy.value!r} is {self.budget!r}; "
                 "it must be a whole number of at least 1. To do without a rung, leave it out."
+            )
+        if self.in_a_row is not None and not (_is_whole(self.in_a_row) and self.in_a_row >= 1):
+            raise ConfigError(
+                f"in_a_row of {self.strategy.value!r} is {self.in_a_row!r}; "
+                "it must be a whole number of at least 1, or None for no limit."
             )
 
 
@@ -48,7 +57,8 @@ class RecoveryConfig:
 
     Strategies can be given by their names. Without a `ladder`, the first bad step of a streak
     gets the primary strategy and the next ones the fallback; with one, its rungs are used up one
-    after the other, and `deescalate_after` good steps lead down by one. The bad step that makes
+    after the other, and `deescalate_after` good steps lead down by one. `lower_lr_goes_back`
+    lowers the rate from the oldest snapshot on. The bad step that makes
     `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
 
     >>> RecoveryConfig(primary_strategy="clip").primary_strategy
@@ -65,6 +75,7 @@ class RecoveryConfig:
     ladder: tuple[Rung, ...] = ()
     deescalate_after: int = 100
     lr_reduction_factor: float = 0.5
+    lower_lr_goes_back: bool = False
     rewind_snapshots: int = 1
     rewind_skip_batches: int = 200
     snapshot_every: int = 50
@@ -113,7 +124,8 @@ def _rung(given: Any) -> Rung:
     if isinstance(given, Mapping):
         unknown = set(given) - {field.name for field in dataclasses.fields(Rung)}
         if unknown or "strategy" not in given:
-            raise ConfigError(f"a rung is {dict(given)!r}; its keys are 'strategy' and 'budget'.")
+            known = ", ".join(repr(field.name) for field in dataclasses.fields(Rung))
+            raise ConfigError(f"a rung is {dict(given)!r}; its keys are {known}.")
         return Rung(**given)
     if isinstance(given, (list, tuple)) and len(given) == 2:
         return Rung(*given)
@@ -164,7 +176,7 @@ def _wrong_numbers(config: RecoveryConfig) -> Iterator[str]:
         value = getattr(config, name)
         if not accepts(value):
             yield f"{name} is {value!r}; it must be {accepted}."
-    for name in ("skip_batch_after_nan", "drop_whole_tensors"):
+    for name in ("skip_batch_after_nan", "drop_whole_tensors", "lower_lr_goes_back"):
         if not isinstance(getattr(config, name), bool):
             yield f"{name} is {getattr(config, name)!r}; it must be True or False."
 

@@ -114,5 +114,6 @@ def _open_rungs(config: RecoveryConfig, history: History) -> Iterator[tuple[int,
     """The rungs from here upwards that have something left of their budget."""
     for number, rung in enumerate(config.ladder):
         left = rung.budget - (history.uses if number == history.rung else 0)
-        if number >= history.rung and left > 0:
+        is_tired = rung.in_a_row is not None and history.bad_in_a_row > rung.in_a_row
+        if number >= history.rung and left > 0 and not is_tired:
             yield number, rung.strategy

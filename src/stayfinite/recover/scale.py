@@ -56,3 +56,15 @@ def forget_found_inf(scaler: Any, optimizer: Optimizer) -> None:
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for flag in found.values():
             flag.zero_()
+
+
+def let_loop_go_on(scaler: Any, optimizer: Optimizer) -> None:
+    """The unscaled gradients were taken away: whatever the loop calls next is to work.
+
+    Between "ready", where step() refuses to go without gradients, and "unscaled", where
+    unscale_() refuses to come again, there is no state in torch in which both are allowed.
+    """
+    if isinstance(scaler, GradScaler):
+        state = scaler._per_optimizer_states.get(id(optimizer))
+        if state is not None and state["stage"] is OptState.UNSCALED:
+            state["stage"] = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from stayfinite.detect.gradients import params_of
 from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import Named, named_states, named_weights
+from stayfinite.recover.scale import let_loop_go_on
 from stayfinite.recover.situation import Situation, Trouble
 
 
@@ -18,6 +19,7 @@ def drop_gradients(situation: Situation) -> None:
         param.grad = None
     if situation.model is not None:
         situation.model.zero_grad(set_to_none=True)
+    let_loop_go_on(situation.scaler, situation.optimizer)
 
 
 def first_bad_state(situation: Situation, trouble: Trouble) -> str | None:

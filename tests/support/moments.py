@@ -144,7 +144,7 @@ class Everything:
             "attributes": self.model.plain(),
             "gradients": [p.grad for p in self.model.parameters()],
             "optimizer": list(self.optimizer.state.values()),
-            "param_groups": self.optimizer.param_groups,
+            "param_groups": self.optimizer.state_dict()["param_groups"],
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict(),

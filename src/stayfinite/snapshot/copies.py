@@ -17,10 +17,10 @@ Pair = tuple[Tensor, Tensor]
 def memories(tensor: Tensor) -> list[Tensor]:
     """The tensors whose memory is the value: the tensor itself, or what it is made of.
 
-    Nothing for what has no value yet: lazy, meta and freed ones. Repeats that expand() made
-    are left out, since they cannot be written to.
+    Nothing for what has no value yet, is lazy or meta, or whose value stays: inference tensors.
+    Repeats that expand() made are left out, since they cannot be written to.
     """
-    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
+    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_inference():
         return []
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()

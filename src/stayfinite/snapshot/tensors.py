@@ -23,8 +23,7 @@ class TensorWatch:
 
     def __init__(self, tensors: Iterable[Tensor], before: TensorWatch | None = None) -> None:
         unique = {id(tensor): tensor for tensor in tensors}.values()
-        # The memory of inference tensors cannot be written to.
-        values = [tensor for tensor in unique if not tensor.is_inference() and memories(tensor)]
+        values = [tensor for tensor in unique if memories(tensor)]
         known = {} if before is None else {id(large.tensor): large for large in before._large}
         self._small = [tensor for tensor in values if size_of(tensor) <= SMALL]
         self._large: list[_LargeTensor] = [

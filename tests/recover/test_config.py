@@ -100,8 +100,11 @@ ALL = "'skip', 'reduce_scale', 'clip', 'reset', 'custom', 'lower_lr', 'rewind', 
         ({"ladder": "skip"}, "ladder is 'skip'; it must be a list"),
         ({"ladder": ["hope"]}, f"a rung of the ladder is 'hope'; it must be one of {ALL}"),
         ({"ladder": [("skip", 0)]}, "the budget of 'skip' is 0; it must be a whole number"),
-        ({"ladder": [{"budget": 3}]}, "its keys are 'strategy' and 'budget'"),
-        ({"ladder": [{"strategy": "skip", "uses": 3}]}, "its keys are 'strategy' and 'budget'"),
+        ({"ladder": [{"budget": 3}]}, "its keys are 'strategy', 'budget', 'in_a_row'"),
+        (
+            {"ladder": [{"strategy": "skip", "uses": 3}]},
+            "its keys are 'strategy', 'budget', 'in_a_row'",
+        ),
         (
             {"primary_strategy": "rewind", "rewind_snapshots": 4},
             "rewind_snapshots is 4, but only 2 snapshots are kept; "

@@ -24,13 +24,13 @@ _MOST_JOBS = 4  # a sweep makes model after model; the older ones are let go
 
 UNATTENDED = RecoveryConfig(
     ladder=(
-        Rung(RecoveryStrategy.SKIP_STEP, budget=2),
+        Rung(RecoveryStrategy.SKIP_STEP, budget=50, in_a_row=2),
         Rung(RecoveryStrategy.RAISE_PRECISION),
         Rung(RecoveryStrategy.CLIP_GRADIENTS, budget=1000),
-        Rung(RecoveryStrategy.RESET_MODEL),
-        Rung(RecoveryStrategy.LOWER_LR, budget=4),
+        Rung(RecoveryStrategy.LOWER_LR, budget=6),
     ),
-    deescalate_after=5,
+    lower_lr_goes_back=True,
+    deescalate_after=50,
     max_consecutive_nans=1000,
     snapshot_every=10,
 )

@@ -158,6 +158,8 @@ class Job:
         held, self._held = self._held, None
         if held is not None:
             held[0].restore(held[1])
+            # They were noted between the scaler's step and its update, which has come since.
+            getattr(self.parts.scaler, "_per_optimizer_states", {}).clear()
 
     def forget_held(self) -> None:
         self._held = None

@@ -131,7 +131,7 @@ def lower_lr(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> 
     if not before > 0:
         return Cannot("there is no learning rate above 0")
     back = _go_back_far(situation) if config.lower_lr_goes_back else None
-    while max(rates_of(optimizer)) > 0.99 * before * factor:  # going back undoes earlier cuts
+    while max(rates_of(optimizer)) > 1.01 * before * factor:  # going back undoes earlier cuts
         lower_rates(optimizer, situation.schedulers or schedulers_of(optimizer), factor)
     drop_gradients(situation)
     lowered = f"the learning rate went from {before:g} to {max(rates_of(optimizer)):g}"

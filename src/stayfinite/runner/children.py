@@ -164,5 +164,4 @@ def tell_once(watch: Watch, incident: Incident) -> None:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except OSError:
         return
-    end = "ending the run" if watch.plan.stops else "the script goes on"
-    say(f"{one_line(incident)}; {end}.")
+    say(f"{one_line(incident)}; {watch.plan.what_follows(incident)}.")

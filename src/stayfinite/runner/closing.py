@@ -43,10 +43,8 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
 
 def tell_at_once(scene: Scene, incident: Incident) -> None:
     """One line while the script goes on; in stop mode the report follows soon enough."""
-    if scene.options.on_nan == "recover":
-        say(f"{one_line(incident)}; {what_was_done(incident)}.")
-    elif not scene.plan.stops:
-        say(f"{one_line(incident)}; the script goes on.")
+    if not scene.plan.stops:
+        say(f"{one_line(incident)}; {scene.plan.what_follows(incident)}.")
 
 
 def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult) -> RunResult:

@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from stayfinite.records import from_json, to_json
+from stayfinite.records import Incident, from_json, to_json
+from stayfinite.runner.words import what_was_done
 
 MAIN = "main"  # the key of the process that the script begins in
 VARIABLE = "STAYFINITE_PLAN"
@@ -46,6 +47,12 @@ class Plan:
     def stops(self) -> bool:
         """Whether the first incident ends the script."""
         return bool(self.guard.get("on_nan", "stop") == "stop")
+
+    def what_follows(self, incident: Incident) -> str:
+        """What becomes of the script, in a few words."""
+        if self.guard.get("on_nan") == "recover":
+            return what_was_done(incident)
+        return "ending the run" if self.stops else "the script goes on"
 
     def with_guard(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, guard={**self.guard, **changes})

@@ -1,0 +1,173 @@
+"""Files of others: what torch.save wrote, read without running any code of theirs."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stayfinite.checkpoint.format.contents import Contents, Layout, ModuleRecord, OptimizerRecord
+from stayfinite.checkpoint.format.held import Held
+from stayfinite.checkpoint.format.reading import Reading
+from stayfinite.checkpoint.problems import Problem
+from stayfinite.errors import CheckpointError
+
+# What people call the parts of a checkpoint; the first that is there counts.
+_NAMES = {
+    "model": ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network"),
+    "optimizer": ("optimizer", "optimizer_states", "optimizer_state_dict", "optim", "opt"),
+    "scheduler": ("scheduler", "lr_schedulers", "lr_scheduler", "scheduler_state_dict", "sched"),
+    "scaler": ("scaler", "scaler_state_dict", "grad_scaler", "amp", "MixedPrecision"),
+    "ema": ("ema", "model_ema", "ema_state_dict", "ema_model"),
+    "step": ("step", "global_step", "iteration", "iter"),
+}
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+def is_torch_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4).startswith(_PICKLES)
+
+
+def read_torch(path: Path, reading: Reading) -> tuple[Any, list[Problem]]:
+    """What torch.load gives with weights_only=True, on the CPU; damaged records are problems.
+
+    torch.load itself does not look at the checksums that torch.save wrote.
+    """
+    problems = _damaged_records(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Mapped memory is enough to look through it.
+            is_mapped = reading.keep is None and zipfile.is_zipfile(path)
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_unsafe(error)) from error
+    except OSError:
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"torch.load fails: {_first_line(error)}") from error
+    reading.progress(path.stat().st_size)
+    return tree, problems
+
+
+def _unsafe(error: Exception) -> str:
+    what = next((line for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
+    detail = f" ({what.strip()})" if what else f" ({_first_line(error)})"
+    return (
+        "it needs more than weights_only=True allows, which can run code, so it is not read"
+        f"{detail}. Save state_dict()s instead of objects."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _damaged_records(path: Path) -> list[Problem]:
+    """Records of a zip file whose checksum differs; none if none was ever written."""
+    if not zipfile.is_zipfile(path):
+        return []
+    with zipfile.ZipFile(path) as archive:
+        records = [info for info in archive.infolist() if info.file_size]
+        bad = [info.filename for info in records if not _is_sound(archive, info)]
+    if len(bad) == len(records) > 1:  # torch can be told to write no checksums
+        return []
+    return [
+        Problem(kind="damaged", key=name, message="its bytes differ from the zip file's checksum.")
+        for name in bad
+    ]
+
+
+def _is_sound(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(info) as record:
+            while record.read(1 << 20):
+                pass
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def contents_of_tensors(tensors: Mapping[str, Held], layout: Layout) -> Contents:
+    """A file with nothing but the tensors of a model."""
+    return Contents(layout=layout, models=(ModuleRecord(tensors=dict(tensors)),))
+
+
+def contents_of_sections(tree: Any, *, layout: Layout = "torch") -> Contents:
+    """The contents of a saved dict: a state_dict, or one with sections such as "optimizer"."""
+    if not isinstance(tree, dict):
+        kind = "a tensor" if isinstance(tree, Held) else f"a {type(tree).__name__}"
+        raise CheckpointError(f"it holds {kind}; a checkpoint is a dict.")
+    if tree and all(_is_entry(name, item) for name, item in tree.items()):
+        return contents_of_tensors(_only_tensors(tree), layout)
+    names = {part: _name_in(tree, choices) for part, choices in _NAMES.items()}
+    model = tree.get(names["model"]) if names["model"] else _only_state_dict(tree, names)
+    if isinstance(model, dict) and isinstance(model.get("state_dict"), dict):
+        model = model["state_dict"]
+    if not isinstance(model, dict):
+        raise CheckpointError(f"it has no model among {', '.join(map(str, tree))[:200]}.")
+    is_lightning = "pytorch-lightning_version" in tree
+    return Contents(
+        layout="lightning" if is_lightning else layout,
+        models=(ModuleRecord(tensors=_only_tensors(model)),),
+        optimizers=tuple(
+            OptimizerRecord(state_dict=_with_numbers(each))
+            for each in _several(tree.get(names["optimizer"]))
+            if isinstance(each, dict) and "param_groups" in each
+        ),
+        schedulers=tuple(_several(tree.get(names["scheduler"]))),
+        scaler=tree.get(names["scaler"]),
+        averages=tuple(_several(tree.get(names["ema"]))),
+        extra={key: item for key, item in tree.items() if key not in names.values()},
+        step=_number(tree.get(names["step"])),
+    )
+
+
+def _is_entry(name: Any, item: Any) -> bool:
+    return isinstance(name, str) and (isinstance(item, Held) or name.endswith("_extra_state"))
+
+
+def _only_tensors(entries: Mapping[Any, Any]) -> dict[str, Held]:
+    return {str(name): item for name, item in entries.items() if isinstance(item, Held)}
+
+
+def _name_in(tree: Mapping[str, Any], choices: tuple[str, ...]) -> str | None:
+    return next((name for name in choices if tree.get(name) is not None), None)
+
+
+def _only_state_dict(tree: Mapping[str, Any], names: Mapping[str, str | None]) -> Any:
+    """The one section that looks like a state_dict, whatever its name is."""
+    found = [
+        item
+        for name, item in tree.items()
+        if name not in names.values()
+        and isinstance(item, dict)
+        and item
+        and all(_is_entry(*each) for each in item.items())
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _with_numbers(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state by the parameter's number; some layouts make it text."""
+    state = {
+        int(key) if isinstance(key, str) and key.isdigit() else key: item
+        for key, item in (state_dict.get("state") or {}).items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _several(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,1 @@
+"""The file format: safetensors with a seal, and the state besides tensors as JSON."""

@@ -1,0 +1,160 @@
+"""Reads safetensors files, ours and others', once from front to end, checking on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stayfinite.checkpoint.format.digests import Digest
+from stayfinite.checkpoint.format.held import Held
+from stayfinite.checkpoint.format.layout import Entry, Header, header_length, parse
+from stayfinite.checkpoint.format.sealed import MARK, PIECE, SEAL, is_sealed, stored_digests
+from stayfinite.checkpoint.format.tally import Tally
+from stayfinite.checkpoint.problems import Problem
+from stayfinite.errors import CheckpointError
+
+_LONGEST_READ = 1 << 30
+
+
+def nothing_told(count: int) -> None:
+    """The progress that nobody watches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How to read: which tensors stay in memory, whether all get digests, whom to tell of bytes.
+
+    Without `keep` none stays, and a file is only looked through.
+    """
+
+    keep: Callable[[str], bool] | None = None
+    digests: bool = False
+    progress: Callable[[int], None] = nothing_told
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafeFile:
+    """What is in one safetensors file; `problems` are tensors that were damaged."""
+
+    header: Header
+    is_ours: bool
+    held: dict[str, Held]
+    problems: list[Problem] = field(default_factory=list)
+
+
+@contextmanager
+def one_line_errors(path: Path) -> Iterator[None]:
+    """Anything that keeps a file from being read, as one CheckpointError."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.problems or str(error).startswith(str(path)):
+            raise
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
+
+
+def read_safetensors(path: Path, reading: Reading) -> SafeFile:
+    """The file's tensors, each verified and tallied; CheckpointError when it has no sound header.
+
+    With nothing to keep this needs 1 MiB of memory, however large the file is.
+    """
+    with one_line_errors(path):
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            return _Reader(descriptor, reading).file()
+        finally:
+            os.close(descriptor)
+
+
+def header_of(path: Path) -> tuple[Header, bool]:
+    """Only the header, unverified, and whether the file is ours."""
+    with one_line_errors(path):
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            return _Reader(descriptor, Reading()).header()
+        finally:
+            os.close(descriptor)
+
+
+class _Reader:
+    def __init__(self, descriptor: int, reading: Reading) -> None:
+        self._descriptor = descriptor
+        self._reading = reading
+        self._scratch = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
+
+    def header(self) -> tuple[Header, bool]:
+        size = os.fstat(self._descriptor).st_size
+        length = header_length(self._bytes(0, min(8, size)), size)
+        header = parse(self._bytes(0, 8 + length), size)
+        return header, is_sealed(header, self._bytes(max(0, size - len(MARK)), size))
+
+    def file(self) -> SafeFile:
+        header, is_ours = self.header()
+        expected = stored_digests(header, self._content) if is_ours else []
+        self._reading.progress(len(header.raw))
+        held, problems = {}, []
+        entries = [entry for entry in header.entries if entry.name != SEAL or not is_ours]
+        for place, entry in enumerate(entries):
+            held[entry.name] = found = self._tensor(entry, with_digest=is_ours)
+            if is_ours and found.digest != expected[place]:
+                problems.append(_damaged(entry))
+        return SafeFile(header=header, is_ours=is_ours, held=held, problems=problems)
+
+    def _tensor(self, entry: Entry, *, with_digest: bool) -> Held:
+        target = None
+        if self._reading.keep is not None and self._reading.keep(entry.name):
+            target = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+        digest = Digest() if with_digest or self._reading.digests else None
+        tally = Tally()
+        for start in range(0, entry.nbytes, PIECE):
+            count = min(PIECE, entry.nbytes - start)
+            piece = self._scratch[:count] if target is None else target[start : start + count]
+            self._fill(piece, entry.start + start)
+            if digest is not None:
+                digest.update(piece)
+            tally.add(piece.view(entry.dtype))
+            self._reading.progress(count)
+        return Held(
+            key=entry.name,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            tally=tally,
+            tensor=None if target is None else target.view(entry.dtype).reshape(entry.shape),
+            digest=None if digest is None else digest.value(),
+        )
+
+    def _content(self, entry: Entry) -> bytes:
+        return self._bytes(entry.start, entry.stop)
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        self._fill(buffer, start)
+        return buffer.numpy().tobytes()
+
+    def _fill(self, buffer: Tensor, offset: int) -> None:
+        view = buffer.numpy().data
+        done = 0
+        while done < len(view):
+            # A kernel reads 2 GiB at most in one call.
+            count = os.preadv(self._descriptor, [view[done : done + _LONGEST_READ]], offset + done)
+            if not count:
+                raise CheckpointError("it became shorter while it was read.")
+            done += count
+
+
+def _damaged(entry: Entry) -> Problem:
+    return Problem(
+        kind="damaged",
+        key=entry.name,
+        message="its bytes are not those that were saved; the checksum differs. "
+        "Load an older generation.",
+    )

@@ -1,0 +1,173 @@
+"""load_checkpoint and validate_checkpoint: everything is checked before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stayfinite.checkpoint.checks.judging import Judged, judge
+from stayfinite.checkpoint.format.contents import Contents, Layout, ModuleRecord
+from stayfinite.checkpoint.format.held import with_tensors
+from stayfinite.checkpoint.format.reading import Reading, nothing_told
+from stayfinite.checkpoint.generations import generations
+from stayfinite.checkpoint.members import Members, gather
+from stayfinite.checkpoint.opening import open_checkpoint
+from stayfinite.checkpoint.placing import Placing
+from stayfinite.checkpoint.problems import Problem, errors_in, refusal, sorted_problems
+from stayfinite.checkpoint.rules import Rules
+from stayfinite.checkpoint.verifying import is_whole
+from stayfinite.errors import CheckpointError
+from stayfinite.snapshot import RandomState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What was loaded. `state` has all parts when there was nothing to load them into."""
+
+    path: Path
+    layout: Layout
+    step: int | None = None
+    extra: Any = None
+    warnings: tuple[Problem, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+    nonfinite_ok: Sequence[str] = (),
+    forward: Any = None,
+    random: bool | None = None,
+) -> Checkpoint:
+    """Load a checkpoint into the objects given, in place.
+
+    Reads files of save_checkpoint, torch.save (with weights_only=True), Lightning, safetensors,
+    Hugging Face folders and shard indices, and folders of torch.distributed.checkpoint. Everything
+    is checked first; a CheckpointError has all `problems`, and then nothing has changed.
+
+    With strict=False, missing and unexpected tensors are warnings. `ignore` and `nonfinite_ok` are
+    patterns of tensor names. `forward` is a batch (or True: one is made up) on which a copy of the
+    model must give finite outputs. The random number generators are put back when an optimizer is
+    loaded, or as `random` says. Without any object, the parts come back in `state`.
+    """
+    file = Path(path)
+    members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
+    contents, damage = open_checkpoint(file, Reading(keep=_wanted(members)))
+    rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
+    judged = judge(contents, members, rules, forward=forward) if not damage else Judged()
+    problems = sorted_problems([*damage, *judged.problems])
+    if errors_in(problems):
+        raise refusal(f"{file} was not loaded, and nothing was changed{_way_out(file)}", problems)
+    with_random = bool(members.optimizers) if random is None else random
+    _place(contents, members, judged, with_random=with_random)
+    return Checkpoint(
+        path=file,
+        layout=contents.layout,
+        step=contents.step,
+        extra=with_tensors(contents.extra),
+        warnings=tuple(problems),
+        state=_all_parts(contents) if members.has_none else {},
+    )
+
+
+def validate_checkpoint(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    *,
+    optimizer: Any = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+    nonfinite_ok: Sequence[str] = (),
+    forward: Any = None,
+    progress: Callable[[int], None] = nothing_told,
+) -> list[Problem]:
+    """All problems of a checkpoint, errors first; an empty list when it is good.
+
+    Nothing is raised for a bad file and nothing is changed. Without `forward` the file is streamed,
+    so it may be larger than memory; `progress` is told of the bytes as they are read.
+    """
+    members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
+    keep = None if forward is None else _wanted(members)
+    try:
+        contents, damage = open_checkpoint(Path(path), Reading(keep=keep, progress=progress))
+    except CheckpointError as error:
+        return [Problem(kind="unreadable", key="file", message=str(error))]
+    rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
+    judged = judge(contents, members, rules, forward=None if damage else forward)
+    return sorted_problems([*damage, *judged.problems])
+
+
+def _wanted(members: Members) -> Callable[[str], bool]:
+    """Which tensors of our own files to keep: those of the parts that have a member."""
+    parts = {
+        "model": members.models,
+        "optimizer": members.optimizers,
+        "scheduler": members.schedulers,
+        "scaler": members.scaler,
+        "ema": members.averages,
+    }
+    unwanted = {part for part, owner in parts.items() if not owner and owner is not members.scaler}
+    if members.scaler is None:
+        unwanted.add("scaler")
+    if members.has_none:
+        unwanted = set()
+    return lambda name: name.partition(".")[0] not in unwanted
+
+
+def _way_out(file: Path) -> str:
+    """Where an older generation is whole, said in the error."""
+    older = [path for path in generations(file) if path != file]
+    good = next((path for path in older if is_whole(path)), None)
+    return f" ({good.name} beside it is whole)" if good is not None else ""
+
+
+def _place(contents: Contents, members: Members, judged: Judged, *, with_random: bool) -> None:
+    with Placing() as placing:
+        for optimizer, record in zip(members.optimizers, contents.optimizers, strict=False):
+            placing.optimizer(optimizer, record.state_dict)
+        for scheduler, state in zip(members.schedulers, contents.schedulers, strict=False):
+            placing.state(scheduler, state)
+        if members.scaler is not None and contents.scaler is not None:
+            placing.state(members.scaler, contents.scaler)
+        for average, state in judged.other_averages:
+            placing.state(average, state)
+        for module, model_record, fit in judged.fits:
+            placing.extra_states(dict(model_record.extra_states), module)
+            placing.tensors(fit.moves, module)
+        if with_random and contents.random is not None:
+            saved = RandomState(**with_tensors(contents.random))
+            devices = saved.devices[: torch.cuda.device_count()]
+            state = RandomState(saved.python, saved.numpy, saved.torch, devices)
+            placing.calling(RandomState.capture().restore, state.restore)
+
+
+def _all_parts(contents: Contents) -> dict[str, Any]:
+    parts = {
+        "model": [_tensors(each) for each in contents.models],
+        "optimizer": [with_tensors(each.state_dict) for each in contents.optimizers],
+        "scheduler": [with_tensors(each) for each in contents.schedulers],
+        "ema": [
+            _tensors(each) if isinstance(each, ModuleRecord) else with_tensors(each)
+            for each in contents.averages
+        ],
+    }
+    single = {name: each[0] if len(each) == 1 else each for name, each in parts.items() if each}
+    scaler = {} if contents.scaler is None else {"scaler": with_tensors(contents.scaler)}
+    return {**single, **scaler}
+
+
+def _tensors(record: ModuleRecord) -> dict[str, Any]:
+    found = {name: held.tensor for name, held in record.tensors.items()}
+    return found | {alias: found[name] for alias, name in record.ties.items()}

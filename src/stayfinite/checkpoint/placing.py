@@ -1,0 +1,139 @@
+"""Puts loaded values in place; if anything fails on the way, everything is put back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.checkpoint.format.held import Held, with_tensors
+from stayfinite.checkpoint.modules import Place, device_of, named_owners
+
+
+class Placing:
+    """A `with` block whose changes are undone if it is left by an exception."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            while self._undo:
+                self._undo.pop()()
+        self._undo.clear()
+
+    @torch.no_grad()
+    def tensors(self, moves: Iterable[tuple[Place, Held]], model: nn.Module) -> None:
+        """Copy into the tensors that the model has; empty slots get new ones."""
+        done: set[Any] = set()
+        for place, held in moves:
+            assert held.tensor is not None, held.key
+            if place.identity in done:
+                continue
+            done.add(place.identity)
+            if place.tensor is None:
+                self._fill(place, held.tensor, device_of(place.owner, model))
+            else:
+                self._copy(place.tensor, held.tensor)
+
+    def _copy(self, target: Tensor, value: Tensor) -> None:
+        before = target.detach().clone()
+        self._undo.append(lambda: _put_back(target, before))
+        target.copy_(value)
+        if before.dtype == value.dtype and not target.is_cuda:
+            # The loaded memory takes the old values, so that undoing needs no more of it.
+            value.copy_(before)
+            self._undo[-1] = lambda: _put_back(target, value)
+
+    def _fill(self, place: Place, value: Tensor, device: torch.device) -> None:
+        owner, name = place.owner, place.attribute
+        slots = owner._buffers if name in owner._buffers else vars(owner)
+        was_there, before = name in slots, slots.get(name)
+
+        def undo() -> None:
+            if was_there:
+                slots[name] = before
+            else:
+                del slots[name]
+
+        self._undo.append(undo)
+        slots[name] = value.to(device, copy=True)
+
+    def extra_states(self, states: dict[str, Any], model: nn.Module) -> None:
+        owners = dict(named_owners(model))
+        for name, state in states.items():
+            owner = owners[name]
+            before = copy.deepcopy(owner.get_extra_state())
+            self._undo.append(_call(owner.set_extra_state, before))
+            owner.set_extra_state(with_tensors(state))
+
+    def optimizer(self, optimizer: Optimizer, state_dict: Any) -> None:
+        """Load the state; torch would cast it to the parameters' dtype, here it keeps its own."""
+        before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+        groups = [dict(group) for group in optimizer.param_groups]
+        states = {key: copy.copy(value) for key, value in optimizer.state.items()}
+        self._undo.append(lambda: _give_back(optimizer, before, groups, states))
+        loaded = with_tensors(state_dict)
+        optimizer.load_state_dict(loaded)
+        _keep_dtypes(optimizer, loaded)
+
+    def state(self, member: Any, state: Any) -> None:
+        """Load whatever has state_dict() and load_state_dict()."""
+        before = copy.deepcopy(member.state_dict())
+        self._undo.append(_call(member.load_state_dict, before))
+        member.load_state_dict(with_tensors(state))
+
+    def calling(self, restore: Callable[[], None], change: Callable[[], None]) -> None:
+        """Any other change, with how to undo it."""
+        self._undo.append(restore)
+        change()
+
+
+def _call(function: Callable[[Any], Any], value: Any) -> Callable[[], None]:
+    def undo() -> None:
+        function(value)
+
+    return undo
+
+
+@torch.no_grad()
+def _put_back(target: Tensor, before: Tensor) -> None:
+    target.copy_(before)
+
+
+def _give_back(
+    optimizer: Optimizer, before: dict[str, Any], groups: list[Any], states: dict[Any, Any]
+) -> None:
+    optimizer.state, optimizer.param_groups = before["state"], before["param_groups"]
+    for group, items in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(items)
+    optimizer.state.clear()
+    optimizer.state.update(states)
+
+
+def _keep_dtypes(optimizer: Optimizer, loaded: Any) -> None:
+    ids = [number for group in loaded["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(ids, params, strict=True):
+        saved = loaded.get("state", {}).get(number)
+        present = optimizer.state.get(param)
+        if not isinstance(saved, dict) or not isinstance(present, dict):
+            continue
+        for name, value in saved.items():
+            now = present.get(name)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                present[name] = value.to(now.device)

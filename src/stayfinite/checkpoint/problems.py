@@ -1,0 +1,62 @@
+"""What can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stayfinite.errors import CheckpointError
+
+Kind = Literal[
+    "unreadable",
+    "damaged",
+    "missing",
+    "unexpected",
+    "shape",
+    "dtype",
+    "narrowed",
+    "nonfinite",
+    "variance",
+    "learning_rate",
+    "optimizer",
+    "scaler",
+    "leftover",
+    "tied",
+    "forward",
+    "not_loaded",
+    "drift",
+]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, and where; what is no error is a warning."""
+
+    kind: Kind
+    key: str
+    message: str
+    is_error: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+def errors_in(problems: Iterable[Problem]) -> list[Problem]:
+    return [problem for problem in problems if problem.is_error]
+
+
+def sorted_problems(problems: Iterable[Problem]) -> list[Problem]:
+    """Errors before warnings, else as they were found; each once."""
+    return sorted(dict.fromkeys(problems), key=lambda problem: not problem.is_error)
+
+
+def refusal(what: str, problems: Sequence[Problem]) -> CheckpointError:
+    """The error that tells all of them."""
+    errors = errors_in(problems)
+    lines = [f"\n- {problem}" for problem in errors[:_SHOWN]]
+    if len(errors) > _SHOWN:
+        lines.append(f"\n- and {len(errors) - _SHOWN} more, in `problems` of this error")
+    return CheckpointError(f"{what}:{''.join(lines)}", problems=problems)

@@ -1,0 +1,188 @@
+"""`stayfinite check`: is this checkpoint good?"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stayfinite.cli._options import options_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from stayfinite.checkpoint.checking import Check
+
+GOOD, PROBLEMS, UNREADABLE = 0, 1, 2
+_SHOWN = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """What `check` can be told."""
+
+    model: str | None = field(
+        default=None,
+        metadata={"help": "module:factory that gives the model which the checkpoint must fit."},
+    )
+    against: str | None = field(
+        default=None, metadata={"help": "Another checkpoint that it is compared with."}
+    )
+    json: bool = field(default=False, metadata={"help": "Print JSON instead of a table."})
+
+
+class Refused(click.ClickException):
+    """One line, and the exit code of what cannot be read."""
+
+    exit_code = UNREADABLE
+
+
+@click.command("check")
+@options_of(CheckOptions)
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+def command(checkpoint: Path, **options: Any) -> None:
+    """Check a checkpoint: checksums, non-finite values, learning rates, and whether it fits.
+
+    CHECKPOINT is a file of save_checkpoint, torch.save, Lightning or safetensors, an index of
+    shards, or a folder of transformers or torch.distributed.checkpoint. The exit code is 0 when it
+    is good, 1 when problems were found, and 2 when it cannot be read.
+    """
+    chosen = CheckOptions(**options)
+    result = _checked(checkpoint, chosen)
+    if chosen.json:
+        click.echo(json.dumps(as_data(result), indent=1))
+    else:
+        _show(result)
+    if not result.is_good:
+        sys.exit(PROBLEMS if result.is_readable else UNREADABLE)
+
+
+def _checked(checkpoint: Path, options: CheckOptions) -> Check:
+    from stayfinite.checkpoint.checking import check, size_on_disk
+
+    model = None if options.model is None else model_from(options.model)
+    against = None if options.against is None else Path(options.against)
+    size = size_on_disk(checkpoint) + (size_on_disk(against) if against else 0)
+    with _progress(checkpoint, size) as progress:
+        return check(checkpoint, model=model, against=against, progress=progress)
+
+
+def model_from(name: str) -> Any:
+    """The model that `module:factory` gives, with the current folder on the path as in python."""
+    module_name, _, factory_name = name.partition(":")
+    if not module_name or not factory_name:
+        raise Refused(f"--model is {name!r}; it must be module:factory, such as train:build_model.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in factory_name.split("."):
+            found = getattr(found, part)
+        model = found() if callable(found) and not hasattr(found, "state_dict") else found
+        model = found() if isinstance(found, type) else model
+    except Exception as error:  # their code can raise anything
+        raise Refused(f"--model {name} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not hasattr(model, "named_modules"):
+        kind = type(model).__name__
+        raise Refused(f"--model {name} gave a {kind}; it must give a torch.nn.Module.")
+    return model
+
+
+@contextmanager
+def _progress(checkpoint: Path, size: int) -> Iterator[Any]:
+    """A bar on stderr while it takes long enough to be seen; none when nobody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, TransferSpeedColumn(), console=console, transient=True)
+    bar.disable = not console.is_terminal
+    task = bar.add_task(checkpoint.name, total=size or None)
+    with bar:
+        yield lambda count: bar.advance(task, count)
+
+
+def as_data(result: Check) -> dict[str, Any]:
+    """The result as JSON values."""
+    comparison = result.comparison
+    return {
+        "schema": 1,
+        "path": str(result.path),
+        "good": result.is_good,
+        "layout": result.layout,
+        "step": result.step,
+        "parts": list(result.parts),
+        "tensors": result.tensors,
+        "bytes": result.bytes,
+        "problems": [dataclasses.asdict(problem) for problem in result.problems],
+        "comparison": None
+        if comparison is None
+        else {"same": comparison.same, "changed": list(comparison.changed)},
+    }
+
+
+def _show(result: Check) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    if not result.is_readable:
+        console.print(f"[red]not readable[/] {escape(result.problems[0].message)}", soft_wrap=True)
+        return
+    if result.problems:
+        console.print(_table(result))
+    errors = sum(problem.is_error for problem in result.problems)
+    warnings = len(result.problems) - errors
+    verdict = "[green]good[/]" if result.is_good else f"[red]{_count(errors, 'problem')}[/]"
+    noted = f", {_count(warnings, 'warning')}" if warnings else ""
+    console.print(f"{verdict}{noted}  {escape(_described(result))}", soft_wrap=True)
+    _show_comparison(result, console)
+
+
+def _table(result: Check) -> Table:
+    from rich.table import Table
+
+    table = Table(show_header=True, header_style="bold", expand=False)
+    table.add_column("")
+    table.add_column("where", overflow="fold")
+    table.add_column("problem", overflow="fold")
+    for problem in result.problems[:_SHOWN]:
+        mark = "[red]error[/]" if problem.is_error else "[yellow]warning[/]"
+        table.add_row(mark, _plain(problem.key), _plain(problem.message))
+    if len(result.problems) > _SHOWN:
+        table.add_row("", "", f"and {len(result.problems) - _SHOWN} more; --json has all of them")
+    return table
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _described(result: Check) -> str:
+    step = "" if result.step is None else f", step {result.step}"
+    size = f"{_count(result.tensors, 'tensor')}, {result.bytes / 1e6:,.1f} MB"
+    return f"{result.path}: {result.layout}{step}, {size}"
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number:,} {of}" if number == 1 else f"{number:,} {of}s"
+
+
+def _show_comparison(result: Check, console: Console) -> None:
+    if result.comparison is not None:
+        same, changed = result.comparison.same, len(result.comparison.changed)
+        console.print(f"against the other one: {same:,} the same to the byte, {changed:,} changed")

@@ -1,0 +1,204 @@
+"""Elementwise operations that are finite, with a finite gradient, for every finite input.
+
+One rule holds for all of them. The value is the true one wherever that exists and the dtype can
+hold it; elsewhere the input is moved to the nearest number that has one, or the result to the
+largest finite one. The gradient is the true one too, and 0 where the input was moved or is nearer
+than eps to a singularity. 0 rather than the steep 1 / eps, because one such step ruins a run:
+benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite input is not
+covered. eps is 1e-8 unless given, but never so small that 1 / eps is too large for the dtype
+(6e-5 in float16).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stayfinite.errors import InputError
+from stayfinite.prevent.curves import curve, eps_of, floating, steepest
+
+
+def safe_log(x: Tensor, eps: float | None = None) -> Tensor:
+    """log(x); below eps it is log(eps), with a gradient of 0.
+
+    >>> safe_log(torch.tensor([1.0, 0.0, -3.0]))
+    tensor([  0.0000, -18.4207, -18.4207])
+    """
+    x = floating(x)
+    return x.clamp_min(eps_of(x.dtype, eps)).log()
+
+
+def safe_sqrt(x: Tensor, eps: float | None = None) -> Tensor:
+    """sqrt(x), 0 for negative x; below eps the gradient is 0.
+
+    >>> safe_sqrt(torch.tensor([4.0, 0.0, -1e-7]))
+    tensor([2., 0., 0.])
+    """
+    x = floating(x)
+    near = eps_of(x.dtype, eps)
+
+    def slope(x: Tensor) -> Tensor:
+        is_near = x < near
+        return torch.where(is_near, 0.0, 0.5 * torch.where(is_near, 1.0, x).rsqrt())
+
+    return curve(lambda x: x.clamp_min(0).sqrt(), (slope,), x)
+
+
+def safe_div(
+    numerator: Tensor | float, denominator: Tensor | float, eps: float | None = None
+) -> Tensor:
+    """The quotient, with a denominator that is at least eps away from 0 on its own side of it.
+
+    So 0 / 0 is 0. Nearer than eps the denominator gets no gradient; a quotient that is too large
+    for the dtype is its largest number.
+
+    >>> safe_div(torch.tensor([1.0, 0.0, 3e38]), torch.tensor([4.0, 0.0, 0.1]))
+    tensor([2.5000e-01, 0.0000e+00, 3.4028e+38])
+    """
+    a, b = _together(numerator, denominator)
+    near, limit, steep = eps_of(a.dtype, eps), torch.finfo(a.dtype).max, steepest(a.dtype)
+
+    def quotient(a: Tensor, b: Tensor) -> Tensor:
+        return (a / _kept_away(b, near)).clamp(-limit, limit)
+
+    def by_b(a: Tensor, b: Tensor) -> Tensor:
+        kept = _kept_away(b, near)
+        return torch.where(b.abs() < near, 0.0, -(quotient(a, b) / kept).clamp(-steep, steep))
+
+    return curve(quotient, (lambda a, b: _kept_away(b, near).reciprocal(), by_b), a, b)
+
+
+def safe_pow(base: Tensor, exponent: Tensor | float, eps: float | None = None) -> Tensor:
+    """base ** exponent; a negative base with a fractional exponent counts as 0.
+
+    For a negative exponent the base is at least eps away from 0. Nearer than eps the base gets no
+    gradient if the exponent is below 1; an exponent gets none from a base of 0 or less. A power
+    that is too large for the dtype is its largest number.
+
+    >>> safe_pow(torch.tensor([9.0, 0.0, -8.0]), 0.5)
+    tensor([3., 0., 0.])
+    >>> safe_pow(torch.tensor([-2.0, 0.0]), -3)
+    tensor([-1.2500e-01,  1.0000e+24])
+    """
+    if not isinstance(exponent, Tensor):
+        x, p = floating(base), float(exponent)
+        near = eps_of(x.dtype, eps)
+        return curve(lambda x: _power(x, p, near), (lambda x: _power_by_base(x, p, near),), x)
+    base, exponent = _together(base, exponent)
+    near = eps_of(base.dtype, eps)
+    slopes = (
+        lambda x, p: _power_by_base(x, p, near),
+        lambda x, p: _power_by_exponent(x, p, near),
+    )
+    return curve(lambda x, p: _power(x, p, near), slopes, base, exponent)
+
+
+def safe_acos(x: Tensor, eps: float | None = None) -> Tensor:
+    """acos(x), with x beyond 1 or -1 counted as that; nearer to them than eps the gradient is 0.
+
+    eps is the dtype's resolution at 1 unless given, so that only 1, -1 and their neighbours have
+    no gradient.
+
+    >>> safe_acos(torch.tensor([0.0, 1.0, 1.0000001]))
+    tensor([1.5708, 0.0000, 0.0000])
+    """
+    x = floating(x)
+    near = max(eps_of(x.dtype, eps) if eps else 0.0, torch.finfo(x.dtype).eps)
+
+    def slope(x: Tensor) -> Tensor:
+        is_near = 1 - x.abs() < near
+        x = torch.where(is_near, 0.0, x)
+        return torch.where(is_near, 0.0, -((1 - x) * (1 + x)).rsqrt())
+
+    return curve(lambda x: x.clamp(-1, 1).acos(), (slope,), x)
+
+
+def safe_atan2(y: Tensor | float, x: Tensor | float, eps: float | None = None) -> Tensor:
+    """The angle of the point (x, y), as torch.atan2; nearer than eps to the origin no gradient.
+
+    >>> safe_atan2(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.7854])
+    """
+    y, x = _together(y, x)
+    near = eps_of(x.dtype, eps)
+
+    def by_first(first: Tensor, second: Tensor) -> Tensor:
+        is_near = torch.hypot(first, second) < near
+        second = torch.where(is_near, 1.0, second)
+        length = torch.hypot(first, second)
+        return torch.where(is_near, 0.0, second / length / length)
+
+    return curve(torch.atan2, (by_first, lambda y, x: -by_first(x, y)), y, x)
+
+
+def log1mexp(x: Tensor, eps: float | None = None) -> Tensor:
+    """log(1 - exp(-|x|)): the log of 1 - p from the log of p, whichever sign that is kept with.
+
+    Exact for small and for large |x|; below eps it is the value at eps, with a gradient of 0.
+
+    >>> log1mexp(torch.tensor([-1e-6, -0.5, -30.0]))
+    tensor([-1.3816e+01, -9.3275e-01, -9.3576e-14])
+    """
+    x = floating(x)
+    near = eps_of(x.dtype, eps)
+
+    def value(x: Tensor) -> Tensor:
+        x = -x.abs().clamp_min(near)
+        return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
+
+    def slope(x: Tensor) -> Tensor:
+        is_near = x.abs() < near
+        size = torch.where(is_near, 1.0, x).abs()
+        return torch.where(is_near, 0.0, x.sign() * (-size).exp() / -(-size).expm1())
+
+    return curve(value, (slope,), x)
+
+
+def _power(x: Tensor, p: Tensor | float, near: float) -> Tensor:
+    x = _with_root(x, p)
+    x = torch.where((x.abs() < near) & (p < 0), _kept_away(x, near), x)
+    limit = torch.finfo(x.dtype).max
+    return torch.pow(x, p).clamp(-limit, limit)
+
+
+def _power_by_base(x: Tensor, p: Tensor | float, near: float) -> Tensor:
+    x = _with_root(x, p)
+    is_near = (x.abs() < near) & (p < 1)
+    slope = p * torch.pow(torch.where(is_near, 1.0, x), p - 1)
+    limit = steepest(x.dtype)
+    return torch.where(is_near, 0.0, slope.clamp(-limit, limit))
+
+
+def _power_by_exponent(x: Tensor, p: Tensor, near: float) -> Tensor:
+    is_positive = x > 0
+    x = torch.where((x < near) & (p < 0), near, torch.where(is_positive, x, 1.0))
+    limit = steepest(x.dtype)
+    slope = (torch.pow(x, p) * x.log()).clamp(-limit, limit)
+    return torch.where(is_positive, slope, 0.0)
+
+
+def _with_root(x: Tensor, p: Tensor | float) -> Tensor:
+    return torch.where((x <= 0) & (p % 1 != 0), 0.0, x)  # a -0.0 too
+
+
+def _kept_away(x: Tensor, near: float) -> Tensor:
+    """x, but at least `near` away from 0 on its own side."""
+    return x.abs().clamp_min(near).copysign(x)
+
+
+def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Both as floating tensors of one shape and dtype; at least one is a tensor."""
+    known = first if isinstance(first, Tensor) else second
+    if not isinstance(known, Tensor):
+        raise InputError(
+            f"got two {type(first).__name__}s; at least one must be a tensor. "
+            "For plain numbers use the math module."
+        )
+    dtype = floating(torch.empty(0, dtype=torch.result_type(first, second))).dtype
+    a, b = torch.broadcast_tensors(
+        torch.as_tensor(first, dtype=dtype, device=known.device),
+        torch.as_tensor(second, dtype=dtype, device=known.device),
+    )
+    return a, b

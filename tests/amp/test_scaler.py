@@ -149,6 +149,15 @@ def test_fused_gradient_that_overflows_when_it_is_divided_is_skipped() -> None:
     assert scaler.get_scale() == 2.0**-21
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_skipped_step_was_the_step_of_this_update(fused: bool) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    training = Training(cpu(), Adam([weight], fused=fused))
+    training.attempt("inf")
+    with pytest.raises(RuntimeError, match="already been called"):
+        training.scaler.step(training.optimizer)
+
+
 def test_raising_fused_step_does_not_leave_its_scale_behind() -> None:
     weight = nn.Parameter(torch.ones(3))
     training = Training(cpu(), Adam([weight], fused=True))
@@ -550,6 +559,19 @@ def test_scale_of_a_collapsed_run_is_brought_within_the_bounds(scale: float, loa
     assert training.scaler.get_scale() == loaded
     training.step()
     assert training.is_finite()
+
+
+def test_loaded_tolerance_is_at_most_the_own() -> None:
+    scaler = cpu(hysteresis=2)
+    scaler.load_state_dict(cpu(hysteresis=9).state_dict())
+    assert after(scaler, "inf", "inf") == 2.0**15
+
+
+def test_loaded_scaler_that_missed_its_interval_grows_all_the_same() -> None:
+    scaler = cpu()
+    saved = GradScaler("cpu", growth_interval=3).state_dict()
+    scaler.load_state_dict({**saved, "_growth_tracker": 7})  # the interval was set while it ran
+    assert after(scaler, "good") == 2.0**17
 
 
 def test_loading_a_state_ends_the_step_that_was_under_way() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,13 @@ def load_checkpoint(
     """
     file = Path(path)
     members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
-    contents, damage = open_checkpoint(file, Reading(keep=_wanted(members)))
+    contents, damage = _opened(file, Reading(keep=_wanted(members)))
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
     judged = judge(contents, members, rules, forward=forward) if not damage else Judged()
-    problems = sorted_problems([*damage, *judged.problems])
+    problems = sorted_problems([*damage, *judged.problems, *_left_out(contents, members)])
     if errors_in(problems):
-        raise refusal(f"{file} was not loaded, and nothing was changed{_way_out(file)}", problems)
+        hint = _way_out(file) if damage else ""
+        raise refusal(f"{file} was not loaded, and nothing was changed{hint}", problems)
     with_random = bool(members.optimizers) if random is None else random
     _place(contents, members, judged, with_random=with_random)
     return Checkpoint(
@@ -126,8 +127,28 @@ def _wanted(members: Members) -> Callable[[str], bool]:
     return lambda name: name.partition(".")[0] not in unwanted
 
 
+def _opened(file: Path, reading: Reading) -> tuple[Contents, list[Problem]]:
+    try:
+        return open_checkpoint(file, reading)
+    except CheckpointError as error:
+        problem = Problem(kind="unreadable", key="file", message=str(error))
+        raise CheckpointError(f"{error}{_way_out(file)}", problems=[problem]) from error
+
+
+def _left_out(contents: Contents, members: Members) -> Iterator[Problem]:
+    """Who loads an optimizer goes on training, and needs the rest as well."""
+    rest = {
+        "scheduler": contents.schedulers and not members.schedulers,
+        "scaler": contents.scaler and members.scaler is None,
+    }
+    for part, is_left_out in rest.items():
+        if members.optimizers and is_left_out:
+            message = f"is in the file and was not loaded; pass {part}= to go on with it."
+            yield Problem(kind="not_loaded", key=part, message=message, is_error=False)
+
+
 def _way_out(file: Path) -> str:
-    """Where an older generation is whole, said in the error."""
+    """Where an older generation is whole, said in the error of a damaged one."""
     older = [path for path in generations(file) if path != file]
     good = next((path for path in older if is_whole(path)), None)
     return f" ({good.name} beside it is whole)" if good is not None else ""

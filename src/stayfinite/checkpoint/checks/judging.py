@@ -62,7 +62,7 @@ def _with_kinds(
 
 
 def _absent(contents: Contents, members: Members) -> Iterator[Problem]:
-    """Parts that are asked for and not there, or there and not asked for."""
+    """Parts that are asked for and not there."""
     pairs = (
         ("model", len(contents.models), len(members.models)),
         ("optimizer", len(contents.optimizers), len(members.optimizers)),
@@ -74,10 +74,6 @@ def _absent(contents: Contents, members: Members) -> Iterator[Problem]:
         if asked and there != asked:
             message = f"the file has {there or 'none'}, and {asked} shall be loaded."
             yield Problem(kind="missing", key=part, message=message)
-        # Who loads an optimizer goes on training, and needs the rest as well.
-        elif there and not asked and members.optimizers and part in ("scheduler", "scaler"):
-            message = f"is in the file and was not loaded; pass {part}= to go on with it."
-            yield Problem(kind="not_loaded", key=part, message=message, is_error=False)
 
 
 def _fit_models(judged: Judged, contents: Contents, members: Members, rules: Rules) -> None:

@@ -59,6 +59,9 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class _Planner(_EmptyStateDictLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
         trusted = io.BytesIO()

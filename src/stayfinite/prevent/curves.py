@@ -54,32 +54,35 @@ def curve(
 ) -> Tensor:
     """`value(*inputs)`, elementwise, whose derivative by each input is what its slope says.
 
-    Inputs must have one shape and dtype. Slopes are differentiated for second derivatives, so
-    they are functions of the inputs and nothing else. There is no forward-mode derivative, since
-    torch.compile does not take functions that have one.
+    There are at most three inputs, of one shape and dtype. Slopes are differentiated for second
+    derivatives, so they are functions of the inputs and nothing else. There is no forward-mode
+    derivative, since torch.compile does not take functions that have one.
     """
     apply: Callable[..., Tensor] = _Curve.apply
-    return apply(value, slopes, *inputs)
+    return apply(value, slopes, *inputs, *[None] * (3 - len(inputs)))
 
 
 class _Curve(Function):
     generate_vmap_rule = True
 
+    # Three inputs rather than *inputs: torch.compile counts parameters to know there is no ctx.
     @staticmethod
-    def forward(value: Callable[..., Tensor], _slopes: Any, *inputs: Tensor) -> Tensor:
-        return value(*inputs)
+    def forward(
+        value: Callable[..., Tensor], _slopes: Any, x: Tensor, y: Tensor | None, z: Tensor | None
+    ) -> Tensor:
+        return value(*(each for each in (x, y, z) if each is not None))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.slopes, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        _, ctx.slopes, *given = inputs
+        ctx.save_for_backward(*(each for each in given if each is not None))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        needed = ctx.needs_input_grad[2:]
         inputs = ctx.saved_tensors
-        given = [
+        needed = ctx.needs_input_grad[2:]
+        gradients = [
             gradient * slope(*inputs) if is_needed else None
-            for slope, is_needed in zip(ctx.slopes, needed, strict=True)
+            for slope, is_needed in zip(ctx.slopes, needed, strict=False)
         ]
-        return None, None, *given
+        return None, None, *gradients, *[None] * (3 - len(inputs))

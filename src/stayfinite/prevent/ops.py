@@ -190,15 +190,18 @@ def _kept_away(x: Tensor, near: float) -> Tensor:
 
 def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Tensor]:
     """Both as floating tensors of one shape and dtype; at least one is a tensor."""
-    known = first if isinstance(first, Tensor) else second
-    if not isinstance(known, Tensor):
+    tensors = [value for value in (first, second) if isinstance(value, Tensor)]
+    if not tensors:
         raise InputError(
             f"got two {type(first).__name__}s; at least one must be a tensor. "
             "For plain numbers use the math module."
         )
-    dtype = floating(torch.empty(0, dtype=torch.result_type(first, second))).dtype
+    # As in torch, numbers and 0-d tensors take the dtype of the other.
+    dtypes = [floating(tensor).dtype for tensor in tensors if tensor.ndim or len(tensors) == 1]
+    dtypes = dtypes or [floating(tensor).dtype for tensor in tensors]
+    dtype, device = torch.promote_types(dtypes[0], dtypes[-1]), tensors[0].device
     a, b = torch.broadcast_tensors(
-        torch.as_tensor(first, dtype=dtype, device=known.device),
-        torch.as_tensor(second, dtype=dtype, device=known.device),
+        torch.as_tensor(first, dtype=dtype, device=device),
+        torch.as_tensor(second, dtype=dtype, device=device),
     )
     return a, b

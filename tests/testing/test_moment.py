@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from stayfinite.detect.hooks import StepListener, watch_steps
+from stayfinite.detect.repeats import run_again
 from stayfinite.errors import ConfigError
 from stayfinite.testing import inject, injection
 
@@ -102,6 +103,17 @@ def test_transient_batch_is_bad_once() -> None:
     with inject(batch=True) as fault:
         delivered = [bool(x.isnan().any()) for _ in range(2) for x, _ in fault.batches(job.batches)]
     assert sum(delivered) == 1
+
+
+def test_a_step_that_is_run_again_is_counted_once() -> None:
+    job = Job()
+    with inject(job.model, job.optimizer, loss=True, at_step=1) as fault:
+        job.step(job.batches[0])
+        with run_again():
+            job.step(job.batches[0])
+        assert (fault.step, fault.fired) == (1, False)
+        job.step(job.batches[1])
+    assert (fault.step, fault.fired) == (2, True)
 
 
 def test_steps_that_a_scaler_skips_are_counted() -> None:

@@ -58,8 +58,8 @@ class Fault:
 
     @property
     def step(self) -> int:
-        """How many updates were attempted since the block began."""
-        return self._attempts.count
+        """The step that runs now: so many updates were attempted since the block began."""
+        return self._attempts.step
 
     def batches(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """The same batches, except that the first of the chosen step is bad; for `batch=`.

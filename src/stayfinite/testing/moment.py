@@ -14,19 +14,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.entrypoints import together
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
+from stayfinite.detect.repeats import is_run_again
 from stayfinite.detect.walk import named_tensors
 
 
 class Attempts(StepListener):
     """How many updates one optimizer has attempted; without one, the most of any.
 
-    Vetoed updates and those that a GradScaler skipped are attempts too.
+    Vetoed updates and those that a GradScaler skipped are attempts too; a guard's own
+    repetitions of a step are not.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._only = optimizer
         self._counts: Any = WeakIdKeyDictionary()
         self.count = 0
+
+    @property
+    def step(self) -> int:
+        """The step that runs now, counted from 0."""
+        return max(0, self.count - 1) if is_run_again() else self.count
 
     def attach(self) -> Attachment:
         return together(watch_steps(self, optimizer=self._only, defer=False), watch_scalers(self))
@@ -39,7 +46,7 @@ class Attempts(StepListener):
         return
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
-        if self._only is None or optimizer is self._only:
+        if not is_run_again() and (self._only is None or optimizer is self._only):
             self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
             self.count = max(self.count, self._counts[optimizer])
 

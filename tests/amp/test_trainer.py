@@ -279,6 +279,27 @@ def test_closing_twice_is_harmless() -> None:
     trainer.close()
 
 
+def test_window_begins_again_after_an_error_of_the_user() -> None:
+    made = batches(5)
+    plain, ours = nn.Linear(4, 1), nn.Linear(4, 1)
+    ours.load_state_dict(plain.state_dict())
+    by_hand(plain, made[2:4], every=2)
+    calls = iter(range(10))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if next(calls) == 1:
+            raise RuntimeError("of the user's own")
+        return mse(output, target)
+
+    with trainer_of(config(accumulate_grad_batches=2), ours, loss_fn=loss_fn) as trainer:
+        trainer.training_step(made[0])
+        with pytest.raises(RuntimeError, match="own"):
+            trainer.training_step(made[1])
+        all_steps(trainer, made[2:4])
+        assert trainer.step == 1
+    assert raw(ours) == raw(plain)
+
+
 def test_batch_of_nested_tensors_is_moved() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -64,6 +64,21 @@ def test_run_that_was_saved_and_loaded_goes_on_by_bytes(tmp_path: Path, precisio
         assert resumed.scaler.state_dict() == whole.scaler.state_dict()
 
 
+def test_snapshots_from_before_loading_are_forgotten(tmp_path: Path) -> None:
+    made = batches(12, bad=(9,))
+    recovery = recovering(primary_strategy="reset", snapshot_every=1)
+    with full_trainer("fp32", detect={"recovery": recovery}) as trainer:
+        all_steps(trainer, made[:3])
+        trainer.save(tmp_path / "last.pt")
+        early = raw(trainer.model)
+        all_steps(trainer, made[3:8])
+        trainer.load(tmp_path / "last.pt")
+        assert trainer.training_step(made[9]) is None
+        assert trainer.incidents[0].outcome.strategy == "reset"
+        assert trainer.step == 3
+        assert raw(trainer.model) == early
+
+
 def test_warm_up_goes_on_where_it_was(tmp_path: Path) -> None:
     def made() -> AMPTrainer:
         model = nn.Linear(4, 1)

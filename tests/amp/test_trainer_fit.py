@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import random
 from typing import Any
 
 import pytest
@@ -290,11 +291,14 @@ def test_nothing_is_printed_where_there_is_no_terminal(capfd: pytest.CaptureFixt
 def test_terminal_shows_epoch_loss_and_skipped_batches() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
+    before = random.getstate()
     with ProgressBar(epochs=2, console=console) as bar:
         bar.begin_epoch(0, 3)
         bar.advance(loss=torch.tensor(1.25), skipped=0)
         bar.advance(loss=None, skipped=1)
         bar.advance(loss=torch.tensor(0.5), skipped=1)
+        bar.end_epoch(loss=torch.tensor(0.5), skipped=1)
     shown = screen.getvalue()
+    assert random.getstate() == before
     for part in ("epoch 1/2", "3/3", "loss 0.5", "1 skipped"):
         assert part in shown

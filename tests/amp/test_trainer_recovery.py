@@ -305,3 +305,37 @@ def test_rewind_skips_the_batches_that_follow() -> None:
         assert trainer.step == 7
     assert [n for n, loss in enumerate(losses) if loss is None] == [5, 6, 7, 8]
     assert raw(ours) == raw(plain)
+
+
+class Tall(nn.Module):
+    """Its head passes the largest float16 at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        nn.init.constant_(self.head.bias, 1e5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_guilty_module_runs_in_float32_until_the_trainer_is_closed(every: int) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return mse(output.float() / 1e5, target)
+
+    model = Tall()
+    detect = {"recovery": recovering(primary_strategy="raise_precision")}
+    given = config("fp16", detect=detect, accumulate_grad_batches=every)
+    with trainer_of(given, model, lr=1e-3, loss_fn=loss_fn) as trainer:
+        losses = all_steps(trainer, batches(8))
+        assert [i.outcome.detail for i in trainer.incidents] == [
+            "module 'head' runs in float32 from now on"
+        ]
+        assert losses[every:] == [loss for loss in losses[every:] if loss is not None]
+        assert seen[-1] is torch.float32
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert model(batches(1)[0][0]).dtype is torch.float16

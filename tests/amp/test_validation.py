@@ -69,6 +69,13 @@ def test_frozen_model_is_a_problem() -> None:
     assert "no parameter of the model requires a gradient" in problem
 
 
+def test_optimizer_that_needs_a_closure_is_a_problem() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    (problem,) = problems_of(AMPTrainer(config(), model, optimizer, mse))
+    assert problem.startswith("LBFGS calls a closure")
+
+
 def test_bad_state_of_the_optimizer_is_a_problem() -> None:
     model = nn.Linear(4, 1)
     with trainer_of(config(), model) as trainer:

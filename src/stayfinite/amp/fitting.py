@@ -56,6 +56,7 @@ def _run_epoch(
     # it and the model draw random numbers.
     started, count, skipped = time.perf_counter(), 0, 0
     total: Tensor | None = None
+    loss: Tensor | None = None
     for batch in loader:
         loss = train(batch, None if length is None else max(1, length - count))
         count += 1
@@ -64,6 +65,7 @@ def _run_epoch(
         else:
             total = loss.double() if total is None else total + loss
         bar.advance(loss=loss, skipped=skipped)
+    bar.end_epoch(loss=loss, skipped=skipped)
     return Epoch(
         loss=math.nan if total is None else float(total) / (count - skipped),  # host sync
         batches=count,

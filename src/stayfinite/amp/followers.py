@@ -41,6 +41,7 @@ class Followers:
         if config.warmup_epochs > 0 and not self.schedulers:
             self.warmup = LinearWarmup(optimizer, config.warmup_epochs)
         self.ema = ema
+        self._config = config
         self._model = model
         self._every = every
         self._average = None if ema is None else _averaging(ema)
@@ -51,6 +52,20 @@ class Followers:
 
     def all_schedulers(self) -> list[Any]:
         return [*self.schedulers, *([] if self.warmup is None else [self.warmup])]
+
+    def begin_warmup(self, batches_per_epoch: int) -> None:
+        """It is known now how long an epoch is."""
+        if self.warmup is not None:
+            updates = math.ceil(batches_per_epoch / self._config.accumulate_grad_batches)
+            self.warmup.begin(updates)
+
+    def require_length(self) -> None:
+        """ConfigError if a warm-up is asked for that nobody knows the length of."""
+        if self.warmup is not None and self.warmup.length is None:
+            raise ConfigError(
+                f"warmup_epochs is {self._config.warmup_epochs:g}, but it is not known how long "
+                "an epoch is: give batches_per_epoch."
+            )
 
     def after_update(self) -> None:
         """Weights have moved."""

@@ -62,8 +62,7 @@ class Teller:
         was_update = done is not None and done.was_update
         if done is not None and was_update:
             self._log(done, step=step, epoch=epoch)
-        was_skipped = done is None or (done.was_attempted and not done.was_update)
-        loss = None if done is None or was_skipped else done.loss
+        loss = None if done is None else done.kept_loss
         event = StepEvent(step=step, epoch=epoch, loss=loss, was_update=was_update)
         self.callbacks.tell("on_step", event)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,9 +27,9 @@ from stayfinite.amp.precision import autocast_for, scaler_for
 from stayfinite.amp.rates import set_learning_rate
 from stayfinite.amp.telling import Teller
 from stayfinite.amp.update import Accumulation, Done, Setup, Update
-from stayfinite.amp.validation import require_ready
+from stayfinite.amp.validation import require_kinds, require_ready
 from stayfinite.amp.watching import ChosenGuard, watch_chosen
-from stayfinite.errors import ConfigError, InputError, NonFiniteError, TrainingAbortedError
+from stayfinite.errors import NonFiniteError, TrainingAbortedError
 from stayfinite.records import Incident
 
 logger = logging.getLogger("stayfinite")
@@ -72,7 +71,7 @@ class AMPTrainer:
         scheduler_every: SchedulerEvery = "update",
         batches_per_epoch: int | None = None,
     ) -> None:
-        _require_kinds(config, model, optimizer)
+        require_kinds(config, model, optimizer)
         self.config, self.model, self.optimizer = config, model, optimizer
         self.device = place(model, config.device)
         self.epoch = 0
@@ -100,12 +99,13 @@ class AMPTrainer:
             callbacks, optimizer=optimizer, scaler=self.scaler, bad_losses=self._update.bad_losses
         )
         self._is_ready = False
-        limit = config.clamp_activations
-        self._clamp = None if limit is None else ActivationClamp(model, limit)
-        self.guard = self._watched(ema)
-        self._finalizer = weakref.finalize(self, _let_go, self.guard, self._clamp)
+        self._endings: list[weakref.finalize[Any, Any]] = []
+        if config.clamp_activations is not None:
+            clamp = ActivationClamp(model, config.clamp_activations)
+            self._endings.append(weakref.finalize(self, clamp.remove))
+        self._watch()
         if batches_per_epoch is not None:
-            self._begin_warmup(batches_per_epoch)
+            self._followers.begin_warmup(batches_per_epoch)
 
     @property
     def step(self) -> int:
@@ -141,12 +141,10 @@ class AMPTrainer:
         if self._teller.has_news or len(self._update.bad_losses) > bad:
             done = None
         self._teller.batch_done(done, step=self.step, epoch=self.epoch)
-        if done is None or not done.was_update:
-            return None if done is None or done.was_attempted else done.loss
         every = self.config.checkpoint_every
-        if every is not None and self.step % every == 0:
+        if every is not None and done is not None and done.was_update and self.step % every == 0:
             self._checkpoint()
-        return done.loss
+        return None if done is None else done.kept_loss
 
     def fit(self, loader: Iterable[Any], epochs: int = 1) -> list[EpochEvent]:
         """Train so many epochs on the loader, with a progress bar where there is a terminal.
@@ -157,7 +155,7 @@ class AMPTrainer:
         events: list[EpochEvent] = []
         length = length_of(loader)
         if length is not None:
-            self._begin_warmup(length)
+            self._followers.begin_warmup(length)
         run_epochs(
             lambda batch, left: self.training_step(batch, batches_left=left),
             loader,
@@ -192,14 +190,21 @@ class AMPTrainer:
         counts = checkpoints.load(self._saved(), Path(path))
         self.epoch = counts["epoch"]
         self._window.load_state_dict({"updates": counts["updates"], "batches": 0, "size": 1})
+        if self.guard is not None:  # a new one has no snapshots of what was left behind
+            self._endings.pop()()
+            self._watch()
 
     def log_nan_recovery(self, incident: Incident) -> None:
         """Write a line about this incident to the log; done by itself for each of ours."""
         self._teller.log_incident(incident)
 
     def close(self) -> None:
-        """Leave torch and the model as they were; a second call does nothing."""
-        self._finalizer()
+        """Leave torch and the model as they were; a second call does nothing.
+
+        Modules that a recovery runs in float32 go back to the precision around them.
+        """
+        for ending in reversed(self._endings):
+            ending()
 
     def __enter__(self) -> Self:
         return self
@@ -214,11 +219,7 @@ class AMPTrainer:
 
     def _check_ready(self, batch: Any) -> None:
         """Raise if training cannot begin with this batch."""
-        if self._followers.warmup is not None and self._followers.warmup.length is None:
-            raise ConfigError(
-                f"warmup_epochs is {self.config.warmup_epochs:g}, but it is not known how long an "
-                "epoch is: give batches_per_epoch."
-            )
+        self._followers.require_length()
         require_ready(
             self.model,
             self.optimizer,
@@ -233,18 +234,15 @@ class AMPTrainer:
         with autocast_for(self.config, self.device):
             return losses_of(batch, model=model, loss_fn=self._loss_fn)
 
-    def _begin_warmup(self, batches_per_epoch: int) -> None:
-        if self._followers.warmup is not None:
-            updates = math.ceil(batches_per_epoch / self.config.accumulate_grad_batches)
-            self._followers.warmup.begin(updates)
-
     def _run(self, batch: Any) -> Done | None:
-        if self.guard is None:
-            return self._update(batch)
         try:
-            return self.guard.step(self._update, batch)
-        except TrainingAbortedError as error:
-            error.incident = self.incidents[-1]  # it names the terms of the loss too
+            return (
+                self._update(batch) if self.guard is None else self.guard.step(self._update, batch)
+            )
+        except BaseException as error:
+            self._window.batches = 0  # half a window is worth nothing
+            if isinstance(error, TrainingAbortedError) and self._teller.has_news:
+                error.incident = self.incidents[-1]  # it names the terms of the loss too
             raise
 
     def _end_epoch(self, epoch: Epoch) -> EpochEvent:
@@ -272,31 +270,23 @@ class AMPTrainer:
             ema=self._followers.ema,
         )
 
-    def _watched(self, ema: Any) -> ChosenGuard | None:
-        """The guard; None when nothing is to be looked at."""
+    def _watch(self) -> None:
+        """Have all steps from now on watched; there is no guard when nothing is to be looked at."""
         checks = self.config.nan_detection
-        if not (checks.check_loss or checks.check_gradients or checks.check_parameters):
-            return None
-        return watch_chosen(
-            self.model,
-            self.optimizer,
-            checks,
-            scaler=self.scaler,
-            schedulers=[*self._followers.all_schedulers(), self._window],
-            ema=ema,
-            on_incident=self._teller.noticed,
-        )
+        self.guard: ChosenGuard | None = None
+        if checks.check_loss or checks.check_gradients or checks.check_parameters:
+            self.guard = watch_chosen(
+                self.model,
+                self.optimizer,
+                checks,
+                scaler=self.scaler,
+                schedulers=[*self._followers.all_schedulers(), self._window],
+                ema=self._followers.ema,
+                on_incident=self._teller.noticed,
+            )
+            self._endings.append(weakref.finalize(self, _let_go, self.guard))
 
 
-def _require_kinds(config: Any, model: Any, optimizer: Any) -> None:
-    kinds = ((config, AMPConfig), (model, nn.Module), (optimizer, Optimizer))
-    for (value, kind), name in zip(kinds, ("config", "model", "optimizer"), strict=True):
-        if not isinstance(value, kind):
-            raise InputError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}.")
-
-
-def _let_go(guard: ChosenGuard | None, clamp: ActivationClamp | None) -> None:
-    if guard is not None:
-        guard.close()
-    if clamp is not None:
-        clamp.remove()
+def _let_go(guard: ChosenGuard) -> None:
+    guard.close()
+    guard.manager.undo_raised_precision()

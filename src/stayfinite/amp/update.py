@@ -59,6 +59,11 @@ class Done:
     before: GradientStatistics | None = None
     after: GradientStatistics | None = None
 
+    @property
+    def kept_loss(self) -> Tensor | None:
+        """The loss, unless the update that it led to was skipped."""
+        return None if self.was_attempted and not self.was_update else self.loss
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:

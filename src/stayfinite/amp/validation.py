@@ -9,18 +9,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from stayfinite.amp.config import AMPConfig
 from stayfinite.amp.losses import Losses
 from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_states, named_tensors, named_weights
-from stayfinite.errors import TrainingSetupError
+from stayfinite.errors import InputError, TrainingSetupError
 from stayfinite.records import NaNReport, NaNType
 from stayfinite.snapshot import Snapshot
 
 logger = logging.getLogger("stayfinite")
 _MOST_NAMED = 5
+
+
+def require_kinds(config: Any, model: Any, optimizer: Any) -> None:
+    """InputError for the first that is of another kind."""
+    kinds = {"config": AMPConfig, "model": nn.Module, "optimizer": Optimizer}
+    for (name, kind), value in zip(kinds.items(), (config, model, optimizer), strict=True):
+        if not isinstance(value, kind):
+            raise InputError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}.")
 
 
 def require_ready(
@@ -92,6 +101,8 @@ def _said(bad: list[NaNReport], where: str, remedy: str) -> Iterator[str]:
 def _parameter_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     trainable = {id(param) for param in model.parameters() if param.requires_grad}
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if isinstance(optimizer, LBFGS):
+        yield "LBFGS calls a closure several times in a step, which this trainer has not. Use Adam."
     if not trainable:
         yield "no parameter of the model requires a gradient. Call model.requires_grad_()."
     elif not trainable & held:

@@ -286,3 +286,17 @@ def test_inference_tensors_are_no_obstacle() -> None:
     state.go_back(mark)
     state.restore(snapshot)
     assert net.fixed is held
+
+
+def test_large_tensors_that_each_step_replaces_are_not_copied() -> None:
+    net = nn.Linear(1, 1)
+    net.map = torch.zeros(SMALL)
+    state = TrainingState(net)
+    for number in range(4):
+        mark = state.mark()
+        kept = mark._tensors[0]
+        assert kept is not None
+        assert bool(kept._large[0][1]) == (number == 0)
+        net.map = torch.full((SMALL,), float(number))
+    state.go_back(mark)
+    assert net.map[0] == 2.0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stayfinite.snapshot.plain import is_state
@@ -90,15 +93,29 @@ class AttributesCell(_Named):
 
 
 class GradientsCell(_Named):
-    """The gradients that parameters hold, by reference."""
+    """Copies of the gradients that parameters hold.
 
-    def content(self) -> list[Tensor | None]:
-        return [param.grad for param in self.value]
+    The gradients themselves are only remembered weakly: most are soon dropped, and then their
+    memory must be free. One that is gone comes back as a new tensor.
+    """
 
-    def put_back(self, content: list[Tensor | None]) -> None:
-        for param, gradient in zip(self.value, content, strict=True):
-            if param.grad is not gradient:
-                param.grad = gradient
+    def __init__(self, params: Mapping[str, Tensor], part: str) -> None:
+        super().__init__(list(params.values()), "gradients", part)
+        self.names = [f"gradients.{name}" for name in params]
+
+    def content(self) -> list[tuple[weakref.ref[Tensor], Tensor] | None]:
+        gradients = [param.grad for param in self.value]
+        return [None if g is None else (weakref.ref(g), g.detach().clone()) for g in gradients]
+
+    @torch.no_grad()
+    def put_back(self, content: list[tuple[weakref.ref[Tensor], Tensor] | None]) -> None:
+        for param, kept in zip(self.value, content, strict=True):
+            gradient = None if kept is None else kept[0]()
+            if kept is not None and gradient is not None:
+                with contextlib.suppress(RuntimeError):  # one that was expanded cannot be written
+                    gradient.copy_(kept[1])
+                    kept = None
+            param.grad = gradient if kept is None else kept[1].clone()
 
 
 class FrozenCell(_Named):

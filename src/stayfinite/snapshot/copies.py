@@ -6,21 +6,32 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stayfinite.detect.parts import compact
 
 Offload = Literal["none", "cpu", "pinned"]
+SMALL = 1 << 14
+"""Up to so many elements, a call costs more than a copy."""
+
 Pair = tuple[Tensor, Tensor]
+"""Where to, and from where."""
+Group = tuple[list[Tensor], list[Tensor]]
+"""The same, many at once."""
 
 
 def memories(tensor: Tensor) -> list[Tensor]:
     """The tensors whose memory is the value: the tensor itself, or what it is made of.
 
-    Nothing for what has no value yet, is lazy or meta, or whose value stays: inference tensors.
-    Repeats that expand() made are left out, since they cannot be written to.
+    Nothing for what has no value yet, lazy or meta, and for what is replaced rather than written
+    to: inference tensors and results that autograd remembers. Repeats that expand() made are
+    left out, since they cannot be written to.
     """
-    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.is_inference():
+    if _is_simple(tensor):
+        return [tensor]
+    if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+        return []
+    if tensor.is_inference() or tensor.grad_fn is not None:
         return []
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -28,6 +39,18 @@ def memories(tensor: Tensor) -> list[Tensor]:
     if _is_odd(tensor) or tensor.is_contiguous():
         return [tensor]
     return [compact(tensor)]
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Whether it is an ordinary piece of memory, as nearly all are."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_meta
+        and not tensor.is_inference()
+        and tensor.grad_fn is None
+    )
 
 
 def _is_odd(tensor: Tensor) -> bool:
@@ -66,20 +89,31 @@ def fits(memory: Tensor | None, tensor: Tensor, offload: Offload) -> bool:
     )
 
 
-@torch.no_grad()
-def copy_all(pairs: Iterable[Pair], *, non_blocking: bool = False) -> None:
-    """Copy each second tensor into the first; few kernels for many tensors."""
-    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+def grouped(pairs: Iterable[Pair]) -> list[Group]:
+    """Pairs that one call can copy together, as two lists."""
+    groups: dict[object, Group] = {}
     for to, source in pairs:
-        if _is_odd(to):
-            to.copy_(source)
-            continue
-        key = (to.dtype, source.dtype, to.device, source.device)
-        group = groups.setdefault(key, ([], []))
-        group[0].append(to)
-        group[1].append(source)
-    for targets, sources in groups.values():
-        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        odd_one = id(to) if _is_odd(to) else None
+        key = (to.dtype, source.dtype, to.device, source.device, odd_one)
+        targets, sources = groups.setdefault(key, ([], []))
+        targets.append(to)
+        sources.append(source)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def copy_groups(groups: Iterable[Group], *, non_blocking: bool = False) -> None:
+    """Copy each source into its target; few kernels for many tensors."""
+    for targets, sources in groups:
+        if len(targets) > 1:
+            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        else:
+            targets[0].copy_(sources[0], non_blocking=non_blocking)
+
+
+def copy_all(pairs: Iterable[Pair]) -> None:
+    """Copy each second tensor into the first."""
+    copy_groups(grouped(pairs))
 
 
 @torch.no_grad()
@@ -96,3 +130,14 @@ def put_back(live: Sequence[Tensor], saved: Sequence[Sequence[Tensor]]) -> None:
         elif len(values) == 1:
             tensor.data = values[0].to(tensor.device, copy=True)
     copy_all(pairs)
+
+
+def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Few tensors with the values of many: small ones are put together in a copy."""
+    found: list[Tensor] = []
+    small: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        is_small = _is_simple(tensor) and tensor.numel() <= SMALL
+        group = small.setdefault((tensor.dtype, tensor.device), []) if is_small else found
+        group.append(tensor)
+    return found + [torch._utils._flatten_dense_tensors(group) for group in small.values()]

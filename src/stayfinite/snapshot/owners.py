@@ -35,6 +35,8 @@ def add_modules(
     for name, param in params:
         census.tensor(param, f"{prefix}parameters.{name}", part or "parameters")
     for name, module in named:
+        # Never put back, only watched: who has other children must be walked again.
+        census.cells.append(DictCell(module._modules, f"{prefix}modules.{name}", "structure"))
         census.cells.append(
             DictCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
         )
@@ -81,11 +83,7 @@ def add_loose_parameters(census: Census, optimizers: Sequence[Optimizer]) -> dic
 
 def add_gradients(census: Census, named: Iterable[tuple[str, Tensor]]) -> None:
     params = {id(param): (name, param) for name, param in named}.values()
-    held = [param for _, param in params]
-    census.cells.append(GradientsCell(held, "gradients", "gradients"))
-    for name, param in params:
-        if param.grad is not None:
-            census.tensor(param.grad, f"gradients.{name}", "gradients")
+    census.cells.append(GradientsCell(dict(params), "gradients"))
 
 
 def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:

@@ -16,6 +16,7 @@ from stayfinite.snapshot.cells import (
     AttributesCell,
     Cell,
     FunctionsCell,
+    GradientsCell,
     ProtocolCell,
 )
 from stayfinite.snapshot.census import Census, Item
@@ -75,6 +76,10 @@ def _cell_entries(cells: Iterable[Cell]) -> Iterator[tuple[str, Any]]:
     for cell in cells:
         if isinstance(cell, (FunctionsCell, ProtocolCell)):  # what they hold has no other entry
             yield cell.name, picture(cell.content(), deep=True)
+            continue
+        if isinstance(cell, GradientsCell):
+            kept = [None if pair is None else _digest(pair[1]) for pair in cell.content()]
+            yield from zip(cell.names, kept, strict=True)
             continue
         for number, (key, value) in enumerate(_entries(cell)):
             label = number if isinstance(key, Tensor) else key

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from stayfinite.detect.reports import bad_reports
+from stayfinite.detect.scan import all_finite
 from stayfinite.errors import NonFiniteError
-from stayfinite.snapshot.cells import Cell, ProtocolCell
+from stayfinite.snapshot.cells import Cell, GradientsCell, ProtocolCell
 from stayfinite.snapshot.census import PARTS, Census, Item
-from stayfinite.snapshot.copies import Offload, copy_all, fits, like, memories, put_back, size_of
+from stayfinite.snapshot.copies import (
+    Offload,
+    copy_groups,
+    fits,
+    grouped,
+    joined,
+    like,
+    memories,
+    put_back,
+    size_of,
+)
 from stayfinite.snapshot.owners import add_gradients, add_modules
 from stayfinite.snapshot.rng import global_cells
 
@@ -52,19 +64,29 @@ class Snapshot:
         """
         items = [item for item in census.items if item.part in parts]
         vital = [item for item in items if is_vital is not None and is_vital(item)]
-        refuse_nonfinite((item.name, item.tensor) for item in vital)
-        old = {item.name: kept for item, kept in self._tensors}
-        tensors = [(item, _room(item, old.get(item.name, []), offload)) for item in items]
+        refuse_nonfinite([(item.name, item.tensor) for item in vital])
+        now = [memories(item.tensor) for item in items]
+        rooms = self._rooms(items, now, offload)
         contents = [(cell, cell.content()) for cell in census.cells if cell.part in parts]
         self._tensors, self._vital, self._contents = [], [], []  # whatever happens while copying
-        pairs = ((kept, memories(item.tensor)) for item, kept in tensors)
-        copy_all(
-            (pair for kept, now in pairs for pair in zip(kept, now, strict=True)),
-            non_blocking=offload == "pinned",
-        )
+        pairs = zip(chain.from_iterable(rooms), chain.from_iterable(now), strict=True)
+        copy_groups(grouped(pairs), non_blocking=offload == "pinned")
+        self._tensors, self._contents = list(zip(items, rooms, strict=True)), contents
         names = {item.name for item in vital}
-        self._vital = [(item, kept) for item, kept in tensors if item.name in names]
-        self._tensors, self._contents = tensors, contents
+        self._vital = [(item, kept) for item, kept in self._tensors if item.name in names]
+
+    def _rooms(self, items: list[Item], now: list[_Memories], offload: Offload) -> list[_Memories]:
+        """Memory for each value, that of the last one where it fits."""
+        old = {item.name: kept for item, kept in self._tensors}
+        rooms = []
+        for item, tensors in zip(items, now, strict=True):
+            known = old.get(item.name, [])
+            is_known = len(known) == len(tensors)
+            fitting = is_known and all(
+                fits(a, b, offload) for a, b in zip(known, tensors, strict=True)
+            )
+            rooms.append(known if fitting else [like(tensor, offload) for tensor in tensors])
+        return rooms
 
     def restore(self, *, parts: Collection[str] = PARTS) -> None:
         """Put everything back; the snapshot can be used again.
@@ -72,7 +94,7 @@ class Snapshot:
         NonFiniteError when a value in it that must be finite no longer is; nothing is changed
         then.
         """
-        refuse_nonfinite((item.name, t) for item, kept in self._vital for t in kept)
+        refuse_nonfinite([(item.name, t) for item, kept in self._vital for t in kept])
         contents = [pair for pair in self._contents if pair[0].part in parts]
         # What an object loads itself may replace tensors, so it comes before them.
         contents.sort(key=lambda pair: not isinstance(pair[0], ProtocolCell))
@@ -84,28 +106,23 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of tensor memory that it holds."""
-        return sum(size_of(memory) for _, kept in self._tensors for memory in kept)
+        tensors = [memory for _, kept in self._tensors for memory in kept]
+        for cell, content in self._contents:
+            if isinstance(cell, GradientsCell):
+                tensors += [kept[1] for kept in content if kept is not None]
+        return sum(map(size_of, tensors))
 
 
-def _room(item: Item, old: _Memories, offload: Offload) -> _Memories:
-    """Memory for the item's value, the old where it fits."""
-    now = memories(item.tensor)
-    known = old if len(old) == len(now) else [None] * len(now)
-    return [
-        memory if memory is not None and fits(memory, tensor, offload) else like(tensor, offload)
-        for memory, tensor in zip(known, now, strict=True)
-    ]
-
-
-def refuse_nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_nonfinite(named: list[tuple[str, torch.Tensor]]) -> None:
     """NonFiniteError about the first tensor that is not finite."""
+    if all_finite(joined(tensor for _, tensor in named)):
+        return
     reports = bad_reports(named, described=1)
-    if reports:
-        names = ", ".join(report.location for report in reports[:5])
-        raise NonFiniteError(
-            f"a snapshot must be finite, but {names} is not; restore an older one.",
-            report=reports[0],
-        )
+    names = ", ".join(report.location for report in reports[:5])
+    raise NonFiniteError(
+        f"a snapshot must be finite, but {names} is not; restore an older one.",
+        report=reports[0],
+    )
 
 
 def _census_of(roots: list[nn.Module]) -> Census:

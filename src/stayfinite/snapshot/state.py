@@ -15,6 +15,9 @@ from stayfinite.snapshot.mark import Mark, Marker
 from stayfinite.snapshot.members import gathered
 from stayfinite.snapshot.proof import prove
 from stayfinite.snapshot.record import Snapshot
+from stayfinite.snapshot.watch import Watch
+
+_VITAL = ("parameters", "optimizer", "ema")
 
 
 class TrainingState:
@@ -46,19 +49,9 @@ class TrainingState:
     ) -> None:
         self.members = gathered(model, optimizer, scheduler, scaler, ema, loader, generators)
         self._marker: Marker | None = None
-        # Masks may hold Inf on purpose; running statistics may not.
-        self._finite = {
-            item.name
-            for item in self.members.census().items
-            if item.part in ("buffers", "ema") and all_finite([item.tensor])
-        }
-        self._infinite = {
-            item.name
-            for item in self.members.census().items
-            if item.part in ("parameters", "ema")
-            and not item.tensor.requires_grad
-            and not all_finite([item.tensor])
-        }
+        self._watch = Watch(self.members.census)
+        self._infinite = {item.name for item in self._watch.census().items if _may_be_bad(item)}
+        self._known = {item.name for item in self._watch.census().items}
 
     def capture(
         self,
@@ -74,17 +67,15 @@ class TrainingState:
         finite; `into` is then as before.
         """
         snapshot = into if into is not None else Snapshot()
-        census = self.members.census()
-        snapshot.write(census, parts=parts, offload=offload, is_vital=self._is_vital)
+        snapshot.write(self._watch.census(), parts=parts, offload=offload, is_vital=self._is_vital)
         snapshot.step = step
         return snapshot
 
     def _is_vital(self, item: Item) -> bool:
-        if item.name in self._infinite:
-            return False
-        return item.part in ("parameters", "optimizer", "ema") or (
-            item.part == "buffers" and item.name in self._finite
-        )
+        """Whether it must be finite; buffers only if they were there at first, and finite."""
+        if item.part == "buffers":
+            return item.name in self._known and item.name not in self._infinite
+        return item.part in _VITAL and item.name not in self._infinite
 
     def restore(self, snapshot: Snapshot, *, rewind_loader: bool = True) -> None:
         """Put everything back in place; tensors stay the same objects with the same memory.
@@ -113,3 +104,10 @@ class TrainingState:
         """
         snapshot = self.capture(parts=parts)
         prove(self.members.census, lambda: self.restore(snapshot), step_fn)
+
+
+def _may_be_bad(item: Item) -> bool:
+    """Whether it holds Inf on purpose, as masks do: not finite before training, nor trained."""
+    if item.tensor.requires_grad or item.part not in (*_VITAL, "buffers"):
+        return False
+    return item.part != "optimizer" and not all_finite([item.tensor])

@@ -24,10 +24,10 @@ class TensorWatch:
     def __init__(self, tensors: Iterable[Tensor], before: TensorWatch | None = None) -> None:
         unique = {id(tensor): tensor for tensor in tensors}.values()
         values = [tensor for tensor in unique if memories(tensor)]
-        known = {} if before is None else {id(large.tensor): large for large in before._large}
+        known = {id(large.tensor): large for large in before._large} if before else {}
         self._small = [tensor for tensor in values if size_of(tensor) <= SMALL]
         self._large: list[_LargeTensor] = [
-            known.get(id(tensor)) or _LargeTensor(tensor)
+            known.get(id(tensor)) or _LargeTensor(tensor, is_late=before is not None)
             for tensor in values
             if size_of(tensor) > SMALL
         ]
@@ -63,7 +63,7 @@ class KeptTensors:
 
     def restore(self) -> None:
         put_back(self._live, self._saved)
-        changed = [(t, kept) for t, kept, version in self._large if version != t._version]
+        changed = [(t, kept) for t, kept, version in self._large if kept and version != t._version]
         put_back([tensor for tensor, _ in changed], [kept for _, kept in changed])
 
 
@@ -76,11 +76,14 @@ class _LargeTensor:
     """A tensor that is worth a look before it is copied: most large buffers never change.
 
     torch counts writes to a tensor, but not those through `.data` or by batch norm. So the first
-    steps, and then some, compare bytes: who was caught once is copied each time.
+    steps, and then some, compare bytes: who was caught once is copied each time. One that is
+    new since the last step has replaced another, and will be replaced rather than written to:
+    it is copied only if it is still there a step later.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, is_late: bool) -> None:
         self.tensor = tensor
+        self._is_late = is_late
         self._kept: _Memories = []
         self._version = -1
         self._looks = 0
@@ -88,6 +91,9 @@ class _LargeTensor:
 
     def keep(self) -> _KeptLarge:
         version = self.tensor._version
+        if self._is_late:
+            self._is_late = False
+            return self.tensor, [], version
         self._looks += 1
         if version == self._version and not self._writes_silently:
             if self._looks > _LEARNING and self._looks % _LOOK_AGAIN:

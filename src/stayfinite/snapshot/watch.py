@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stayfinite.snapshot.cells import AttributesCell, Cell, DictCell
+from stayfinite.snapshot.cells import AttributesCell, Cell, DictCell, ListCell
 from stayfinite.snapshot.census import Census
 from stayfinite.snapshot.owners import add_attributes, add_buffers
-from stayfinite.snapshot.plain import CONSTANTS, Kind, kind_of, values_of
+from stayfinite.snapshot.plain import CONSTANTS, values_of
 
 Contents = tuple[list[Cell], list[Any]]
 """Cells, and what was in each."""
@@ -25,7 +25,7 @@ Contents = tuple[list[Cell], list[Any]]
 
 def _is_box(cell: Cell) -> bool:
     """Whether what is in it may be walked into."""
-    return isinstance(cell, AttributesCell) or kind_of(getattr(cell, "value", 0)) is Kind.BOX
+    return isinstance(cell, (AttributesCell, DictCell, ListCell))
 
 
 def _same(now: list[Any], last: list[Any]) -> bool:
@@ -41,34 +41,50 @@ def _has_new_things(now: list[Any], last: list[Any]) -> bool:
 
 
 class Watch:
-    """A few cells, found by `look` and used until it is time to look again."""
+    """A census that is used until it is time to look again."""
 
     def __init__(self, look: Callable[[], Census]) -> None:
         self._look_around = look
-        self.look()
+        self._look()
 
-    def look(self) -> None:
-        census = self._look_around()
-        self._cells = census.cells
-        self._boxes = [number for number, cell in enumerate(census.cells) if _is_box(cell)]
-        self.tensors = [item.tensor for item in census.items]
-        self._last = self._values([cell.content() for cell in self._cells])
+    def _look(self) -> None:
+        self._census = self._look_around()
+        cells = self._census.cells
+        self._boxes = [number for number, cell in enumerate(cells) if _is_box(cell)]
+        self._last = self._values([cells[number].content() for number in self._boxes])
+
+    @staticmethod
+    def _values(contents: Iterable[Any]) -> list[Any]:
+        return [*chain.from_iterable(map(values_of, contents))]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [item.tensor for item in self._census.items]
+
+    def census(self) -> Census:
+        """What there is now."""
+        cells = self._census.cells
+        self._is_changed([cells[number].content() for number in self._boxes])
+        return self._census
 
     def contents(self) -> tuple[Contents, bool]:
         """What is in the cells now, and whether they are others than last time."""
-        contents = [cell.content() for cell in self._cells]
+        cells = self._census.cells
+        contents = [cell.content() for cell in cells]
+        if not self._is_changed([contents[number] for number in self._boxes]):
+            return (cells, contents), False
+        return (self._census.cells, [cell.content() for cell in self._census.cells]), True
+
+    def _is_changed(self, contents: list[Any]) -> bool:
+        """Whether there were new things, so that it looked again."""
         now = self._values(contents)
         if _same(now, self._last):
-            return (self._cells, contents), False
+            return False
         is_new = _has_new_things(now, self._last)
         self._last = now
         if is_new:
-            self.look()
-            contents = [cell.content() for cell in self._cells]
-        return (self._cells, contents), is_new
-
-    def _values(self, contents: list[Any]) -> list[Any]:
-        return [*chain.from_iterable([values_of(contents[number]) for number in self._boxes])]
+            self._look()
+        return is_new
 
 
 class ModulesWatch:

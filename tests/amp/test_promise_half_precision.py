@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "amp_vs_plain.py"
 
@@ -31,7 +30,6 @@ def example() -> ModuleType:
 @pytest.fixture(scope="module")
 def errors(example: Any) -> dict[str, list[float]]:
     """The error of each seed, by who trained."""
-    torch.set_num_threads(1)
     kinds = ("fp32", "fp16", "fp16 and GradScaler")
     found = {kind: [example.plain_run(seed, kind)[0] for seed in example.SEEDS] for kind in kinds}
     return {**found, "ours": [example.our_run(seed)[0] for seed in example.SEEDS]}

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import stayfinite.amp.scaler
 from stayfinite.amp.scaler import DynamicLossScaler
 from stayfinite.errors import ConfigError, RecordError, TrainingAbortedError
+from stayfinite.snapshot import Snapshot, TrainingState
 
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -574,6 +575,23 @@ def test_loaded_scaler_that_missed_its_interval_grows_all_the_same() -> None:
     assert after(scaler, "good") == 2.0**17
 
 
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("how", ["snapshot", "mark"])
+def test_everything_it_counts_is_part_of_the_training_state(started: bool, how: str) -> None:
+    scaler = busy() if started else cpu(init_scale=1.0, hysteresis=2, floor_patience=100)
+    training = Training(scaler)
+    state = TrainingState(nn.Module(), training.optimizer, scaler=scaler)
+    saved = state.capture() if how == "snapshot" else state.mark()
+    before = scaler.state_dict()
+    for event in ("inf", "inf", "inf", "good"):
+        training.step(event)
+    training.attempt("inf")
+    assert scaler.state_dict() != before
+    state.restore(saved) if isinstance(saved, Snapshot) else state.go_back(saved)
+    assert scaler.state_dict() == before
+    training.step()  # the step that was undone is not still under way
+
+
 def test_loading_a_state_ends_the_step_that_was_under_way() -> None:
     training = Training(cpu())
     training.step()
@@ -674,7 +692,7 @@ def test_scale_can_be_fixed() -> None:
 
 
 def tensors(scaler: DynamicLossScaler) -> list[Tensor]:
-    held = [scaler._scale, scaler._growth_tracker, scaler._at_floor._tensor]
+    held = [scaler._scale, scaler._growth_tracker, scaler._tolerance, scaler._at_floor]
     return [t for t in held if t is not None]
 
 

@@ -6,85 +6,100 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from stayfinite.detect.flags import LateFlag
 
 HysteresisMode: TypeAlias = Literal["interval", "consecutive"]
 
 
-class DeviceCount:
-    """A whole number: on the host until it is used on a device, and in pickles and copies."""
+class CountingScaler(GradScaler):
+    """torch's scaler with two more counts, kept and saved as it keeps and saves its own.
 
-    def __init__(self, value: int) -> None:
-        self._value = value
-        self._tensor: Tensor | None = None
+    `_tolerance` is how many overflows are left until one lowers the scale, `_at_floor` how many
+    in a row no lower scale could have prevented.
+    """
 
-    def on(self, device: torch.device) -> Tensor:
-        """The count as a tensor, to be changed in place."""
-        if self._tensor is None:
-            self._tensor = torch.full((), self._value, dtype=torch.int32, device=device)
-        return self._tensor
+    def __init__(
+        self,
+        device: str,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+        *,
+        hysteresis: int,
+        hysteresis_mode: HysteresisMode,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self.hysteresis = hysteresis
+        self.hysteresis_mode = hysteresis_mode
+        self._init_tolerance, self._init_at_floor = hysteresis, 0
+        self._tolerance: Tensor | None = None
+        self._at_floor: Tensor | None = None
+        self._late: LateFlag | None = None
 
-    def read(self) -> int:
-        """The count; waits for the device."""
-        return self._value if self._tensor is None else int(self._tensor.item())  # host sync
+    @property
+    def overflows_at_floor(self) -> int:
+        """Overflows in a row with the scale at min_scale; waits for the device."""
+        return self._init_at_floor if self._at_floor is None else int(self._at_floor.item())
 
-    def set(self, value: int) -> None:
-        """Forget the old count."""
-        self._value = value
-        if self._tensor is not None:
-            self._tensor.fill_(value)
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's scaler saves, and our two counts; torch can load it. Empty if disabled."""
+        if not self._enabled:
+            return {}
+        left = self._init_tolerance if self._tolerance is None else int(self._tolerance.item())
+        ours = {"_hysteresis_tracker": left, "_overflows_at_floor": self.overflows_at_floor}
+        return {**super().state_dict(), **ours}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, ours or that of torch.amp.GradScaler."""
+        super().load_state_dict(state_dict)
+        left = state_dict.get("_hysteresis_tracker", self.hysteresis)
+        self._init_tolerance = min(left, self.hysteresis)
+        self._init_at_floor = state_dict.get("_overflows_at_floor", 0)
+        self._late = None
+        if self._tolerance is not None and self._at_floor is not None:
+            self._tolerance.fill_(self._init_tolerance)
+            self._at_floor.fill_(self._init_at_floor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_value": self.read(), "_tensor": None}
+        counts = CountingScaler.state_dict(self)
+        return {
+            **super().__getstate__(),
+            "_init_tolerance": counts.get("_hysteresis_tracker", self.hysteresis),
+            "_init_at_floor": counts.get("_overflows_at_floor", 0),
+            "_tolerance": None,
+            "_at_floor": None,
+            "_late": None,
+        }
 
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._tolerance = torch.full((), self._init_tolerance, dtype=torch.int32, device=dev)
+        self._at_floor = torch.full((), self._init_at_floor, dtype=torch.int32, device=dev)
 
-class Tolerance(DeviceCount):
-    """How many overflows are left until one lowers the scale."""
-
-    def __init__(self, full: int, mode: HysteresisMode) -> None:
-        super().__init__(full)
-        self.full = full
-        self.mode = mode
-
-    def absorbs(self, is_bad: Tensor, growth_tracker: Tensor) -> Tensor:
-        """Whether this step was an overflow that leaves the scale alone; counts the step.
-
-        `growth_tracker` is that of after the step.
-        """
-        left = self.on(is_bad.device)
+    def _absorbs(self, is_bad: Tensor) -> Tensor:
+        """Whether this step was an overflow that leaves the scale alone; counts the step."""
+        left, growth_tracker = self._tolerance, self._growth_tracker
+        assert left is not None
         left.sub_(is_bad.int()).clamp_(min=0)
         is_absorbed = is_bad & (left > 0)
         is_restored = is_bad.logical_not()
-        if self.mode == "interval":
+        if self.hysteresis_mode == "interval":
             is_restored &= growth_tracker == 0  # a whole interval has just been completed
-        left.masked_fill_(is_restored, self.full)
+        left.masked_fill_(is_restored, self.hysteresis)
         return is_absorbed
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **super().__getstate__()}
-
-
-class OverflowsAtFloor(DeviceCount):
-    """Overflows in a row that no lower scale could have prevented."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self._late: LateFlag | None = None
-
-    def add(self, is_overflow_at_floor: Tensor) -> int:
+    def _count_at_floor(self, is_overflow: Tensor) -> int:
         """Count a step and give the count; off the cpu that of the step before, without waiting."""
-        count = self.on(is_overflow_at_floor.device)
-        count.add_(1).mul_(is_overflow_at_floor)
+        count = self._at_floor
+        assert count is not None
+        count.add_(1).mul_(is_overflow)
         if count.is_cpu:
-            return self.read()
+            return int(count.item())
         known, self._late = self._late, LateFlag(count.clone())
         return 0 if known is None else known.read()
-
-    def set(self, value: int) -> None:
-        """Forget the old count."""
-        super().set(value)
-        self._late = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_late": None}

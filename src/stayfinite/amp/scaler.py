@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from stayfinite.amp.counts import HysteresisMode, OverflowsAtFloor, Tolerance
+from stayfinite.amp.counts import CountingScaler, HysteresisMode
 from stayfinite.amp.limits import (
     check_backoff_factor,
     check_bounds,
@@ -40,7 +40,7 @@ logger = logging.getLogger("stayfinite")
 _SAVED = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-class DynamicLossScaler(GradScaler):
+class DynamicLossScaler(CountingScaler):
     """Loss scaling that stays finite, in the place of torch.amp.GradScaler.
 
     The scale never leaves [min_scale, max_scale]. With factors and an init_scale that are powers
@@ -103,29 +103,14 @@ class DynamicLossScaler(GradScaler):
             backoff_factor,
             growth_interval,
             enabled,
+            hysteresis=hysteresis,
+            hysteresis_mode=hysteresis_mode,
         )
         steps = (init_scale, growth_factor, backoff_factor) if enabled else ()
         self.min_scale, self.max_scale = narrowed(min_scale, max_scale, *steps)
         self._init_scale = self._within_bounds(init_scale) if enabled else init_scale
         self.floor_patience = floor_patience
         self.on_floor = on_floor
-        self._tolerance = Tolerance(hysteresis, hysteresis_mode)
-        self._at_floor = OverflowsAtFloor()
-
-    @property
-    def hysteresis(self) -> int:
-        """How many overflows lower the scale."""
-        return self._tolerance.full
-
-    @property
-    def hysteresis_mode(self) -> HysteresisMode:
-        """Whether a whole interval of good steps restores the tolerance, or any good step."""
-        return self._tolerance.mode
-
-    @property
-    def overflows_at_floor(self) -> int:
-        """Overflows in a row with the scale at min_scale; waits for the device."""
-        return self._at_floor.read()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients unless that is done, and update unless one of them is bad.
@@ -183,13 +168,6 @@ class DynamicLossScaler(GradScaler):
             if self._growth_tracker is not None:
                 self._growth_tracker.clamp_(max=new_interval - 1)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What torch's scaler saves, and our two counts; torch can load it. Empty if disabled."""
-        if not self._enabled:
-            return {}
-        counts = {"_hysteresis_tracker": self._tolerance, "_overflows_at_floor": self._at_floor}
-        return {**super().state_dict(), **{key: count.read() for key, count in counts.items()}}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, ours or that of torch.amp.GradScaler.
 
@@ -197,8 +175,6 @@ class DynamicLossScaler(GradScaler):
         """
         if self._enabled and state_dict:
             state_dict = self._checked(state_dict)
-            self._tolerance.set(min(state_dict["_hysteresis_tracker"], self.hysteresis))
-            self._at_floor.set(state_dict["_overflows_at_floor"])
             self._per_optimizer_states.clear()  # flags of steps that are being undone
         super().load_state_dict(state_dict)
 
@@ -254,12 +230,11 @@ class DynamicLossScaler(GradScaler):
         ]
 
     def _finish_update(self, before: Tensor, is_bad: Tensor) -> None:
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        scale, _ = self._check_scale_growth_tracker("update")
         if self.hysteresis > 1:
-            is_absorbed = self._tolerance.absorbs(is_bad, growth_tracker)
-            scale.copy_(torch.where(is_absorbed, before, scale))
+            scale.copy_(torch.where(self._absorbs(is_bad), before, scale))
         scale.clamp_(self.min_scale, self.max_scale)
-        overflows = self._at_floor.add(is_bad & (before <= self.min_scale))
+        overflows = self._count_at_floor(is_bad & (before <= self.min_scale))
         if overflows and overflows % self.floor_patience == 0:
             self._escalate(overflows)
 
@@ -289,8 +264,6 @@ class DynamicLossScaler(GradScaler):
         check_backoff_factor(state["backoff_factor"])
         check_count("growth_interval", state["growth_interval"])
         return {
-            "_hysteresis_tracker": self.hysteresis,
-            "_overflows_at_floor": 0,
             **state,
             "scale": self._within_bounds(state["scale"]),
             "_growth_tracker": min(state["_growth_tracker"], state["growth_interval"] - 1),

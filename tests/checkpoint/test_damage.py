@@ -1,0 +1,185 @@
+"""No damaged file is ever loaded, whichever bit it was."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Job
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
+from stayfinite.checkpoint.format.digests import GRID, Digest, digest
+from stayfinite.errors import CheckpointError
+
+# The whole count with --hypothesis-profile=prove, a tenth of it otherwise; the same ones each time.
+IS_PROOF = settings.default.max_examples >= 5_000
+FLIPS, CUTS = (10_000, 2_000) if IS_PROOF else (1_000, 200)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    job = Job()
+    job.train(2)
+    return job
+
+
+@pytest.fixture(scope="module")
+def good(job: Job, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return job.save(tmp_path_factory.mktemp("good") / "a.ckpt").read_bytes()
+
+
+def is_refused(path: Path, job: Job) -> bool:
+    """Whether validating finds an error and loading raises, both without touching anything."""
+    problems = validate_checkpoint(path)
+    with pytest.raises(CheckpointError):
+        job.load(path)
+    return any(problem.kind in ("damaged", "unreadable") for problem in problems)
+
+
+def test_flipped_bits_are_detected_and_the_model_is_untouched(
+    tmp_path: Path, job: Job, good: bytes
+) -> None:
+    path, before = tmp_path / "a.ckpt", job.bytes()
+    places = random.Random(0).sample(range(len(good) * 8), FLIPS)
+    for place in places:
+        data = bytearray(good)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        assert is_refused(path, job), f"bit {place}"
+    assert job.bytes() == before
+
+
+def test_flipped_bits_of_large_tensors_are_detected(tmp_path: Path) -> None:
+    model = torch.nn.Linear(600, 900)  # several pieces, many grids, and a rest
+    path = save_checkpoint(tmp_path / "a.ckpt", model=model)
+    assert path is not None
+    good = path.read_bytes()
+    for place in random.Random(2).sample(range(len(good) * 8), FLIPS // 10):
+        data = bytearray(good)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        assert validate_checkpoint(path), f"bit {place}"
+
+
+def test_every_bit_of_the_marks_is_guarded(tmp_path: Path, job: Job, good: bytes) -> None:
+    """Where a file could turn into one without checksums: length, marks, and the seal's entry."""
+    path = tmp_path / "a.ckpt"
+    names = (b'"stayfinite"', b'"stayfinite.seal"', b"__metadata__", b"stayfinite seal1")
+    spans = [(0, 9), *((good.index(name), good.index(name) + len(name)) for name in names)]
+    for byte in (byte for start, stop in spans for byte in range(start, stop)):
+        for bit in range(8):
+            data = bytearray(good)
+            data[byte] ^= 1 << bit
+            path.write_bytes(data)
+            assert validate_checkpoint(path), f"byte {byte} bit {bit}"
+
+
+def test_truncated_files_are_detected_and_the_model_is_untouched(
+    tmp_path: Path, job: Job, good: bytes
+) -> None:
+    path, before = tmp_path / "a.ckpt", job.bytes()
+    lengths = [0, 1, 7, 8, 9, len(good) - 1, *random.Random(1).sample(range(len(good)), CUTS - 6)]
+    for length in lengths:
+        path.write_bytes(good[:length])
+        assert is_refused(path, job), f"{length} bytes"
+    assert job.bytes() == before
+
+
+@pytest.mark.parametrize("added", [b"\0", b"stayfinite seal1", bytes(4096)])
+def test_longer_files_are_detected(tmp_path: Path, job: Job, good: bytes, added: bytes) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(good + added)
+    assert is_refused(path, job)
+
+
+def test_lost_and_swapped_blocks_are_detected(tmp_path: Path, job: Job, good: bytes) -> None:
+    path = tmp_path / "a.ckpt"
+    for start in range(0, len(good) - 1024, 512):
+        first, second = good[start : start + 512], good[start + 512 : start + 1024]
+        for changed in (bytes(512) + second, second + first, first + first):
+            if changed != first + second:
+                path.write_bytes(good[:start] + changed + good[start + 1024 :])
+                assert is_refused(path, job), f"block at {start}"
+
+
+def test_damaged_tensor_is_named(tmp_path: Path, job: Job, good: bytes) -> None:
+    path = tmp_path / "a.ckpt"
+    at = good.index(job.model.first.bias.detach().numpy().tobytes())
+    data = bytearray(good)
+    data[at] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.first\.bias: its bytes are not those") as e:
+        load_checkpoint(path, model=job.model)
+    assert [problem.key for problem in e.value.problems] == ["model.first.bias"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"hello", bytes(100), b"\x02" + bytes(7) + b"{}", b"PK\x03\x04rubbish"],
+)
+def test_other_files_are_not_readable_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(content)
+    problems = validate_checkpoint(path, torch.nn.Linear(1, 1))
+    assert problems
+    assert all("\n" not in problem.message for problem in problems)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(path, model=torch.nn.Linear(1, 1))
+
+
+def test_missing_file_is_one_line(tmp_path: Path) -> None:
+    (problem,) = validate_checkpoint(tmp_path / "none.ckpt")
+    assert problem.kind == "unreadable"
+    assert "there is no such file" in problem.message
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        load_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_error_of_a_damaged_file_names_an_older_one_that_is_whole(tmp_path: Path) -> None:
+    job = Job()
+    path = job.save(tmp_path / "a.ckpt")
+    job.save(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"a\.ckpt\.1 beside it is whole"):
+        job.load(path)
+
+
+# The digest: what digests.py promises.
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[int, dict[int, int]]:
+    """A size, and up to three words of one grid with what is added to them."""
+    grids = draw(st.integers(1, 3))
+    grid = draw(st.integers(0, grids - 1))
+    words = st.integers(grid * 4096, grid * 4096 + 4095)
+    amounts = st.integers(1, 2**64 - 1)
+    return grids, draw(st.dictionaries(words, amounts, min_size=1, max_size=3))
+
+
+@given(changes())
+def test_up_to_three_changed_words_always_change_the_digest(
+    change: tuple[int, dict[int, int]],
+) -> None:
+    grids, words = change
+    data = torch.arange(grids * GRID, dtype=torch.int64).mul(2654435761).to(torch.uint8)
+    before = digest(data)
+    for word, amount in words.items():
+        value = int.from_bytes(data[word * 8 : word * 8 + 8].numpy().tobytes(), "little")
+        changed = ((value + amount) % 2**64).to_bytes(8, "little")
+        data[word * 8 : word * 8 + 8] = torch.tensor(list(changed), dtype=torch.uint8)
+    assert digest(data) != before
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 999))
+def test_digest_does_not_depend_on_the_pieces(pieces: list[int], rest: int) -> None:
+    sizes = [piece * GRID for piece in pieces] + [rest]
+    data = torch.arange(sum(sizes), dtype=torch.int64).mul(40503).to(torch.uint8)
+    whole = Digest()
+    for piece in data.split(sizes):
+        whole.update(piece)
+    assert whole.value() == digest(data)

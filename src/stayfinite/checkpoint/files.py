@@ -111,7 +111,8 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
         _lock(descriptor, wait=True)
         yield descriptor
     finally:
-        os.close(descriptor)  # unlocks
+        with contextlib.suppress(OSError):  # nothing was written through it
+            os.close(descriptor)  # unlocks
 
 
 def _open_folder(folder: Path) -> int | None:

@@ -93,10 +93,7 @@ def _checked(path: str | os.PathLike[str], keep: int, if_bad: str, on_error: str
         raise ConfigError(f"if_bad is {if_bad!r}; it must be 'refuse' or 'aside'.")
     if on_error not in ("raise", "warn"):
         raise ConfigError(f"on_error is {on_error!r}; it must be 'raise' or 'warn'.")
-    target = Path(os.path.realpath(path))  # a link goes on pointing to it
-    if target.is_dir():
-        raise InputError(f"{target} is a folder; give the path of a file in it.")
-    return target
+    return Path(os.path.realpath(path))  # a link goes on pointing to it
 
 
 def _problems(tree: Any, tensors: Tensors) -> list[Problem]:
@@ -118,6 +115,8 @@ def _aside(target: Path) -> Path:
 
 def _write(target: Path, stored: Tensors, metadata: Mapping[str, str], keep: int) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        raise InputError(f"{target} is a folder; give the path of a file in it.")
     temporary = write_beside(target, sealed_pieces(stored, metadata))
     try:
         verify(temporary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,22 +67,25 @@ def read_safetensors(path: Path, reading: Reading) -> SafeFile:
 
     With nothing to keep this needs 1 MiB of memory, however large the file is.
     """
-    with one_line_errors(path):
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            return _Reader(descriptor, reading).file()
-        finally:
-            os.close(descriptor)
+    with _opened(path) as descriptor:
+        return _Reader(descriptor, reading).file()
 
 
 def header_of(path: Path) -> tuple[Header, bool]:
     """Only the header, unverified, and whether the file is ours."""
+    with _opened(path) as descriptor:
+        return _Reader(descriptor, Reading()).header()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     with one_line_errors(path):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            return _Reader(descriptor, Reading()).header()
+            yield descriptor
         finally:
-            os.close(descriptor)
+            with suppress(OSError):  # everything has been read by then
+                os.close(descriptor)
 
 
 class _Reader:

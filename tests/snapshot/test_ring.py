@@ -11,7 +11,7 @@ from moments import Everything, in_bytes
 from torch import Tensor, nn
 
 from stayfinite.errors import ConfigError, NonFiniteError, SnapshotError
-from stayfinite.snapshot import SnapshotRing, TrainingState
+from stayfinite.snapshot import Snapshot, SnapshotRing, TrainingState
 from stayfinite.snapshot.copies import Offload
 
 
@@ -122,8 +122,7 @@ def test_bad_moment_is_refused_by_name_and_the_ring_is_as_before(name: str, valu
 def test_snapshot_that_has_gone_bad_is_refused_and_nothing_is_changed(name: str) -> None:
     training, ring = ring_of()
     snapshot = ring.take(step=0)
-    memory = next(kept for item, kept in snapshot._tensors if item.name == name)
-    spoil(memory[0], math.nan)
+    spoil(snapshot.memory_of(name)[0], math.nan)
     training.step()
     before = training.bytes()
     with pytest.raises(NonFiniteError, match=name):
@@ -153,3 +152,29 @@ def test_gradients_may_be_bad() -> None:
     net.weight.grad.zero_()
     state.restore(snapshot)
     assert net.weight.grad.isnan().all()
+
+
+def test_snapshot_that_was_not_finished_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, ring = ring_of(slots=2)
+    ring.take(step=0)
+    before = training.bytes()
+    ring.take(step=1)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("stayfinite.snapshot.rooms.copy_groups", stop)
+        with pytest.raises(KeyboardInterrupt):
+            ring.take(step=2)
+    assert [ring.back(k).step for k in range(len(ring))] == [1]  # type: ignore[union-attr]
+    training.step()
+    ring.restore()
+    assert training.bytes() == before
+
+
+def test_empty_snapshot_and_unknown_names_are_refused() -> None:
+    with pytest.raises(SnapshotError, match="nothing was captured"):
+        Snapshot().restore()
+    with pytest.raises(SnapshotError, match=r"parameters\.none is not in this snapshot"):
+        TrainingState(nn.Linear(1, 1)).capture().memory_of("parameters.none")

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from stayfinite.detect.parts import compact
 
 Offload = Literal["none", "cpu", "pinned"]
-SMALL = 1 << 14
-"""Up to so many elements, a call costs more than a copy."""
-
 Pair = tuple[Tensor, Tensor]
 """Where to, and from where."""
 Group = tuple[list[Tensor], list[Tensor]]
@@ -27,7 +24,7 @@ def memories(tensor: Tensor) -> list[Tensor]:
     to: inference tensors and results that autograd remembers. Repeats that expand() made are
     left out, since they cannot be written to.
     """
-    if _is_simple(tensor):
+    if is_simple(tensor):
         return [tensor]
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return []
@@ -41,7 +38,7 @@ def memories(tensor: Tensor) -> list[Tensor]:
     return [compact(tensor)]
 
 
-def _is_simple(tensor: Tensor) -> bool:
+def is_simple(tensor: Tensor) -> bool:
     """Whether it is an ordinary piece of memory, as nearly all are."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
@@ -76,17 +73,6 @@ def like(tensor: Tensor, offload: Offload = "none") -> Tensor:
     # Only memory that an accelerator reads needs to be pinned.
     is_pinned = offload == "pinned" and not tensor.is_cpu
     return torch.empty_like(tensor, device=device, pin_memory=is_pinned, requires_grad=False)
-
-
-def fits(memory: Tensor | None, tensor: Tensor, offload: Offload) -> bool:
-    """Whether the memory can take the tensor's value as it is."""
-    return (
-        memory is not None
-        and memory.shape == tensor.shape
-        and memory.dtype is tensor.dtype
-        and memory.layout is tensor.layout
-        and memory.device == (tensor.device if offload == "none" else torch.device("cpu"))
-    )
 
 
 def grouped(pairs: Iterable[Pair]) -> list[Group]:
@@ -130,14 +116,3 @@ def put_back(live: Sequence[Tensor], saved: Sequence[Sequence[Tensor]]) -> None:
         elif len(values) == 1:
             tensor.data = values[0].to(tensor.device, copy=True)
     copy_all(pairs)
-
-
-def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Few tensors with the values of many: small ones are put together in a copy."""
-    found: list[Tensor] = []
-    small: dict[object, list[Tensor]] = {}
-    for tensor in tensors:
-        is_small = _is_simple(tensor) and tensor.numel() <= SMALL
-        group = small.setdefault((tensor.dtype, tensor.device), []) if is_small else found
-        group.append(tensor)
-    return found + [torch._utils._flatten_dense_tensors(group) for group in small.values()]

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from stayfinite.detect.reports import bad_reports
-from stayfinite.detect.scan import all_finite
-from stayfinite.errors import NonFiniteError
+from stayfinite.errors import SnapshotError
 from stayfinite.snapshot.cells import Cell, GradientsCell, ProtocolCell
 from stayfinite.snapshot.census import PARTS, Census, Item
-from stayfinite.snapshot.copies import (
-    Offload,
-    copy_groups,
-    fits,
-    grouped,
-    joined,
-    like,
-    memories,
-    put_back,
-    size_of,
-)
+from stayfinite.snapshot.copies import Offload, size_of
+from stayfinite.snapshot.finite import refuse_nonfinite
 from stayfinite.snapshot.owners import add_gradients, add_modules
 from stayfinite.snapshot.rng import global_cells
+from stayfinite.snapshot.rooms import Memories, Rooms
 
-_Memories = list[torch.Tensor]
 IsVital = Callable[[Item], bool]
 
 
@@ -42,8 +30,8 @@ class Snapshot:
 
     def __init__(self, modules: Iterable[nn.Module] = (), *, step: int = 0) -> None:
         self.step = step
-        self._vital: list[tuple[Item, _Memories]] = []
-        self._tensors: list[tuple[Item, _Memories]] = []
+        self._plan: _Plan | None = None
+        self.is_whole = False
         self._contents: list[tuple[Cell, Any]] = []
         roots = list(modules)
         if roots:
@@ -62,31 +50,14 @@ class Snapshot:
 
         NonFiniteError names the first vital item that is not finite; nothing is changed then.
         """
-        items = [item for item in census.items if item.part in parts]
-        vital = [item for item in items if is_vital is not None and is_vital(item)]
-        refuse_nonfinite([(item.name, item.tensor) for item in vital])
-        now = [memories(item.tensor) for item in items]
-        rooms = self._rooms(items, now, offload)
+        plan = self._plan
+        if plan is None or not plan.is_for(census, parts, offload):
+            plan = _Plan(census, parts, offload, is_vital, self._plan)
+        refuse_nonfinite([(item.name, item.tensor) for item in plan.vital])
         contents = [(cell, cell.content()) for cell in census.cells if cell.part in parts]
-        self._tensors, self._vital, self._contents = [], [], []  # whatever happens while copying
-        pairs = zip(chain.from_iterable(rooms), chain.from_iterable(now), strict=True)
-        copy_groups(grouped(pairs), non_blocking=offload == "pinned")
-        self._tensors, self._contents = list(zip(items, rooms, strict=True)), contents
-        names = {item.name for item in vital}
-        self._vital = [(item, kept) for item, kept in self._tensors if item.name in names]
-
-    def _rooms(self, items: list[Item], now: list[_Memories], offload: Offload) -> list[_Memories]:
-        """Memory for each value, that of the last one where it fits."""
-        old = {item.name: kept for item, kept in self._tensors}
-        rooms = []
-        for item, tensors in zip(items, now, strict=True):
-            known = old.get(item.name, [])
-            is_known = len(known) == len(tensors)
-            fitting = is_known and all(
-                fits(a, b, offload) for a, b in zip(known, tensors, strict=True)
-            )
-            rooms.append(known if fitting else [like(tensor, offload) for tensor in tensors])
-        return rooms
+        self.is_whole = False
+        plan.rooms.fill()
+        self._plan, self._contents, self.is_whole = plan, contents, True
 
     def restore(self, *, parts: Collection[str] = PARTS) -> None:
         """Put everything back; the snapshot can be used again.
@@ -94,35 +65,66 @@ class Snapshot:
         NonFiniteError when a value in it that must be finite no longer is; nothing is changed
         then.
         """
-        refuse_nonfinite([(item.name, t) for item, kept in self._vital for t in kept])
+        if self._plan is None or not self.is_whole:
+            raise SnapshotError("nothing was captured in this snapshot, or not to the end.")
+        refuse_nonfinite(self._plan.kept_vital())
         contents = [pair for pair in self._contents if pair[0].part in parts]
         # What an object loads itself may replace tensors, so it comes before them.
         contents.sort(key=lambda pair: not isinstance(pair[0], ProtocolCell))
         for cell, content in contents:
             cell.put_back(content)
-        tensors = [(item.tensor, kept) for item, kept in self._tensors if item.part in parts]
-        put_back([tensor for tensor, _ in tensors], [kept for _, kept in tensors])
+        items = enumerate(self._plan.items)
+        self._plan.rooms.empty([number for number, item in items if item.part in parts])
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor memory that it holds."""
-        tensors = [memory for _, kept in self._tensors for memory in kept]
-        for cell, content in self._contents:
-            if isinstance(cell, GradientsCell):
-                tensors += [kept[1] for kept in content if kept is not None]
-        return sum(map(size_of, tensors))
+        gradients = [
+            kept[1]
+            for cell, content in self._contents
+            if isinstance(cell, GradientsCell)
+            for kept in content
+            if kept is not None
+        ]
+        rooms = 0 if self._plan is None else self._plan.rooms.nbytes
+        return rooms + sum(map(size_of, gradients))
+
+    def memory_of(self, name: str) -> list[torch.Tensor]:
+        """Where the value of the item with this name is kept."""
+        names = [] if self._plan is None else [item.name for item in self._plan.items]
+        if self._plan is None or name not in names:
+            raise SnapshotError(f"{name} is not in this snapshot.")
+        return self._plan.rooms.memories[names.index(name)]
 
 
-def refuse_nonfinite(named: list[tuple[str, torch.Tensor]]) -> None:
-    """NonFiniteError about the first tensor that is not finite."""
-    if all_finite(joined(tensor for _, tensor in named)):
-        return
-    reports = bad_reports(named, described=1)
-    names = ", ".join(report.location for report in reports[:5])
-    raise NonFiniteError(
-        f"a snapshot must be finite, but {names} is not; restore an older one.",
-        report=reports[0],
-    )
+class _Plan:
+    """What to copy where: made once, and again when the census is another one."""
+
+    def __init__(
+        self,
+        census: Census,
+        parts: Collection[str],
+        offload: Offload,
+        is_vital: IsVital | None,
+        before: _Plan | None,
+    ) -> None:
+        self._key = census, tuple(parts), offload
+        self.items = [item for item in census.items if item.part in parts]
+        self.vital = [item for item in self.items if is_vital is not None and is_vital(item)]
+        old = {} if before is None else before.memories_by_name()
+        known = [old.get(item.name, []) for item in self.items]
+        self.rooms = Rooms([item.tensor for item in self.items], offload=offload, known=known)
+
+    def is_for(self, census: Census, parts: Collection[str], offload: Offload) -> bool:
+        return self._key[0] is census and self._key[1:] == (tuple(parts), offload)
+
+    def memories_by_name(self) -> dict[str, Memories]:
+        names = [item.name for item in self.items]
+        return dict(zip(names, self.rooms.memories, strict=True))
+
+    def kept_vital(self) -> list[tuple[str, torch.Tensor]]:
+        memories = self.memories_by_name()
+        return [(item.name, memory) for item in self.vital for memory in memories[item.name]]
 
 
 def _census_of(roots: list[nn.Module]) -> Census:

@@ -35,7 +35,12 @@ class SnapshotRing:
         """A snapshot of now. NonFiniteError when it is not finite; the others stay as they are."""
         into = self._kept[0] if len(self._kept) == self._slots else None
         room = into or (self._free[-1] if self._free else None)
-        snapshot = self._state.capture(step=step, into=room, offload=self._offload)
+        try:
+            snapshot = self._state.capture(step=step, into=room, offload=self._offload)
+        except BaseException:
+            if into is not None and not into.is_whole:  # it was interrupted while it was written
+                self._free.append(self._kept.popleft())
+            raise
         if into is not None:
             self._kept.popleft()
         elif room is not None:

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from stayfinite.detect.parts import undisturbed
 from stayfinite.snapshot.copies import copy_all, like, memories, put_back, size_of
+from stayfinite.snapshot.rooms import Memories, Rooms
 
 SMALL = 1 << 16
 """Tensors of up to so many bytes are copied in each step without asking."""
 _LEARNING = 3
 _LOOK_AGAIN = 64
-
-_Memories = list[Tensor]
 
 
 class TensorWatch:
@@ -31,7 +30,7 @@ class TensorWatch:
             for tensor in values
             if size_of(tensor) > SMALL
         ]
-        self._pool: list[list[_Memories]] = []
+        self._pool: list[Rooms] = []
 
     def keep(self) -> KeptTensors | None:
         """Their values now; None when there is nothing to keep."""
@@ -39,35 +38,27 @@ class TensorWatch:
 
     @undisturbed
     def _keep(self) -> KeptTensors:
-        now = [memories(tensor) for tensor in self._small]
-        saved = self._pool.pop() if self._pool else [[like(m) for m in each] for each in now]
-        pairs = zip(saved, now, strict=True)
-        copy_all(pair for each, its in pairs for pair in zip(each, its, strict=True))
-        return KeptTensors(self._small, saved, self._pool, [large.keep() for large in self._large])
+        rooms = self._pool.pop() if self._pool else Rooms(self._small)
+        rooms.fill()
+        return KeptTensors(rooms, self._pool, [large.keep() for large in self._large])
 
 
 class KeptTensors:
     """Values of tensors at one moment; the memory goes back to its pool in the end."""
 
-    def __init__(
-        self,
-        live: list[Tensor],
-        saved: list[_Memories],
-        pool: list[list[_Memories]],
-        large: list[_KeptLarge],
-    ) -> None:
-        self._live, self._saved, self._pool, self._large = live, saved, pool, large
+    def __init__(self, rooms: Rooms, pool: list[Rooms], large: list[_KeptLarge]) -> None:
+        self._rooms, self._pool, self._large = rooms, pool, large
 
     def __del__(self) -> None:
-        self._pool.append(self._saved)
+        self._pool.append(self._rooms)
 
     def restore(self) -> None:
-        put_back(self._live, self._saved)
+        self._rooms.empty()
         changed = [(t, kept) for t, kept, version in self._large if kept and version != t._version]
         put_back([tensor for tensor, _ in changed], [kept for _, kept in changed])
 
 
-_KeptLarge = tuple[Tensor, _Memories, int]
+_KeptLarge = tuple[Tensor, Memories, int]
 """A tensor, its value, and the version that needs no restoring."""
 _ALWAYS = -1
 
@@ -84,7 +75,7 @@ class _LargeTensor:
     def __init__(self, tensor: Tensor, *, is_late: bool) -> None:
         self.tensor = tensor
         self._is_late = is_late
-        self._kept: _Memories = []
+        self._kept: Memories = []
         self._version = -1
         self._looks = 0
         self._writes_silently = False

@@ -24,10 +24,12 @@ def dtype_problems(moves: Sequence[tuple[Place, Held]], part: str) -> Iterator[P
             message = f"is {name_of(held.dtype)} in the file and {name_of(target)} in the model."
             yield Problem(kind="dtype", key=key, message=message)
         elif target.is_floating_point:
-            yield from _overflows(key, held, target)
-            is_narrow = held.dtype.itemsize < target.itemsize
-            kinds = name_of(held.dtype), name_of(target), is_narrow
-            narrowed.setdefault(kinds, []).append(key)
+            cut_off = list(_overflows(key, held, target))
+            yield from cut_off
+            if not cut_off:
+                is_narrow = held.dtype.itemsize < target.itemsize
+                kinds = name_of(held.dtype), name_of(target), is_narrow
+                narrowed.setdefault(kinds, []).append(key)
     for (stored, present, was_saved_narrow), keys in narrowed.items():
         lost = "was lost when it was saved" if was_saved_narrow else "is lost by loading"
         others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""

@@ -63,9 +63,9 @@ def _is_fine(name: str, kind: str | None, held: Held) -> bool:
         return True
     if held.numel < 2:
         return False
-    is_two_valued = tally.has_finite and tally.low == tally.high
-    is_additive_mask = kind is not None and not tally.has_pos_inf
-    return is_two_valued or is_additive_mask
+    if kind is None:  # it may be a weight: only 0 beside Inf is surely a mask
+        return tally.low == tally.high == 0
+    return tally.low == tally.high or not tally.has_pos_inf
 
 
 def _nonfinite(key: str, held: Held) -> Problem:

@@ -312,7 +312,7 @@ def test_tracing_starts_at_the_tick_it_was_asked_for() -> None:
     with guarded() as first, pytest.raises(TrainingAbortedError):
         train(net, optimizer, 9, bad=bad_at(6))
     tick = first.arm_at()
-    assert 0 < tick < first.clock
+    assert 0 < tick < first._tracing.clock
     net = Net()
     settings = {"trace": "armed", "arm_at": tick}
     with guarded(**settings) as second, pytest.raises(TrainingAbortedError):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
-from jobs import Combination, Training
+from trainings import Combination, Training
 
 import stayfinite
 from stayfinite.recover.config import RecoveryConfig

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stayfinite.detect.gradients import Pairs
+from stayfinite.detect.gradients import Pairs, params_of
 from stayfinite.detect.leaves import leaves_of
+from stayfinite.detect.scan import all_finite
 from stayfinite.distributed import agree
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard.job import Job, finding_of, put_gradients
 from stayfinite.guard.watcher import Watcher
 from stayfinite.guard.window import Window
-from stayfinite.incidents import Finding, gradients_found, incident_of
+from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
 from stayfinite.records import Incident, Outcome
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -36,8 +37,7 @@ _MOST_TRACES = 3
 class Guard(Watcher):
     """Watches training, and with on_nan="recover" answers a bad step as its jobs say.
 
-    In a loop that is not ours a bad update is vetoed; `step` runs one that is, and can also
-    run it again, exactly, to find the operation or to try once more.
+    In a loop that is not ours a bad update is vetoed; `step` can also run it again, exactly.
     """
 
     def __init__(
@@ -76,11 +76,10 @@ class Guard(Watcher):
         """`fn(batch)`, or None when its update was bad and left out.
 
         `fn` does what a loop does for one batch, up to the updates of optimizer, scheduler
-        and EMA; with accumulation it updates only at some calls. A bad step is undone, run
-        again under the tracer, and answered as the configuration says. Raises
+        and EMA; with accumulation it updates only at some calls. It may be called again with
+        the same batch, so what it needs must be in there, a counter too. A bad step is undone,
+        run again under the tracer, and answered as the configuration says. Raises
         TrainingAbortedError when nothing helps; the weights are those of the last good step.
-
-        >>> guard.step(lambda batch: train_on(batch), batch)  # doctest: +SKIP
         """
         if self._window is None:
             self._window = Window(self, self._sole_job())
@@ -140,6 +139,7 @@ class Guard(Watcher):
         if job is None:
             return flag
         with self._aside():
+            job.trouble = job.trouble or job.bad_rates()
             is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
             is_bad = is_bad or (self._window is not None and self._window.vetoes_all)
             if job.is_distributed:
@@ -166,6 +166,8 @@ class Guard(Watcher):
 
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
+        if self._mended_harm(job):
+            return True
         incident = self._incident(finding_of(job, gradients), strategy="recover")
         job.undo()
         random = RandomState.capture()
@@ -230,31 +232,38 @@ class Guard(Watcher):
             return
         incident = self._incident(finding, strategy="recover")
         random = RandomState.capture()
-        done = job.roll_back()
+        done = job.roll_back() or job.initialise_anew()
         recovery = job.respond(incident)
         random.restore()
-        if done is None:
-            recovery = dataclasses.replace(
-                recovery, succeeded=False, detail="there was no snapshot to go back to"
-            )
-        else:
-            recovery = dataclasses.replace(recovery, detail=f"{done}; {recovery.detail}")
-        self.conclude(incident, recovery)
+        succeeded = recovery.succeeded and done is not None
+        detail = f"{done}; {recovery.detail}" if done else "there is no snapshot to go back to"
+        self.conclude(incident, dataclasses.replace(recovery, succeeded=succeeded, detail=detail))
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
         window, job = self._window, self.jobs.get(id(optimizer))
         is_good = not vetoed and not self._was_skipped
         is_ours = job is not None and window is not None and window.is_running
-        if is_ours and window is not None:
-            window.attempted(is_good=is_good)
         if is_ours and window is not None and window.is_repeated:
+            window.attempted(is_good=is_good)
             self._was_skipped = False
             return
         super().stepped(optimizer, vetoed=vetoed)
-        if job is not None and not is_ours:
+        if job is not None and is_good:
+            with self._aside():
+                is_good = not self._mended_harm(job)
+        if is_ours and window is not None:
+            window.attempted(is_good=is_good)
+        elif job is not None:
             job.end(is_good=is_good)
         self._end_tracing()
+
+    def _mended_harm(self, job: Job) -> bool:
+        """Whether the update has made parameters bad; they have been put back then."""
+        if all_finite(params_of(job.parts.optimizer)):
+            return False
+        self._harmed(parameters_found(job.parts.optimizer))
+        return True
 
     def incident_now(self, finding: Finding, *, explain: bool) -> Incident:
         """What was found in a step of ours; where and why only if it is being traced."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ class Job:
         self._handles: list[RemovableHandle] = []
         self._mark: Mark | None = None
         self._next_snapshot = 0
+        self._good_rates: list[Any] = []
         self._held: tuple[TrainingState, Snapshot] | None = None
         self._is_distributed = any(
             isinstance(module, DistributedDataParallel) for module in parts.modules
@@ -130,9 +132,16 @@ class Job:
         return True
 
     def undo(self) -> None:
-        """Everything but parameters and optimizer state as at the beginning of this step."""
+        """Everything but parameters and optimizer state as at the beginning of this step.
+
+        A learning rate that was bad then is the last good one.
+        """
         if self._mark is not None:
             self.state.go_back(self._mark)
+        for number, group in enumerate(self.parts.optimizer.param_groups):
+            if is_bad_rate(group.get("lr")):
+                good = self._good_rates[number] if number < len(self._good_rates) else None
+                group["lr"] = self.parts.optimizer.defaults.get("lr", 0.0) if good is None else good
 
     def mark_again(self) -> None:
         """What was changed on purpose since the beginning is to stay."""
@@ -144,6 +153,7 @@ class Job:
         self._mark = self.trouble = None
         if is_good:
             self.good_steps += 1
+            self._good_rates = self._rates()
             self.manager.record_good_step()
 
     def hold(self) -> None:
@@ -202,6 +212,36 @@ class Job:
         clipped = act(RecoveryStrategy.CLIP_GRADIENTS, self._situation(), self.config, Trouble())
         return isinstance(clipped, Done)
 
+    def _rates(self) -> list[Any]:
+        return [group.get("lr") for group in self.parts.optimizer.param_groups]
+
+    def bad_rates(self) -> Finding | None:
+        """Learning rates that are not finite; those that are tensors are not looked at."""
+        rates = self._rates()
+        if not any(map(is_bad_rate, rates)):
+            return None
+        named = [
+            (f"optimizer.param_groups.{number}.lr", torch.tensor(rate))
+            for number, rate in enumerate(rates)
+            if is_bad_rate(rate)
+        ]
+        return Finding(named, self.parts.optimizer)
+
+    def initialise_anew(self) -> str | None:
+        """Give parameters that were bad from the beginning small random values; which ones."""
+        if self._look_around is None or self.good_steps or len(self.ring):
+            return None
+        bad = [p for p in params_of(self.parts.optimizer) if not all_finite([p])]
+        generator = torch.Generator().manual_seed(0)
+        for param in bad:
+            bound = 1 / math.sqrt(max(1, param[0].numel())) if param.dim() else 1.0
+            values = torch.rand(param.shape, generator=generator) * 2 * bound - bound
+            with torch.no_grad():
+                param.copy_(values)
+        return (
+            f"{len(bad)} uninitialised parameters were given small random values" if bad else None
+        )
+
     def owns(self, leaves: Iterable[Tensor]) -> bool:
         """Whether any of the tensors is a parameter of this job."""
         ours = {id(param) for param in params_of(self.parts.optimizer)}
@@ -210,6 +250,10 @@ class Job:
     def gradients(self) -> Pairs:
         params = params_of(self.parts.optimizer)
         return [(param, param.grad) for param in params if param.grad is not None]
+
+
+def is_bad_rate(rate: Any) -> bool:
+    return isinstance(rate, float) and rate - rate != 0
 
 
 def put_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:

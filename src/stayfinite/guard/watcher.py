@@ -47,7 +47,7 @@ class Watcher(StepListener):
     """Watches every backward pass and every optimizer of the process, or only one optimizer.
 
     A bad value becomes an Incident before it reaches the weights; with on_nan="stop"
-    TrainingAbortedError is raised there, in the user's own step.
+    TrainingAbortedError is raised there.
     """
 
     def __init__(
@@ -79,14 +79,9 @@ class Watcher(StepListener):
         """Updates attempted so far; without an optimizer, backward passes."""
         return self._evidence.steps
 
-    @property
-    def clock(self) -> int:
-        """Backward passes and attempted updates so far."""
-        return self._tracing.clock
-
     def arm_at(self) -> int:
         """The tick from which a second run has to be traced: two steps before the incident."""
-        end = self.clock if self._incident_clock is None else self._incident_clock
+        end = self._tracing.clock if self._incident_clock is None else self._incident_clock
         return self._tracing.clock_before(end, steps=2)
 
     def attach(self, *more: Attachment) -> None:
@@ -284,7 +279,7 @@ class Watcher(StepListener):
     def _incident(self, finding: Finding, *, strategy: str) -> Incident:
         """What was found, explained as far as it can be here and now."""
         if self._incident_clock is None:
-            self._incident_clock = self.clock
+            self._incident_clock = self._tracing.clock
         incident = incident_of(finding, self._evidence, strategy=strategy)
         with self._aside():
             return explained(incident, finding, self._evidence, self._tracing, self.settings.folder)

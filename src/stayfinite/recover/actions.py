@@ -8,6 +8,7 @@ a gradient alone, while a gradient of zero would still move it.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 
 import torch
@@ -19,13 +20,14 @@ from stayfinite.detect.parts import float_parts
 from stayfinite.detect.scan import all_finite
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.recover.eps import raise_eps
 from stayfinite.recover.precision import (
     find_module,
     has_half_tensors,
     is_raised,
     run_in_float32,
 )
-from stayfinite.recover.rates import lower_rates, rates_of, schedulers_of
+from stayfinite.recover.rates import height_of, lower_rates, rates_of, schedulers_of
 from stayfinite.recover.scale import (
     current_scale,
     floor_of,
@@ -39,6 +41,7 @@ from stayfinite.snapshot import Snapshot
 
 logger = logging.getLogger("stayfinite")
 _MOST_NAMES = 3
+_OLDEST = sys.maxsize
 
 Action = Callable[[Situation, RecoveryConfig, Trouble], Answer]
 
@@ -78,13 +81,14 @@ def reduce_scale(situation: Situation, config: RecoveryConfig, trouble: Trouble)
 
 
 def clip(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
-    if any(report.location == "loss" for report in trouble.reports):
-        return Cannot("the loss itself is not finite, so its gradients point nowhere")
     if situation.will_rerun:
         return Done("the gradients are clipped when the step is run again")
     optimizer, scaler = situation.optimizer, situation.scaler
     params = [param for param in params_of(optimizer) if param.grad is not None]
     whole = config.drop_whole_tensors
+    has_bad_loss = any(report.location == "loss" for report in trouble.reports)
+    if has_bad_loss and _finite_share(params) < 0.5:
+        return Cannot("the loss is not finite, nor is most of the gradients")
     if not any(_is_usable(param.grad, whole=whole) for param in params):
         return Cannot(f"{'nothing finite is left of the' if params else 'there are no'} gradients")
     result = clip_gradients(
@@ -127,12 +131,15 @@ def custom(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> An
 
 def lower_lr(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
     optimizer, factor = situation.optimizer, config.lr_reduction_factor
-    before = max(rates_of(optimizer), default=0.0)
+    before, target = max(rates_of(optimizer), default=0.0), height_of(optimizer) * factor
     if not before > 0:
         return Cannot("there is no learning rate above 0")
-    back = _go_back_far(situation) if config.lower_lr_goes_back else None
-    while max(rates_of(optimizer)) > 1.01 * before * factor:  # going back undoes earlier cuts
-        lower_rates(optimizer, situation.schedulers or schedulers_of(optimizer), factor)
+    # Divergence begins long before the first bad value.
+    back = _go_back(situation, _OLDEST) if config.lower_lr_goes_back else None
+    schedulers = situation.schedulers or schedulers_of(optimizer)
+    lower_rates(optimizer, schedulers, factor)
+    while height_of(optimizer) > 1.01 * target:  # going back has undone earlier cuts
+        lower_rates(optimizer, schedulers, factor)
     drop_gradients(situation)
     lowered = f"the learning rate went from {before:g} to {max(rates_of(optimizer)):g}"
     if not isinstance(back, Done):
@@ -141,6 +148,11 @@ def lower_lr(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> 
 
 
 def raise_precision(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
+    if any(report.location.startswith("parameters") for report in trouble.reports):
+        raised_eps = raise_eps(situation.optimizer)
+        if raised_eps is not None:
+            drop_gradients(situation)
+            return Done(raised_eps)
     module = find_module(situation.model, situation.module)
     name = f"module {situation.module!r}" if situation.module else "the model"
     if situation.model is None or module is None:
@@ -189,6 +201,13 @@ _KEEPING = frozenset(
 )
 
 
+def _finite_share(params: list[Tensor]) -> float:
+    """How much of the gradients is finite, from 0 to 1."""
+    parts = [part for param in params for part in float_parts(param.grad)]
+    finite = sum(int(part.isfinite().sum()) for part in parts)  # host sync
+    return finite / max(1, sum(part.numel() for part in parts))
+
+
 def _is_usable(gradient: Tensor | None, *, whole: bool) -> bool:
     if gradient is None:
         return False
@@ -223,6 +242,8 @@ def way_back(
         return _snapshot(situation)[1]
     if strategy is RecoveryStrategy.REWIND:
         return _snapshot(situation, config.rewind_snapshots)[1]
+    if strategy is RecoveryStrategy.LOWER_LR and config.lower_lr_goes_back:
+        return _snapshot(situation, _OLDEST)[1]
     return None
 
 
@@ -231,11 +252,6 @@ def _snapshot(situation: Situation, back: int = 0) -> tuple[int, Snapshot | None
     ring = situation.snapshots
     number = min(back, len(ring) - 1) if ring is not None else -1
     return number, ring.back(number) if ring is not None else None
-
-
-def _go_back_far(situation: Situation) -> Answer:
-    """To the oldest snapshot: divergence begins before the first bad value."""
-    return _go_back(situation, len(situation.snapshots or ()))
 
 
 def _go_back(situation: Situation, back: int = 0) -> Answer:

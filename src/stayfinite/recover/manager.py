@@ -100,6 +100,7 @@ class NaNRecoveryManager:
             cause=cause,
             module=situation.module,
             bad_in_a_row=self._before.bad_in_a_row,
+            back_at=done.went_back_to,
             **facts,
         )
         self._recoveries.append(recovery)

@@ -30,6 +30,12 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
+def height_of(optimizer: Optimizer) -> float:
+    """The largest learning rate that the schedules start from, wherever on them we are."""
+    rates = [group.get("initial_lr", group.get("lr", 0.0)) for group in optimizer.param_groups]
+    return max(map(float, rates), default=0.0)
+
+
 def schedulers_of(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
     """The living schedulers that set this optimizer's learning rates; looks through the heap."""
     # issubclass: isinstance would wake up proxies and lazy objects.

@@ -125,9 +125,7 @@ def clip_gradients(past: Past) -> Iterator[Advice]:
         return
     if len(past.norms) >= 2:
         usual, high = statistics.median(past.norms), _percentile(past.norms, 0.95)
-        why = (
-            f"the norms of good steps were {usual:.3g} in the middle, 95% of them below {high:.3g}"
-        )
+        why = f"the norm of good steps was {usual:.3g} as a rule, and at most {high:.3g} in 95%"
         limit = high
     else:
         limit = past.config.grad_clip_value

@@ -17,7 +17,8 @@ class Recovery:
     """What was done about one bad step.
 
     `tried` are the strategies that could not help, each with its reason, and `bad_in_a_row` is
-    which bad step of its streak this was. `lr`, `scale` and `dtype` (the narrowest of the
+    which bad step of its streak this was. `back_at` is the step of a snapshot that was restored,
+    None where there was none. `lr`, `scale` and `dtype` (the narrowest of the
     parameters) are as they were found; None where there is none.
     """
 
@@ -30,6 +31,7 @@ class Recovery:
     cause: str | None = None
     module: str | None = None
     bad_in_a_row: int = 1
+    back_at: int | None = None
     lr: float | None = None
     scale: float | None = None
     dtype: str | None = None

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,7 +73,7 @@ class ArrayCell(_Named):
 class AttributesCell(_Named):
     """The attributes of an object that are plain state; the others are not touched."""
 
-    def __init__(self, owner: Any, name: str, part: str, skipped: Collection[str] = ()) -> None:
+    def __init__(self, owner: Any, name: str, part: str, skipped: Container[str] = ()) -> None:
         super().__init__(vars(owner), name, part)
         self.skipped = skipped
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ class Census:
         name: str,
         part: str,
         *,
-        skipped: Collection[str] = (),
+        skipped: Container[str] = (),
         enter: Enter = enter_nothing,
     ) -> None:
         """The plain attributes of an object, and what is inside them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ class GradientWatch:
         gradients = [param.grad for param in self._params]
         if self._last:
             self._learn()
-        if not any(gradient is not None for gradient in gradients):
+        if all(map(is_, gradients, repeat(None))):
             return KeptGradients(self._params, gradients)
         return self._kept(gradients)
 

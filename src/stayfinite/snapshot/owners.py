@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,8 +68,15 @@ def add_buffers(census: Census, module: nn.Module, name: str, part: str) -> None
 
 def add_attributes(census: Census, module: nn.Module, name: str, part: str) -> None:
     is_wrapper = type(module).__module__.startswith(_WRAPPERS)
-    machinery = frozenset(vars(module)) - {"training"} if is_wrapper else _MODULE_MACHINERY
+    machinery: Container[str] = _AllButTraining() if is_wrapper else _MODULE_MACHINERY
     census.attributes(module, name.removesuffix("."), part, skipped=machinery)
+
+
+class _AllButTraining:
+    """Wrappers such as DDP hold nothing of the user's."""
+
+    def __contains__(self, key: object) -> bool:
+        return key != "training"
 
 
 def add_loose_parameters(census: Census, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:

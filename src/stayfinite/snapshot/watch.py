@@ -159,9 +159,8 @@ class _Module:
         tensors = [item.tensor for item in census.items]
         self.tensors = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         keys = [key for key in attributes.value if key not in attributes.skipped]
-        self.views = [_View(attributes, keys)]
-        if buffers.value:
-            self.views.append(_View(buffers, list(buffers.value)))
+        views = ((attributes, keys), (buffers, list(buffers.value)))
+        self.views = [_View(cell, its) for cell, its in views if its]
         self._lengths, self._last = list(map(len, self.dicts)), self._values()
 
     def _values(self) -> list[Any]:

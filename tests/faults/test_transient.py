@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from as_before import torch_as_before as torch_as_before
-from combinations import Combination, Training
+from trainings import Combination, Training
 
 import stayfinite
 from stayfinite.recover.config import RecoveryConfig

@@ -17,30 +17,28 @@ except ImportError:  # Windows has no such locks; only the tidying up is lost
 _ENDING = ".saving"
 
 
-def write_beside(path: Path, pieces: Iterable[memoryview]) -> Path:
+@contextlib.contextmanager
+def written_beside(path: Path, pieces: Iterable[memoryview]) -> Iterator[Path]:
     """A new temporary file in the folder of `path`, complete and on the disk, with path's mode.
 
-    Whatever goes wrong, it is removed again.
+    Within the block it can be renamed; whatever goes wrong, it is removed again. Its descriptor
+    stays open and locked all the time, which tells other writers that it is no orphan.
     """
     temporary, descriptor = _create(path)
     try:
-        try:
-            for piece in pieces:
-                _write_all(descriptor, piece)
-            _keep_mode(descriptor, path)
-            os.fsync(descriptor)
-            _forget_cached(descriptor)
-        finally:
-            os.close(descriptor)
+        for piece in pieces:
+            _write_all(descriptor, piece)
+        _keep_mode(descriptor, path)
+        os.fsync(descriptor)
+        _forget_cached(descriptor)
+        yield temporary
     except BaseException:
-        discard(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
-    return temporary
-
-
-def discard(temporary: Path) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(temporary)
+    finally:
+        with contextlib.suppress(OSError):  # it is on the disk since fsync
+            os.close(descriptor)
 
 
 def is_temporary(path: Path) -> bool:

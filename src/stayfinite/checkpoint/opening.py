@@ -61,13 +61,14 @@ def _open_shards(index: Path, reading: Reading) -> Opened:
 
 
 def _tensors_in(path: Path, reading: Reading, problems: list[Problem]) -> dict[str, Any]:
-    if is_torch_file(path):
-        tree, found = read_torch(path, reading)
-        problems += found
-        return dict(hold_all(tree, "file"))
-    file = read_safetensors(path, reading)
-    problems += file.problems
-    return file.held
+    with one_line_errors(path):
+        if is_torch_file(path):
+            tree, found = read_torch(path, reading)
+            problems += found
+            return dict(hold_all(tree, "file"))
+        file = read_safetensors(path, reading)
+        problems += file.problems
+        return file.held
 
 
 def _open_folder(path: Path, reading: Reading) -> Opened:

@@ -14,7 +14,7 @@ import torch
 
 from stayfinite.checkpoint.checks.sanity import own_problems
 from stayfinite.checkpoint.collecting import collect, storable
-from stayfinite.checkpoint.files import discard, write_beside
+from stayfinite.checkpoint.files import written_beside
 from stayfinite.checkpoint.format.held import hold
 from stayfinite.checkpoint.format.own import STATE, own_contents
 from stayfinite.checkpoint.format.sealed import sealed_pieces
@@ -117,13 +117,9 @@ def _write(target: Path, stored: Tensors, metadata: Mapping[str, str], keep: int
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         raise InputError(f"{target} is a folder; give the path of a file in it.")
-    temporary = write_beside(target, sealed_pieces(stored, metadata))
-    try:
+    with written_beside(target, sealed_pieces(stored, metadata)) as temporary:
         verify(temporary)
         install(temporary, target, keep=keep, is_whole=is_whole)
-    except BaseException:
-        discard(temporary)
-        raise
     return target
 
 

@@ -25,6 +25,7 @@ Tensors = dict[str, Tensor]
 Find = Callable[[str], Held]
 
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
 _PLAIN = (bool, int, str, type(None))
 _ACCEPTED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, OrderedDict, Counter, "
@@ -82,9 +83,9 @@ def _encode_leaf(value: Any, path: str, tensors: Tensors) -> Any:
         return {"$complex": [_encode(part, path, tensors, ()) for part in (value.real, value.imag)]}
     if isinstance(value, (torch.dtype, torch.device)):
         return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
         return {"$array": _add(tensors, path, _tensor_of(value, path))}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+    if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
         return {"$number": [value.dtype.name, _encode(value.item(), path, tensors, ())]}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise CheckpointError(
@@ -143,7 +144,7 @@ _DECODERS: dict[str, Callable[[Any, Find], Any]] = {
     "$float": lambda node, find: _NUMBERS[node],
     "$tensor": lambda node, find: find(node),
     "$array": lambda node, find: _as_array(find(node)),
-    "$number": lambda node, find: np.dtype(node[0]).type(decode(node[1], find)),
+    "$number": lambda node, find: _number(*node, find),
     "$complex": lambda node, find: complex(*decode(node, find)),
     "$bytes": lambda node, find: base64.b64decode(node, validate=True),
     "$tuple": lambda node, find: tuple(decode(node, find)),
@@ -156,6 +157,13 @@ _DECODERS: dict[str, Callable[[Any, Find], Any]] = {
     "$dtype": lambda node, find: dtype_named(node),
     "$device": lambda node, find: torch.device(node),
 }
+
+
+def _number(name: str, value: Any, find: Find) -> np.generic:
+    dtype = np.dtype(name)
+    if dtype.kind not in _KINDS:
+        raise ValueError(name)
+    return dtype.type(decode(value, find))
 
 
 def _as_array(held: Held) -> Held:

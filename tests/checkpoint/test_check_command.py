@@ -1,0 +1,217 @@
+"""`stayfinite check`: a table, JSON, and an exit code that scripts can use."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from checkpoints import Job, Net
+from click.testing import CliRunner
+from torch import nn
+
+import stayfinite
+from stayfinite.checkpoint import save_checkpoint
+from stayfinite.cli import main
+from stayfinite.cli.check import command
+
+SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
+
+MODELS = """
+import torch
+from torch import nn
+
+def small():
+    return nn.Linear(2, 1)
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(20, 10)
+
+built = nn.Linear(2, 1)
+number = 3
+
+def broken():
+    raise RuntimeError("no weights today")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "models_of_the_test.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delitem(sys.modules, "models_of_the_test", raising=False)
+    return tmp_path
+
+
+def run(*words: Any) -> Any:
+    return CliRunner().invoke(main, ["check", *map(str, words)])
+
+
+def test_surface_is_frozen() -> None:
+    surface = {p.opts[0]: p.type.name for p in command.params if isinstance(p, click.Option)}
+    assert surface == {"--model": "text", "--against": "text", "--json": "boolean"}
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from stayfinite.cli import main\n"
+        "try: main(['check', '--help'])\n"
+        "except SystemExit as request: assert request.code == 0\n"
+        "heavy = {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": SOURCE}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "module:factory" in done.stdout
+
+
+def test_good_checkpoint_is_0(folder: Path) -> None:
+    job = Job()
+    job.train(1)
+    path = job.save(folder / "last.ckpt")
+    done = run(path)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("good")
+    assert "stayfinite, step 1, " in done.stdout
+    assert done.stderr == ""
+
+
+def test_problems_are_1_and_all_of_them_are_shown(folder: Path) -> None:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, math.nan)
+    nn.init.constant_(model.bias, math.inf)
+    torch.save(model.state_dict(), folder / "a.pt")
+    done = run(folder / "a.pt")
+    assert done.exit_code == 1
+    assert "model.weight" in done.stdout
+    assert "model.bias" in done.stdout
+    assert "2 problems" in done.stdout
+
+
+def test_damaged_tensor_is_1_and_a_cut_file_is_2(folder: Path) -> None:
+    model = nn.Linear(2, 1)
+    path = save_checkpoint(folder / "a.ckpt", model=model)
+    assert path is not None
+    good = path.read_bytes()
+    at = good.index(model.weight.detach().numpy().tobytes())
+    path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    done = run(path)
+    assert done.exit_code == 1
+    assert "the checksum differs" in done.stdout
+    path.write_bytes(good[:-1])
+    done = run(path)
+    assert done.exit_code == 2
+    assert done.stdout.startswith("not readable")
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"hello"])
+def test_unreadable_is_2(folder: Path, content: bytes) -> None:
+    (folder / "a.ckpt").write_bytes(content)
+    assert run(folder / "a.ckpt").exit_code == 2
+    assert run(folder / "none.ckpt").exit_code == 2
+
+
+def test_model_that_fits_or_not(folder: Path) -> None:
+    save_checkpoint(folder / "a.ckpt", model=nn.Linear(2, 1))
+    assert run("a.ckpt", "--model", "models_of_the_test:small").exit_code == 0
+    assert run("a.ckpt", "--model", "models_of_the_test:built").exit_code == 0
+    done = run("a.ckpt", "--model", "models_of_the_test:Large")
+    assert done.exit_code == 1
+    assert "model.inner.weight" in done.stdout
+    assert str(folder) not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nonsense", "must be module:factory"),
+        ("no_such_module:build", "ModuleNotFoundError"),
+        ("models_of_the_test:missing", "AttributeError"),
+        ("models_of_the_test:broken", "RuntimeError: no weights today"),
+        ("models_of_the_test:number", "gave a int; it must give a torch.nn.Module"),
+    ],
+)
+def test_model_that_cannot_be_had_is_one_line(folder: Path, name: str, message: str) -> None:
+    save_checkpoint(folder / "a.ckpt", model=nn.Linear(2, 1))
+    done = run("a.ckpt", "--model", name)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_json_has_everything(folder: Path) -> None:
+    model = Net()
+    model.norm.running_var[0] = -1.0
+    save_checkpoint(folder / "a.ckpt", model=model, step=4, if_bad="aside")
+    done = run("a.ckpt.nonfinite", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    (problem,) = found.pop("problems")
+    assert (problem["kind"], problem["key"]) == ("variance", "model.norm.running_var")
+    assert found == {
+        "schema": 1,
+        "path": "a.ckpt.nonfinite",
+        "good": False,
+        "layout": "stayfinite",
+        "step": 4,
+        "parts": ["models", "random"],
+        "tensors": 10,
+        "bytes": found["bytes"],
+        "comparison": None,
+    }
+    assert found["bytes"] == sum(
+        t.nbytes for t in (*Net().parameters(), *Net().buffers(), torch.ones(1))
+    )
+
+
+def test_against_tells_what_differs(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    save_checkpoint(folder / "old.ckpt", model=model)
+    torch.save(model.state_dict(), folder / "same.pt")
+    done = run("old.ckpt", "--against", "same.pt")
+    assert (done.exit_code, "4 the same to the byte, 0 changed" in done.stdout) == (0, True)
+
+    with torch.no_grad():
+        model[0].weight.mul_(1e4)
+        model[1].bias.add_(0.1)
+    save_checkpoint(folder / "new.ckpt", model=model)
+    done = run("new.ckpt", "--against", "old.ckpt")
+    assert done.exit_code == 0
+    assert "2 the same to the byte, 2 changed" in done.stdout
+    assert "its largest magnitude went from" in done.stdout
+
+    save_checkpoint(folder / "other.ckpt", model=nn.Sequential(nn.Linear(2, 4).half()))
+    done = run("other.ckpt", "--against", "old.ckpt", "--json")
+    assert done.exit_code == 1
+    kinds = {(p["key"], p["kind"]) for p in json.loads(done.stdout)["problems"]}
+    assert {
+        ("model.0.weight", "shape"),
+        ("model.0.weight", "dtype"),
+        ("model.1.weight", "missing"),
+    } <= kinds
+
+
+def test_against_something_unreadable_is_2(folder: Path) -> None:
+    save_checkpoint(folder / "a.ckpt", model=nn.Linear(2, 1))
+    assert run("a.ckpt", "--against", "none.ckpt").exit_code == 2
+
+
+def test_progress_bar_is_shown_on_a_terminal_only(folder: Path, monkeypatch: Any) -> None:
+    path = save_checkpoint(folder / "a.ckpt", model=nn.Linear(2, 1))
+    assert run(path).stderr == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "a.ckpt" in run(path).stderr

@@ -133,3 +133,10 @@ def test_half_precision_and_integer_buffers_are_kept() -> None:
     net.count.add_(5)
     snapshot.restore()
     assert everything(net) == before
+
+
+def test_snapshot_of_no_module_keeps_the_random_states() -> None:
+    snapshot = Snapshot([])
+    first = draws()
+    snapshot.restore()
+    assert draws() == first

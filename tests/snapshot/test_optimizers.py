@@ -120,3 +120,13 @@ def test_bad_optimizer_state_is_refused_by_name() -> None:
         state.capture()
     assert caught.value.report is not None
     assert caught.value.report.location == "optimizer.bias.exp_avg"
+
+
+def test_hooks_of_an_optimizer_stay() -> None:
+    _, optimizer, state = adam()
+    snapshot = state.capture()
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    state.restore(snapshot)
+    optimizer.step()
+    assert calls == [1]

@@ -19,9 +19,6 @@ from stayfinite.snapshot.plain import CONSTANTS
 
 # Hooks and children are not state; parameters and buffers are walked on their own.
 _MODULE_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-_OPTIMIZER_MACHINERY = frozenset(
-    name for name in vars(Optimizer([nn.Parameter()], {})) if name.startswith("_")
-) | {"state", "param_groups"}
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
@@ -72,6 +69,13 @@ def add_attributes(census: Census, module: nn.Module, name: str, part: str) -> N
     census.attributes(module, name.removesuffix("."), part, skipped=machinery)
 
 
+class _OptimizerMachinery:
+    """Hooks are not state; state and groups are walked on their own."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in ("state", "param_groups") or str(key).startswith("_optimizer_")
+
+
 class _AllButTraining:
     """Wrappers such as DDP hold nothing of the user's."""
 
@@ -108,7 +112,7 @@ def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, s
         census.value(state, f"optimizer.{name}", "optimizer")
     census.is_new(optimizer)
     census.attributes(
-        optimizer, "optimizer", "optimizer", skipped=_OPTIMIZER_MACHINERY, enter=enter
+        optimizer, "optimizer", "optimizer", skipped=_OptimizerMachinery(), enter=enter
     )
 
 

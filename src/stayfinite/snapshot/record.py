@@ -28,14 +28,13 @@ class Snapshot:
     Restoring writes into the same tensors, so that whoever holds them sees the old values.
     """
 
-    def __init__(self, modules: Iterable[nn.Module] = (), *, step: int = 0) -> None:
+    def __init__(self, modules: Iterable[nn.Module] | None = None, *, step: int = 0) -> None:
         self.step = step
         self._plan: _Plan | None = None
         self.is_whole = False
         self._contents: list[tuple[Cell, Any]] = []
-        roots = list(modules)
-        if roots:
-            self.write(_census_of(roots))
+        if modules is not None:
+            self.write(_census_of(list(modules)))
 
     @torch.no_grad()
     def write(

@@ -144,7 +144,7 @@ _DECODERS: dict[str, Callable[[Any, Find], Any]] = {
     "$float": lambda node, find: _NUMBERS[node],
     "$tensor": lambda node, find: find(node),
     "$array": lambda node, find: _as_array(find(node)),
-    "$number": lambda node, find: _number(*node, find),
+    "$number": lambda node, find: _number(node[0], node[1], find),
     "$complex": lambda node, find: complex(*decode(node, find)),
     "$bytes": lambda node, find: base64.b64decode(node, validate=True),
     "$tuple": lambda node, find: tuple(decode(node, find)),
@@ -159,7 +159,7 @@ _DECODERS: dict[str, Callable[[Any, Find], Any]] = {
 }
 
 
-def _number(name: str, value: Any, find: Find) -> np.generic:
+def _number(name: str, value: Any, find: Find) -> Any:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
         raise ValueError(name)

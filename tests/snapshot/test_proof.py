@@ -114,3 +114,26 @@ def test_flags_and_structure_count_too() -> None:
     kept = [part for part in PARTS if part != "attributes"]
     with pytest.raises(SnapshotError, match=r"^attributes\.1\.training is not as before"):
         state.check_restore(step, parts=kept)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.eye(2).to_sparse(),
+        torch.ones(2).expand(3, 2),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(0),
+        torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.float8_e5m2),
+        nn.UninitializedBuffer(),
+    ],
+    ids=lambda odd: f"{type(odd).__name__}-{odd.dtype}",
+)
+def test_tensors_of_every_kind_can_be_compared(odd: Any) -> None:
+    net = nn.Linear(1, 1)
+    net.register_buffer("odd", odd)
+
+    def step() -> None:
+        net.weight.data.add_(1)
+
+    TrainingState(net).check_restore(step)

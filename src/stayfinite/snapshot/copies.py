@@ -65,6 +65,12 @@ def size_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def place_of(tensor: Tensor) -> tuple[int, ...]:
+    """Where its memory is."""
+    found = [memory for memory in memories(tensor) if memory.layout is torch.strided]
+    return tuple(memory.data_ptr() for memory in found)
+
+
 def like(tensor: Tensor, offload: Offload = "none") -> Tensor:
     """New memory for a value like this one."""
     if _is_odd(tensor):

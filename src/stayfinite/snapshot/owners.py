@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from stayfinite.detect.gradients import params_of
 from stayfinite.snapshot.cells import DictCell, FrozenCell, GradientsCell, ListCell, ProtocolCell
 from stayfinite.snapshot.census import Census
+from stayfinite.snapshot.copies import place_of
 from stayfinite.snapshot.plain import CONSTANTS
 
 # Hooks and children are not state; parameters and buffers are walked on their own.
@@ -165,9 +166,9 @@ def _needs_protocol(census: Census, owner: Any, part: str) -> bool:
         return False
     if part != "ema" or not hasattr(owner, "__dict__"):
         return True
-    found = {item.tensor.data_ptr() for item in census.items}
+    found = {place_of(item.tensor) for item in census.items}
     tensors = [leaf for leaf in tree_leaves(owner.state_dict()) if isinstance(leaf, Tensor)]
-    return any(tensor.data_ptr() not in found for tensor in tensors)
+    return any(place_of(tensor) not in found for tensor in tensors)
 
 
 def add_loader(census: Census, loader: Any) -> None:

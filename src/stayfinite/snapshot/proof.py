@@ -20,7 +20,7 @@ from stayfinite.snapshot.cells import (
     ProtocolCell,
 )
 from stayfinite.snapshot.census import Census, Item
-from stayfinite.snapshot.copies import memories
+from stayfinite.snapshot.copies import memories, place_of
 from stayfinite.snapshot.plain import is_constant, is_state, items_of
 
 Image = dict[str, Any]
@@ -68,7 +68,7 @@ def image(census: Census, *, with_identity: bool = False) -> Image:
 
 def _tensor_entries(items: Iterable[Item], with_identity: bool) -> Iterator[tuple[str, Any]]:
     for item in items:
-        place = (id(item.tensor), item.tensor.data_ptr()) if with_identity else ()
+        place = (id(item.tensor), place_of(item.tensor)) if with_identity else ()
         yield item.name, (_digest(item.tensor), *place)
 
 
@@ -107,20 +107,20 @@ def picture(value: Any, *, deep: bool = False) -> Any:
 
 
 @torch.no_grad()
-def _digest(tensor: Tensor) -> tuple[Any, ...]:
-    found = [tensor.dtype, tuple(tensor.shape)]
+def _digest(tensor: Tensor) -> list[object]:
+    """Form and bytes; nothing of a tensor without a value of its own."""
+    found: list[object] = []
     for memory in memories(tensor):
-        if memory.layout is not torch.strided:
-            memory = memory.coalesce() if memory.is_sparse else memory
-            found += [_bytes_digest(part) for part in _stored(memory)]
-        else:
-            found.append(_bytes_digest(memory))
-    return tuple(found)
+        found += [memory.dtype, tuple(memory.shape)]
+        found += [_bytes_digest(part) for part in _stored(memory)]
+    return found
 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout is torch.strided:
+        return [tensor.resolve_conj().resolve_neg()]
     if tensor.is_sparse:
-        return [tensor.indices(), tensor.values()]
+        return [tensor.coalesce().indices(), tensor.coalesce().values()]
     return [tensor.to_dense()]
 
 

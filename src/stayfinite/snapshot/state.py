@@ -25,8 +25,10 @@ class TrainingState:
 
     model, optimizer, scheduler and ema are one or a sequence; ema is a module, an object with
     state_dict and load_state_dict, or tensors in a dict or list. The loader's position is kept
-    if it, or its sampler, has state_dict and load_state_dict.
+    if it, or its sampler, has state_dict and load_state_dict. Of modules, plain attributes are
+    kept too: numbers, text, tensors, arrays, generators, and boxes of such.
 
+    >>> import torch
     >>> net = torch.nn.Linear(2, 1)
     >>> state = TrainingState(net, torch.optim.Adam(net.parameters()))
     >>> snapshot = state.capture(step=7)

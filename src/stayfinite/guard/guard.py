@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from stayfinite.detect.gradients import Pairs, params_of
 from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.scan import all_finite
-from stayfinite.distributed import agree
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard.job import Job, finding_of, put_gradients
 from stayfinite.guard.watcher import Watcher
@@ -143,7 +142,7 @@ class Guard(Watcher):
             is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
             is_bad = is_bad or (self._window is not None and self._window.vetoes_all)
             if job.is_distributed:
-                is_bad = agree(is_bad or (flag is not None and bool(flag)))  # host sync
+                is_bad = job.any_rank(is_bad or (flag is not None and bool(flag)))  # host sync
             if is_bad:
                 return torch.tensor(True)
         return flag
@@ -166,7 +165,7 @@ class Guard(Watcher):
 
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
-        if self._mended_harm(job):
+        if self.mended_harm(job):
             return True
         incident = self._incident(finding_of(job, gradients), strategy="recover")
         job.undo()
@@ -175,7 +174,7 @@ class Guard(Watcher):
         put_gradients(gradients)
         recovery = job.respond(incident)
         random.restore()  # an older state would deliver the same batches once more
-        self.conclude(incident, recovery)
+        self.conclude(job, incident, recovery)
         if recovery.strategy is RecoveryStrategy.CLIP_GRADIENTS:
             return False
         put_gradients(left)
@@ -183,12 +182,12 @@ class Guard(Watcher):
         self._trace_afterwards(incident)
         return True
 
-    def conclude(self, incident: Incident, recovery: Recovery) -> Incident:
+    def conclude(self, job: Job, incident: Incident, recovery: Recovery) -> Incident:
         """Record the incident with what was done; raise if that was to give up."""
         outcome = Outcome(strategy=recovery.strategy.value, detail=recovery.detail)
         incident = dataclasses.replace(incident, outcome=outcome)
         self._record(incident)
-        if not recovery.succeeded:
+        if job.any_rank(not recovery.succeeded):
             self.stopped = True
             where = incident.reports[0].location if incident.reports else "another rank"
             raise TrainingAbortedError(
@@ -200,7 +199,7 @@ class Guard(Watcher):
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         """A GradScaler skipped; with a bad loss it was not its scale that was at fault."""
         job = self.jobs.get(id(optimizer))
-        if job is None or job.trouble is None:
+        if job is None or not job.any_rank(job.trouble is not None):
             super().skipped_by_scaler(optimizer, scaler=scaler)
             return
         with self._aside():
@@ -237,7 +236,8 @@ class Guard(Watcher):
         random.restore()
         succeeded = recovery.succeeded and done is not None
         detail = f"{done}; {recovery.detail}" if done else "there is no snapshot to go back to"
-        self.conclude(incident, dataclasses.replace(recovery, succeeded=succeeded, detail=detail))
+        recovery = dataclasses.replace(recovery, succeeded=succeeded, detail=detail)
+        self.conclude(job, incident, recovery)
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
@@ -251,16 +251,16 @@ class Guard(Watcher):
         super().stepped(optimizer, vetoed=vetoed)
         if job is not None and is_good:
             with self._aside():
-                is_good = not self._mended_harm(job)
+                is_good = not self.mended_harm(job)
         if is_ours and window is not None:
             window.attempted(is_good=is_good)
         elif job is not None:
             job.end(is_good=is_good)
         self._end_tracing()
 
-    def _mended_harm(self, job: Job) -> bool:
-        """Whether the update has made parameters bad; they have been put back then."""
-        if all_finite(params_of(job.parts.optimizer)):
+    def mended_harm(self, job: Job) -> bool:
+        """Whether parameters were bad, on any rank; they have been put back then."""
+        if not job.any_rank(not all_finite(params_of(job.parts.optimizer))):
             return False
         self._harmed(parameters_found(job.parts.optimizer))
         return True

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.gradients import Pairs, params_of
 from stayfinite.detect.scan import all_finite
+from stayfinite.distributed import agree
 from stayfinite.errors import NonFiniteError
 from stayfinite.incidents import Finding, gradients_found
 from stayfinite.records import Incident
@@ -104,6 +105,10 @@ class Job:
     @property
     def is_distributed(self) -> bool:
         return self._is_distributed
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether it is so on any rank of this job; all ranks must ask together."""
+        return agree(flag) if self._is_distributed else flag
 
     @property
     def has_begun(self) -> bool:

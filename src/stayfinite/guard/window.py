@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from stayfinite.detect.gradients import Pairs
+from stayfinite.detect.repeats import run_again
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.incidents import Finding
 from stayfinite.records import Diagnosis, Incident
@@ -96,10 +98,8 @@ class Window:
         if mode != "first":
             self._trouble = self._job.trouble = None
         try:
-            result = None
-            for fn, batch in calls:
-                result = fn(batch)
-            return result
+            with contextlib.nullcontext() if mode == "first" else run_again():
+                return [fn(batch) for fn, batch in calls][-1]
         except BaseException:
             self._drop()
             raise
@@ -109,14 +109,17 @@ class Window:
     def _recover(self) -> Any:
         """Undo, locate, let the policy choose; again and again while a new try is bad too."""
         job, guard = self._job, self._guard
-        tries = 0
+        tries, step = 0, self._trouble.step if self._trouble is not None else 0
         while self._trouble is not None:
             self._undo()
-            incident = self._located(self._trouble)
+            if guard.mended_harm(job):
+                self._end(is_good=False)
+                return None
+            incident = dataclasses.replace(self._located(self._trouble), step=step)
             recovery = job.respond(incident, will_rerun=True)
             if not recovery.succeeded:
                 self._end(is_good=False)
-            guard.conclude(incident, recovery)
+            guard.conclude(job, incident, recovery)
             mode = self._next(recovery.strategy, tries)
             if mode is None:
                 self._end(is_good=False)

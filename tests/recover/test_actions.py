@@ -11,6 +11,7 @@ from jobs import INF, NAN, SmallJob, report
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LinearLR
 
 from stayfinite import TrainingAbortedError
 from stayfinite.amp.scaler import DynamicLossScaler
@@ -221,6 +222,17 @@ def test_clip_cannot_help_when_nothing_finite_is_left() -> None:
     assert isinstance(tried(CLIP, job, options=options), Cannot)
 
 
+def test_clip_of_a_bad_loss_needs_most_of_the_gradients() -> None:
+    job = SmallJob()
+    job.backward(NAN)
+    assert isinstance(tried(CLIP, job, location="loss"), Done)
+    job.backward()
+    for gradient in job.gradients():
+        gradient.view(-1)[1:] = NAN
+    assert isinstance(tried(CLIP, job, location="loss"), Cannot)
+    assert isinstance(tried(CLIP, job, location="gradients.0.weight"), Done)
+
+
 def test_clip_waits_for_a_step_that_is_run_again() -> None:
     job = SmallJob()
     job.optimizer.zero_grad()
@@ -326,6 +338,50 @@ def test_lower_rate_is_lower() -> None:
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
     job.optimizer.param_groups[0]["lr"] = 0.0
     assert tried(LOWER, job) == Cannot("there is no learning rate above 0")
+
+
+def test_rate_is_lowered_by_any_factor() -> None:
+    job = SmallJob()
+    assert isinstance(tried(LOWER, job, options={"lr_reduction_factor": 0.999}), Done)
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.00999)
+
+
+def test_lower_rate_goes_back_to_the_oldest_snapshot_on_demand() -> None:
+    job = SmallJob()
+    old = job.state()
+    ring = ring_of(job, 10, 20)
+    options = {"lower_lr_goes_back": True}
+    answer = tried(LOWER, job, snapshots=ring, options=options)
+    assert isinstance(answer, Done)
+    assert answer.went_back_to == 10
+    rate = "optimizer.param_groups.0.lr"
+    assert {**job.state(), rate: old[rate]} == old
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+    assert isinstance(tried(LOWER, job, options=options), Done)  # without a snapshot, from here
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.0025)
+
+
+def test_each_return_lowers_the_whole_schedule_further() -> None:
+    job = SmallJob()
+    scheduler = LinearLR(job.optimizer, start_factor=0.1, total_iters=9)
+    state = TrainingState(job.model, job.optimizer, scheduler=scheduler)
+    ring = SnapshotRing(state, slots=1)
+    ring.take(step=0)
+    for height in (0.005, 0.0025, 0.00125):
+        for _ in range(9):
+            job.optimizer.step()
+            scheduler.step()
+        answer = tried(
+            LOWER,
+            job,
+            snapshots=ring,
+            schedulers=(scheduler,),
+            options={"lower_lr_goes_back": True},
+        )
+        assert isinstance(answer, Done)
+        assert scheduler.last_epoch == 0
+        assert job.optimizer.param_groups[0]["lr"] == pytest.approx(height / 10)
+        assert scheduler.base_lrs == pytest.approx([height])
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -222,16 +222,48 @@ schedules = st.lists(st.none() | faults, min_size=1, max_size=20)
 scalers = st.sampled_from([None, GradScaler, DynamicLossScaler])
 
 
+drives = {
+    "schedule": schedules,
+    "optimizer": st.sampled_from([SGD, Adam]),
+    "scaler": scalers,
+    "dtype": st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+    "unscales": st.booleans(),
+}
+
+
+@settings(deadline=None)
+@given(config=configs, **drives)
+def test_any_schedule_ends_recovered_or_in_a_clean_stop(
+    config: RecoveryConfig, **drive: Any
+) -> None:
+    check_ending(config, **drive)
+
+
+going_back = st.sampled_from(
+    [RecoveryStrategy.RESET_MODEL, RecoveryStrategy.REWIND, RecoveryStrategy.LOWER_LR]
+)
+
+
 @settings(deadline=None)
 @given(
-    configs,
-    schedules,
-    st.sampled_from([SGD, Adam]),
-    scalers,
-    st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
-    st.booleans(),
+    config=st.builds(
+        RecoveryConfig,
+        primary_strategy=going_back,
+        fallback_strategy=going_back,
+        max_consecutive_nans=st.integers(1, 4),
+        lower_lr_goes_back=st.just(True),
+        rewind_skip_batches=st.integers(0, 2),
+        skip_batch_after_nan=st.booleans(),
+    ),
+    **drives,
 )
-def test_any_schedule_ends_recovered_or_in_a_clean_stop(
+def test_going_back_to_the_same_bad_batch_comes_to_an_end(
+    config: RecoveryConfig, **drive: Any
+) -> None:
+    check_ending(config, **drive)
+
+
+def check_ending(
     config: RecoveryConfig,
     schedule: list[Fault | None],
     optimizer: type[Optimizer],

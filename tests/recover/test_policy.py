@@ -97,6 +97,14 @@ def test_total_budget_ends_the_run() -> None:
     assert played(RecoveryConfig(max_recoveries=0), "b") == [ABORT]
 
 
+def test_rung_that_tires_in_a_streak_is_left_and_taken_up_again() -> None:
+    ladder = (Rung(SKIP, 50, in_a_row=2), Rung(CLIP, in_a_row=3), Rung(LOWER, 2))
+    config = RecoveryConfig(ladder=ladder, deescalate_after=1, max_consecutive_nans=10)
+    assert played(config, "bgbgbg") == [SKIP, SKIP, SKIP]
+    assert played(config, "bbbbbb") == [SKIP, SKIP, CLIP, LOWER, LOWER, ABORT]
+    assert played(config, "bbbgb") == [SKIP, SKIP, CLIP, SKIP]
+
+
 def test_same_strategy_on_two_rungs_has_two_budgets() -> None:
     config = RecoveryConfig(ladder=(Rung(SKIP), Rung(CLIP), Rung(SKIP, 2)))
     assert played(config, "bbbb") == [SKIP, CLIP, SKIP, SKIP]
@@ -137,7 +145,13 @@ configs = st.builds(
     fallback_strategy=st.sampled_from([SKIP, SCALE, CLIP, LOWER, ABORT]),
     max_consecutive_nans=st.integers(1, 6),
     ladder=st.lists(
-        st.builds(Rung, st.sampled_from([SKIP, SCALE, CLIP, LOWER]), st.integers(1, 3)), max_size=3
+        st.builds(
+            Rung,
+            st.sampled_from([SKIP, SCALE, CLIP, LOWER]),
+            st.integers(1, 3),
+            st.none() | st.integers(1, 3),
+        ),
+        max_size=3,
     ).map(tuple),
     deescalate_after=st.integers(1, 5),
     max_recoveries=st.none() | st.integers(0, 10),

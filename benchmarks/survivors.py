@@ -169,23 +169,16 @@ class PercentileClip(Contestant):
 
 
 class Ours(Contestant):
-    """DynamicLossScaler, clip_gradients and stayfinite.watch, around the same step.
-
-    The only setting: to be patient. By default a run ends on purpose after five bad steps in a
-    row that are not the loss scale's doing.
-    """
+    """DynamicLossScaler, clip_gradients and stayfinite.watch by default, around the same step."""
 
     name = "stayfinite"
+    config = RecoveryConfig()
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.scaler = stayfinite.DynamicLossScaler("cpu", floor_patience=1000)
+        self.scaler = stayfinite.DynamicLossScaler("cpu")
         self.guard = stayfinite.watch(
-            model,
-            self.optimizer,
-            scaler=self.scaler,
-            config=RecoveryConfig(max_consecutive_nans=1000),
-            sinks=[],
+            model, self.optimizer, scaler=self.scaler, config=self.config, sinks=[]
         )
 
     def backward(self, loss: Tensor) -> None:
@@ -208,6 +201,13 @@ class Ours(Contestant):
         self.guard.close()
 
 
+class PatientOurs(Ours):
+    """The same, but it does not end the run after five bad steps in a row."""
+
+    name = "patient"
+    config = RecoveryConfig(max_consecutive_nans=1000)
+
+
 CONTESTANTS: tuple[type[Contestant], ...] = (
     Scaler,
     ClipNorm,
@@ -216,6 +216,7 @@ CONTESTANTS: tuple[type[Contestant], ...] = (
     ZScoreClip,
     PercentileClip,
     Ours,
+    PatientOurs,
 )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import logging
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-from stayfinite import NonFiniteError
+from stayfinite import NonFiniteError, clip
+from stayfinite.recover import config, policy
+from stayfinite.recover import manager as manager_module
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
 from stayfinite.recover.manager import NaNRecoveryManager, Recovery
 from stayfinite.recover.precision import is_raised
@@ -136,6 +140,22 @@ def test_no_report_is_needed() -> None:
     job, manager = SmallJob(), manager_with(SKIP)
     assert manager.recover(None, job.model, job.optimizer)
     assert manager.get_recovery_history()[0].location == ""
+
+
+def test_report_that_all_is_well_is_no_bad_step() -> None:
+    job, manager = SmallJob(), manager_with(SKIP)
+    job.backward()
+    clean = dataclasses.replace(report(), has_nan=False)
+    assert manager.recover(clean, job.model, job.optimizer)
+    assert manager.get_recovery_history() == []
+    assert job.gradients()
+
+
+@pytest.mark.parametrize("module", [clip, config, manager_module, policy])
+def test_examples_are_true(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
 
 
 def test_snapshot_feeds_reset() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+from stayfinite.locate.names import Names
 from stayfinite.recover.precision import (
     find_module,
     has_half_tensors,
@@ -270,6 +271,33 @@ def test_names_and_values_of_the_state_are_unchanged() -> None:
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
     model.load_state_dict(before)
+
+
+def test_modules_keep_the_names_by_which_people_know_them() -> None:
+    model = Model().half()
+    run_in_float32(model.squares)
+    model(torch.ones(1, 4, dtype=torch.float16))
+    names = Names()
+    assert names.module(model.squares) == ("Model", "squares")
+    assert names.tensor(model.squares.weight) == "squares.weight"
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    module, full = Tied().bfloat16(), Tied()
+    full.load_state_dict(module.state_dict())
+    run_in_float32(module)
+    x = torch.ones(1, 3)
+    assert torch.equal(module(x.bfloat16()), full(x).bfloat16())
+    assert module.second.weight is module.first.weight
 
 
 def test_copies_use_their_own_weights() -> None:

@@ -33,15 +33,24 @@ class NaNRecoveryManager:
     After recover() has returned True go on with the step: without gradients the optimizer
     changes nothing. False means stop; the weights are as they were, or at the last snapshot.
 
-        manager = NaNRecoveryManager(RecoveryConfig(primary_strategy="clip"))
-        ...
-        loss.backward()
-        if bad := check_gradients(model):
-            if not manager.recover(bad[0], model, optimizer, step=step):
-                break
-        else:
-            manager.record_good_step()
-        optimizer.step()
+    >>> import torch
+    >>> from stayfinite.detect.tools import check_gradients
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> manager = NaNRecoveryManager(RecoveryConfig(primary_strategy=RecoveryStrategy.SKIP_STEP))
+    >>> for step, x in enumerate([1.0, float("nan"), 1.0]):
+    ...     optimizer.zero_grad()
+    ...     model(torch.full((1, 2), x)).sum().backward()
+    ...     if bad := check_gradients(model):
+    ...         if not manager.recover(bad[0], model, optimizer, step=step):
+    ...             break
+    ...     else:
+    ...         manager.record_good_step()
+    ...     optimizer.step()
+    >>> [(recovery.step, recovery.detail) for recovery in manager.get_recovery_history()]
+    [(1, 'the step was skipped')]
+    >>> bool(model.weight.isfinite().all())
+    True
     """
 
     def __init__(self, config: RecoveryConfig | None = None) -> None:
@@ -63,7 +72,12 @@ class NaNRecoveryManager:
         scaler: Any = None,
         step: int = 0,
     ) -> bool:
-        """Do something about a bad step; True means that training can go on."""
+        """Do something about a bad step; True means that training can go on.
+
+        A report that all is well is no bad step.
+        """
+        if nan_report is not None and not nan_report.has_nan:
+            return True
         is_known = bool(self._members) and self._members[1] is optimizer
         situation = Situation(
             model=model,

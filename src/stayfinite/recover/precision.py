@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from stayfinite.snapshot.census import Census
@@ -59,13 +60,13 @@ class Float32Forward:
     """Stands in for a module's `forward`; `undo` gives the module its own back."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._before = vars(module).get("forward")
-        self._plain = _Plain(module, self._before)
         self._returned: dict[Any, Dtypes] = {}
 
     def undo(self) -> None:
         """The module runs as it did before; a second call does nothing."""
-        own = vars(self._plain.module)
+        own = vars(self._module)
         if own.get("forward") is self:
             del own["forward"]
             if self._before is not None:
@@ -73,7 +74,7 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = (args, kwargs)
-        if devices := _autocast_devices(self._plain, given):
+        if devices := _autocast_devices(self._module, given):
             return self._without_autocast(devices, given)
         return self._as_before(self._in_float32(given), given)
 
@@ -84,17 +85,28 @@ class Float32Forward:
             return self._without_autocast(devices[1:], given)
 
     def _in_float32(self, given: Any) -> Any:
-        args, kwargs = tree_map(_raised, given)
-        half = {name: t for name, t in _tensors(self._plain).items() if t.dtype in HALF}
+        raised = tree_map(_raised, given)
+        half = {name: t for name, t in _tensors(self._module).items() if t.dtype in HALF}
         if not half:
-            return self._plain(*args, **kwargs)
+            return self._forward(raised)
         full = {name: tensor.float() for name, tensor in half.items()}
-        result = functional_call(self._plain, full, args, kwargs)
+        result = self._forward(raised, full)
         with torch.no_grad():
-            for name, buffer in self._plain.named_buffers():
+            for name, buffer in self._module.named_buffers():
                 if name in half:  # running statistics; batch norm writes them unseen
                     buffer.copy_(full[name])
         return result
+
+    def _forward(self, given: Any, tensors: dict[str, Tensor] | None = None) -> Any:
+        """The module's own forward, with other tensors in the place of its own.
+
+        functional_call would run the module's hooks a second time.
+        """
+        args, kwargs = given
+        with _reparametrize_module(self._module, tensors or {}, tie_weights=True):
+            if self._before is not None:
+                return self._before(*args, **kwargs)
+            return type(self._module).forward(self._module, *args, **kwargs)
 
     def _as_before(self, result: Any, given: Any) -> Any:
         """What follows expects the types that the module used to return."""
@@ -110,48 +122,32 @@ class Float32Forward:
 
     def _types_of(self, given: Any, count: int) -> Dtypes:
         inputs = [leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        tensors = [tensor.dtype for tensor in _tensors(self._plain).values()]
+        tensors = [tensor.dtype for tensor in _tensors(self._module).values()]
         floats = {dtype for dtype in (*inputs, *tensors) if dtype.is_floating_point}
         if not floats & set(HALF):
             return (None,) * count
-        key = (*inputs, self._plain.module.training)
+        key = (*inputs, self._module.training)
         if key not in self._returned and not torch.compiler.is_compiling():
-            self._returned[key] = returned_dtypes(self._plain, given)
+            self._returned[key] = self._tried_out(given)
         known = self._returned.get(key, ())
         if len(known) == count:
             return known
         # It could not be tried out: 16-bit in, 16-bit out, unless there was float32 as well.
         return (floats.pop() if len(floats) == 1 else None,) * count
 
-
-class _Plain(nn.Module):
-    """The module's own forward, without the hooks that calling the module would run again."""
-
-    def __init__(self, module: nn.Module, forward: Any) -> None:
-        super().__init__()
-        self.module = module
-        self._forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._forward is not None:
-            return self._forward(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-
-def returned_dtypes(module: nn.Module, given: Any) -> Dtypes:
-    """The dtypes that a call would return, found without computing; empty if that fails."""
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet(module):
-            fakes: dict[str, Tensor] = {
-                name: mode.from_tensor(t) for name, t in _tensors(module).items()
-            }
-            args, kwargs = tree_map(
-                lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, given
-            )
-            result = functional_call(module, fakes, args, kwargs)
-    except Exception:  # a branch on values, an operator without a fake kernel
-        return ()
-    return tuple(getattr(leaf, "dtype", None) for leaf in tree_leaves(result))
+    def _tried_out(self, given: Any) -> Dtypes:
+        """The dtypes that a call used to return, found without computing; empty if that fails."""
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with _disable_current_modes(), fake, torch.no_grad(), _quiet(self._module):
+                tensors, pretended = tree_map(
+                    lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf,
+                    (_tensors(self._module), given),
+                )
+                result = self._forward(pretended, tensors)
+        except Exception:  # a branch on values, an operator without a fake kernel
+            return ()
+        return tuple(getattr(leaf, "dtype", None) for leaf in tree_leaves(result))
 
 
 @contextlib.contextmanager

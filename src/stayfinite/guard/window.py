@@ -110,17 +110,14 @@ class Window:
         """Undo, locate, let the policy choose; again and again while a new try is bad too."""
         job, guard = self._job, self._guard
         tries, step = 0, self._trouble.step if self._trouble is not None else 0
+        result = None
         while self._trouble is not None:
             self._undo()
             if guard.mended_harm(job):
-                self._end(is_good=False)
-                return None
-            incident = dataclasses.replace(self._located(self._trouble), step=step)
-            recovery = job.respond(incident, will_rerun=True)
-            if not recovery.succeeded:
-                self._end(is_good=False)
-            guard.conclude(job, incident, recovery)
-            mode = self._next(recovery.strategy, tries)
+                mode = self._next(RecoveryStrategy.RESET_MODEL, tries)
+                job.begin()
+            else:
+                mode = self._answer(self._trouble, tries, step)
             if mode is None:
                 self._end(is_good=False)
                 return None
@@ -130,6 +127,15 @@ class Window:
         job.forget_held()
         self._end(is_good=True)
         return result
+
+    def _answer(self, trouble: Incident, tries: int, step: int) -> Literal["clip", "again"] | None:
+        """Locate, let the policy choose; how the calls are run once more."""
+        incident = dataclasses.replace(self._located(trouble), step=step)
+        recovery = self._job.respond(incident, will_rerun=True)
+        if not recovery.succeeded:
+            self._end(is_good=False)
+        self._guard.conclude(self._job, incident, recovery)
+        return self._next(recovery.strategy, tries)
 
     def _next(self, strategy: RecoveryStrategy, tries: int) -> Literal["clip", "again"] | None:
         """How the calls are run once more; None: they are left out."""

@@ -49,8 +49,9 @@ class GradientWatch:
         if is_learning:
             pairs = zip(self._params, gradients, strict=True)
             self._last = [(p, grad, grad._version) for p, grad in pairs if grad is not None]
+            self._are_written |= _share_memory(gradients)
         kept = KeptGradients(self._params, gradients)
-        if is_learning or self._are_written or _share_memory(gradients):
+        if is_learning or self._are_written:
             kept.copy()
         return kept
 

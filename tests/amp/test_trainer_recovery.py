@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from training import (
     Heard,
     all_steps,
@@ -193,7 +194,7 @@ def test_transient_fault_is_retried_when_asked_for() -> None:
 
 
 def test_without_any_check_a_bad_batch_reaches_the_weights() -> None:
-    detect = {"check_loss": False, "check_gradients": False}
+    detect = {"check_loss": False, "check_gradients": False, "check_parameters": False}
     model = nn.Linear(4, 1)
     with trainer_of(config(detect=detect), model) as trainer:
         all_steps(trainer, batches(4, bad=(2,)))
@@ -210,7 +211,11 @@ def test_without_the_check_of_the_loss_it_is_the_gradient_that_is_found() -> Non
 
 def test_without_the_check_of_gradients_a_bad_one_passes_and_is_undone_later() -> None:
     model = small_model()
-    detect = {"check_gradients": False, "recovery": recovering(snapshot_every=1)}
+    detect = {
+        "check_gradients": False,
+        "check_parameters": False,
+        "recovery": recovering(snapshot_every=1),
+    }
     with trainer_of(config(detect=detect), model, loss_fn=spoiling_loss) as trainer:
         made = with_spoiling(8, 4)
         all_steps(trainer, made[:5])
@@ -223,17 +228,43 @@ def test_without_the_check_of_gradients_a_bad_one_passes_and_is_undone_later() -
 
 
 class Poisoned(torch.optim.SGD):
-    """Writes a NaN into the last weight at its third step."""
+    """Writes a NaN into the last weight at its third step, once."""
 
-    steps = 0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.faults = iter([False, False, True] + [False] * 100)
 
     def step(self, closure: Any = None) -> Any:
-        self.steps += 1
         result = super().step(closure)
-        if self.steps == 3:
+        if next(self.faults):
             with torch.no_grad():
                 self.param_groups[0]["params"][-1].fill_(math.nan)
         return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("snapshot_every", [1, 50])
+def test_nothing_follows_an_update_that_made_weights_bad(
+    precision: str, snapshot_every: int
+) -> None:
+    made, model = batches(6), small_model()
+    optimizer = Poisoned(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    ema = AveragedModel(model)
+    given = config(
+        precision,
+        loss_scale=64.0 if precision == "fp16" else None,
+        detect={"recovery": recovering(snapshot_every=snapshot_every)},
+    )
+    kept = 2 if snapshot_every == 1 else 0
+    with AMPTrainer(given, model, optimizer, mse, scheduler, ema=ema) as trainer:
+        losses = all_steps(trainer, made)
+        assert [n for n, loss in enumerate(losses) if loss is None] == [2]
+        assert trainer.step == kept + 3
+    assert optimizer.param_groups[0]["lr"] == 0.01 * 0.5 ** (kept + 3)
+    assert ema.n_averaged == kept + 3
+    assert finite(model)
+    assert finite(ema)
 
 
 @pytest.mark.parametrize("check_parameters", [True, False])
@@ -257,10 +288,14 @@ def test_check_of_parameters_finds_at_once_what_is_found_later_without(
     assert finite(model)
 
 
+@pytest.mark.parametrize("snapshot_every", [1, 50])
 @pytest.mark.parametrize(("bad", "is_seen_at_once"), [(4, True), (5, False), (6, False)])
-def test_steps_between_the_checked_ones_are_not_looked_at(bad: int, is_seen_at_once: bool) -> None:
+def test_steps_between_the_checked_ones_are_not_looked_at(
+    bad: int, is_seen_at_once: bool, snapshot_every: int
+) -> None:
     made = batches(12, bad=(bad,))
-    detect = {"detection_interval": 4, "recovery": recovering(snapshot_every=1)}
+    recovery = recovering(snapshot_every=snapshot_every)
+    detect = {"detection_interval": 4, "recovery": recovery}
     model = small_model()
     with trainer_of(config(detect=detect), model) as trainer:
         all_steps(trainer, made[: bad + 1])

@@ -41,14 +41,15 @@ _ALIASES = {
 class NaNDetectionConfig:
     """What the trainer looks at, how often, and what it does about a bad value.
 
-    `check_loss` covers each named term too. `check_parameters` looks at all weights and buffers
-    after the update. With `detection_interval=n` the steps 0, n, 2n ... are checked; what goes
-    bad between them is found at the next one, in the weights, and undone from a snapshot.
+    `check_loss` covers each named term too. `check_parameters` looks at all weights after each
+    update, which finds what an optimizer makes bad itself. With `detection_interval=n` the steps
+    0, n, 2n ... are checked; what goes bad between them is found at the next one, and undone from
+    a snapshot.
     """
 
     check_loss: bool = True
     check_gradients: bool = True
-    check_parameters: bool = False
+    check_parameters: bool = True
     detection_interval: int = 1
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
 

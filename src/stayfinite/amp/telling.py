@@ -20,7 +20,7 @@ logger = logging.getLogger("stayfinite")
 
 
 class Teller:
-    """Tells log and callbacks of each batch and incident, and keeps the incidents.
+    """Tells log and callbacks of each batch and incident, and keeps the incidents in the list.
 
     `bad_losses` are the bad losses and terms of the window that is under way, by name.
     """
@@ -32,9 +32,10 @@ class Teller:
         optimizer: Optimizer,
         scaler: DynamicLossScaler | None,
         bad_losses: dict[str, Tensor],
+        incidents: list[Incident],
     ) -> None:
         self.callbacks = Callbacks(callbacks)
-        self.incidents: list[Incident] = []
+        self.incidents = incidents
         self._optimizer, self._scaler, self._bad_losses = optimizer, scaler, bad_losses
         self._told = 0
 

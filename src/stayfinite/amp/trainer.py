@@ -44,10 +44,12 @@ class AMPTrainer:
 
     A scheduler is stepped after each update (scheduler_every="epoch": after each epoch of fit).
     `ema` is torch's AveragedModel, or has update(). `batches_per_epoch` is needed only for a
-    warm-up without `fit` or with a loader that has no length.
+    warm-up without `fit` or with a loader that has no length. `incidents` has every bad step, with
+    its cause and what was done about it.
 
     It watches torch until `close()`, the end of a `with` block, or until it is garbage.
 
+    >>> import torch
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> batch = torch.ones(4, 2), torch.ones(4, 1)
@@ -75,6 +77,7 @@ class AMPTrainer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.device = place(model, config.device)
         self.epoch = 0
+        self.incidents: list[Incident] = []
         if config.learning_rate is not None:
             set_learning_rate(optimizer, config.learning_rate, scheduler=scheduler)
         self.scaler = scaler_for(config, self.device)
@@ -93,10 +96,15 @@ class AMPTrainer:
                 scaler=self.scaler,
                 window=self._window,
                 after_update=self._followers.after_update,
+                incidents=self.incidents,
             )
         )
         self._teller = Teller(
-            callbacks, optimizer=optimizer, scaler=self.scaler, bad_losses=self._update.bad_losses
+            callbacks,
+            optimizer=optimizer,
+            scaler=self.scaler,
+            bad_losses=self._update.bad_losses,
+            incidents=self.incidents,
         )
         self._is_ready = False
         self._endings: list[weakref.finalize[Any, Any]] = []
@@ -111,11 +119,6 @@ class AMPTrainer:
     def step(self) -> int:
         """Updates that were made."""
         return self._window.updates
-
-    @property
-    def incidents(self) -> list[Incident]:
-        """Every bad step so far, with its cause and what was done about it."""
-        return self._teller.incidents
 
     def training_step(self, batch: Any, *, batches_left: int | None = None) -> Tensor | None:
         """The loss of this batch, or None when the step was skipped or recovered from.

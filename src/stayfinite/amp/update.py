@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from stayfinite.amp.scaler import DynamicLossScaler
 from stayfinite.clip import clip_gradients
 from stayfinite.detect.gradients import gradients_of
 from stayfinite.detect.scan import all_finite
+from stayfinite.records import Incident
 
 
 @dataclass(kw_only=True)
@@ -67,7 +69,10 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an update works on; `after_update` is called when weights have moved."""
+    """What an update works on; `after_update` is called when weights have moved.
+
+    `incidents` grows when the guard finds something bad, also in the middle of an update.
+    """
 
     config: AMPConfig
     model: nn.Module
@@ -77,6 +82,7 @@ class Setup:
     scaler: DynamicLossScaler | None
     window: Accumulation
     after_update: Callable[[], None]
+    incidents: list[Incident]
 
 
 class Update:
@@ -123,18 +129,13 @@ class Update:
         if setup.scaler is not None:
             setup.scaler.unscale_(setup.optimizer)
         before, after = self._clipped()
-        was_skipped = self._stepped()
-        setup.window.batches = 0
-        if not was_skipped:
+        was_update = self._stepped()
+        if was_update:
             setup.window.updates += 1
             setup.after_update()
-        return Done(
-            loss=done.loss,
-            terms=done.terms,
-            was_attempted=True,
-            was_update=not was_skipped,
-            before=before,
-            after=after,
+        setup.window.batches = 0
+        return dataclasses.replace(
+            done, was_attempted=True, was_update=was_update, before=before, after=after
         )
 
     def _clipped(self) -> tuple[GradientStatistics | None, GradientStatistics | None]:
@@ -153,13 +154,18 @@ class Update:
         return gradient_statistics(self._setup.model.named_parameters())
 
     def _stepped(self) -> bool:
-        """Whether the scaler has skipped the update."""
-        optimizer, scaler = self._setup.optimizer, self._setup.scaler
+        """Whether weights have moved: neither the scaler nor the guard has taken that back."""
+        optimizer, scaler, seen = self._setup.optimizer, self._setup.scaler, self._incidents()
         if scaler is None:
             optimizer.step()
-            return False
+            return self._incidents() == seen
         scaler.step(optimizer)
+        if self._incidents() > seen:  # all is as in a snapshot, the scaler too
+            return False
         found = scaler._found_inf_per_device(optimizer).values()
         was_skipped = any(bool(flag) for flag in found)  # host sync
         scaler.update()
-        return was_skipped
+        return not was_skipped
+
+    def _incidents(self) -> int:
+        return len(self._setup.incidents)

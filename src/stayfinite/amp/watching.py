@@ -20,8 +20,8 @@ from stayfinite.settings import GuardSettings
 class ChosenGuard(Guard):
     """Looks at loss, gradients and parameters as chosen, in every n-th step.
 
-    A step that is not looked at may spoil the weights; they are looked at before the next one
-    that is, and put back from a snapshot.
+    A step that is not looked at may spoil the weights. The next one that is cannot be finite
+    then, and they are put back from a snapshot.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ChosenGuard(Guard):
         super().__init__(settings, on_incident=on_incident, only=only)
         self._checks = checks
         self._optimizer = only
-        self._may_be_spoiled = False
+        self._looks_at_parameters = True
 
     @property
     def is_due(self) -> bool:
@@ -46,29 +46,26 @@ class ChosenGuard(Guard):
     def looks_at_loss(self) -> bool:
         return self.is_due and self._checks.check_loss
 
-    def begin_step(self, job: Job) -> None:
-        """A step begins: what may have gone bad unseen is found first."""
-        if self._may_be_spoiled and self.is_due:
-            with self._aside():
-                self._check_parameters([self._optimizer], everything=True)
-            self._may_be_spoiled = False
-        super().begin_step(job)
-
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
     ) -> Tensor | None:
         """True where this update must not happen."""
         looks = self.is_due and self._checks.check_gradients
-        self._may_be_spoiled |= not looks
         return super().judge(optimizer, gradients if looks else [], on_device=on_device)
 
     def _judge_loss(self, root: Tensor) -> None:
         if self.looks_at_loss:
             super()._judge_loss(root)
 
-    def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
-        looks_closely = self._checks.check_parameters and self.is_due
-        super()._check_parameters(optimizers, everything=everything or looks_closely)
+    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
+        """An update was attempted."""
+        self._looks_at_parameters = self.is_due and self._checks.check_parameters
+        super().stepped(optimizer, vetoed=vetoed)
+        self._looks_at_parameters = True  # when a step is bad, whatever the config says
+
+    def mended_harm(self, job: Job) -> bool:
+        """Whether parameters were bad; they have been put back then."""
+        return self._looks_at_parameters and super().mended_harm(job)
 
 
 def watch_chosen(

@@ -10,5 +10,5 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
-    "prove", max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck)
+    "prove", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck)
 )

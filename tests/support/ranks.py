@@ -35,7 +35,7 @@ def answers(folder: Path, body: str, *, world: int = 2, how: str = '"gloo"') -> 
         for me in range(world)
     ]
     try:
-        errors = [process.communicate(timeout=60)[1].decode() for process in processes]
+        errors = [process.communicate(timeout=240)[1].decode() for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -52,7 +52,7 @@ def gradient_scale(scaler: Any, optimizer: Optimizer) -> float:
 
 def forget_found_inf(scaler: Any, optimizer: Optimizer) -> None:
     """The bad values that the scaler has found are gone: let it make this step after all."""
-    if isinstance(scaler, GradScaler):
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for flag in found.values():
             flag.zero_()
@@ -64,7 +64,7 @@ def let_loop_go_on(scaler: Any, optimizer: Optimizer) -> None:
     Between "ready", where step() refuses to go without gradients, and "unscaled", where
     unscale_() refuses to come again, there is no state in torch in which both are allowed.
     """
-    if isinstance(scaler, GradScaler):
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
         state = scaler._per_optimizer_states.get(id(optimizer))
         if state is not None and state["stage"] is OptState.UNSCALED:
             state["stage"] = None

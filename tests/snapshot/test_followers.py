@@ -271,3 +271,33 @@ def test_generators_of_a_plain_loader_go_back_with_it_only() -> None:
     assert [int(x) for x in loader] != first
     state.restore(snapshot)
     assert [int(x) for x in loader] == first
+
+
+class Secretive:
+    """Numbers that are seen, and one that can only be had by asking."""
+
+    def __init__(self) -> None:
+        self.rates, self._hidden = [0.1], iter(range(9))
+        self._count = Hidden()
+
+    def step(self) -> None:
+        self.rates = [self.rates[0] / 2]
+        self._count.halve()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates, "hidden": self._count.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = state["rates"]
+        self._count.load_state_dict(state["hidden"])
+
+
+def test_scheduler_of_another_make_is_asked_in_every_step() -> None:
+    scheduler = Secretive()
+    state = TrainingState(nn.Linear(1, 1), scheduler=scheduler)
+    for _ in range(3):
+        before, mark = repr(scheduler.state_dict()), state.mark()
+        scheduler.step()
+        state.go_back(mark)
+        assert repr(scheduler.state_dict()) == before
+        scheduler.step()

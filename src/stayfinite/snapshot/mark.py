@@ -17,7 +17,7 @@ from stayfinite.snapshot.members import Members
 from stayfinite.snapshot.owners import add_object, add_param_groups, named_modules
 from stayfinite.snapshot.rng import device_cells, host_cells
 from stayfinite.snapshot.tensors import KeptTensors, TensorWatch
-from stayfinite.snapshot.watch import Contents, ModulesWatch, Watch
+from stayfinite.snapshot.watch import Contents, ModulesWatch, SchedulerWatch, Watch
 
 
 class Mark:
@@ -61,7 +61,7 @@ class Marker:
         self._children = [module._modules for module in modules]
         self._count = self._members_now()
         self._watches = [_Watched(ModulesWatch(modules, {id(param) for param in params}))]
-        self._watches += [_Watched(Watch(look)) for look in self._others()]
+        self._watches += [_Watched(watch) for watch in self._others()]
         self._gradients = GradientWatch(params)
         self._cells: list[Cell] = [FrozenCell(params, "requires_grad", "attributes")]
         self._cells += self._generators()
@@ -72,14 +72,14 @@ class Marker:
         parameters = sum([len(group["params"]) for group in groups])
         return sum(map(len, self._children)) + (parameters << 32)
 
-    def _others(self) -> Iterator[Callable[[], Census]]:
+    def _others(self) -> Iterator[Watch]:
         """Param groups, schedulers and scaler."""
         for optimizer in self._members.optimizers:
-            yield partial(_census, add_param_groups, optimizer)
-        for scheduler in self._members.schedulers:
-            yield partial(_census, add_object, scheduler, "scheduler", "scheduler")
+            yield Watch(partial(_census, add_param_groups, optimizer))
+        for owner in self._members.schedulers:
+            yield SchedulerWatch(partial(_census, add_object, owner, "scheduler", "scheduler"))
         if self._members.scaler is not None:
-            yield partial(_census, add_object, self._members.scaler, "scaler", "scaler")
+            yield Watch(partial(_census, add_object, self._members.scaler, "scaler", "scaler"))
 
     def _generators(self) -> list[Cell]:
         census = Census()

@@ -13,6 +13,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stayfinite.snapshot.cells import AttributesCell, Cell, DictCell, ListCell
 from stayfinite.snapshot.census import Census
@@ -85,6 +86,35 @@ class Watch:
         if is_new:
             self._look()
         return is_new
+
+
+class SchedulerWatch(Watch):
+    """A scheduler: most hold numbers and make new lists of numbers in each step."""
+
+    def __init__(self, look: Callable[[], Census]) -> None:
+        super().__init__(look)
+        first, *others = [*self._census.cells, None]
+        is_simple = all(isinstance(cell, ListCell) for cell in others[:-1])
+        self._attributes = first if is_simple and isinstance(first, AttributesCell) else None
+
+    def contents(self) -> tuple[Contents, bool]:
+        return self._of_numbers() or super().contents()
+
+    def _of_numbers(self) -> tuple[Contents, bool] | None:
+        """The contents of a simple one, None of any other."""
+        if self._attributes is None or self._census.items:
+            return None
+        attributes = self._attributes.content()
+        cells: list[Cell] = [self._attributes]
+        contents: list[Any] = [attributes]
+        for value in attributes.values():
+            if type(value) in CONSTANTS or isinstance(value, Optimizer):
+                continue
+            if type(value) is not list or not CONSTANTS.issuperset(map(type, value)):
+                return None
+            cells.append(ListCell(value, "scheduler", "scheduler"))
+            contents.append(value.copy())
+        return (cells, contents), False
 
 
 class ModulesWatch:

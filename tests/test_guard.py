@@ -17,9 +17,9 @@ from scenes import Net, guarded
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from stayfinite.guard import watcher as guard_module
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
+from stayfinite.guard import watcher as guard_module
 
 NAN = math.nan
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scaling import Training
 from torch.amp.grad_scaler import GradScaler
 
-from stayfinite.amp.limits import LARGEST_SCALE, SMALLEST_SCALE
+from stayfinite.amp.limits import LARGEST_SCALE, SMALLEST_SCALE, is_power_of_two
 from stayfinite.amp.scaler import DynamicLossScaler
 
 EVENTS_IN_A_TRACE = 200
@@ -46,12 +46,13 @@ def settings_of_twos(draw: Any, *, around: float = 1.0) -> dict[str, Any]:
 
 @st.composite
 def any_settings(draw: Any) -> dict[str, Any]:
+    """A growth factor that is no power of two, so that the bounds are kept as they are."""
     low, start, high = sorted(draw(st.tuples(*[st.floats(2.0**-20, 2.0**40)] * 3)))
     return {
         "init_scale": start,
         "min_scale": low,
         "max_scale": high,
-        "growth_factor": draw(st.floats(1.001, 1000.0)),
+        "growth_factor": draw(st.floats(1.001, 1000.0).filter(lambda f: not is_power_of_two(f))),
         "backoff_factor": draw(st.floats(0.001, 0.999)),
         **draw(other_settings),
     }

@@ -15,7 +15,7 @@ from stayfinite.checkpoint.format.values import encode
 
 
 class Net(nn.Module):
-    """Parameters, buffers of both kinds, a plain tensor attribute, an empty slot, a tie, dropout."""
+    """Parameters, buffers of both kinds, a tensor attribute, an empty slot, a tie, dropout."""
 
     def __init__(self) -> None:
         super().__init__()

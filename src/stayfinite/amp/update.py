@@ -18,6 +18,7 @@ from stayfinite.amp.precision import autocast_for
 from stayfinite.amp.scaler import DynamicLossScaler
 from stayfinite.clip import clip_gradients
 from stayfinite.detect.gradients import gradients_of
+from stayfinite.detect.norms import finite_number
 from stayfinite.detect.scan import all_finite
 from stayfinite.records import Incident
 
@@ -113,10 +114,12 @@ class Update:
         return self._updated(done) if window.batches >= window.size else done
 
     def _look_at(self, named: list[tuple[str, Tensor]]) -> None:
-        if self.looks_at_loss and not all_finite(loss for _, loss in named):
-            bad = [(name, loss) for name, loss in named if not all_finite([loss])]
-            for name, loss in bad:
-                self.bad_losses.setdefault(name, loss.detach())
+        # A finite number on the CPU is known at once; all else is looked at properly.
+        doubtful = [item for item in named if finite_number(item[1]) is None]
+        if self.looks_at_loss and not all_finite(loss for _, loss in doubtful):
+            for name, loss in doubtful:
+                if not all_finite([loss]):
+                    self.bad_losses.setdefault(name, loss.detach())
 
     def _backward(self, loss: Tensor) -> None:
         scaler, size = self._setup.scaler, self._setup.window.size

@@ -46,6 +46,8 @@ DOORS = {"", "__main__"}
 TORCH_FREE = ("cli", "errors", "explain", "records", "report", "runner")
 
 PUBLIC = [
+    "AMPConfig",
+    "AMPTrainer",
     "BadBatch",
     "ClipResult",
     "ConfigError",
@@ -54,6 +56,7 @@ PUBLIC = [
     "Guard",
     "Incident",
     "InputError",
+    "NaNDetectionConfig",
     "NaNDetector",
     "NaNRecoveryManager",
     "NaNReport",

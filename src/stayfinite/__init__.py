@@ -40,13 +40,19 @@ _HOME = {
     "Rung": "recover.config",
     "ClipResult": "clip",
     "clip_gradients": "clip",
+    "AMPConfig": "amp.config",
+    "AMPTrainer": "amp.trainer",
     "DynamicLossScaler": "amp.scaler",
+    "NaNDetectionConfig": "amp.config",
 }
 
 __all__ = sorted(["__version__", *_HOME])
 
 if TYPE_CHECKING:
+    from stayfinite.amp.config import AMPConfig as AMPConfig
+    from stayfinite.amp.config import NaNDetectionConfig as NaNDetectionConfig
     from stayfinite.amp.scaler import DynamicLossScaler as DynamicLossScaler
+    from stayfinite.amp.trainer import AMPTrainer as AMPTrainer
     from stayfinite.clip import ClipResult as ClipResult
     from stayfinite.clip import clip_gradients as clip_gradients
     from stayfinite.detect.detector import NaNDetector as NaNDetector

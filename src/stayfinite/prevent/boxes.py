@@ -1,9 +1,9 @@
 """Box losses for boxes of any size, also flat, inverted or reduced to a point.
 
 Boxes are (..., 4), two opposite corners x1, y1, x2, y2 in either order. Both boxes of a pair are
-measured in units of the box that encloses them, in which nothing can overflow; the overlap does
-not depend on units. Only the gradient is translated back, and a pair whose enclosing box is
-smaller than eps gets none. All are losses, 0 is best, and float32 for half precision.
+measured in units of the box that encloses them, in which nothing can overflow, and the losses do
+not depend on units. Only gradients do, and a pair whose enclosing box is smaller than eps gets
+none. All are losses, 0 is best, and float32 for half precision.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def giou(
     >>> giou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([[1.0, 0.0, 3.0, 2.0]]))
     tensor(0.6667)
     """
-    iou, union = _overlap(_enclosed(boxes, target, eps))
-    return reduced(2 - iou - union, reduction)  # the enclosing box has area 1
+    iou, filled = _overlap(_measured(boxes, target), _near(boxes, target, eps, _STEEPNESS))
+    return reduced(2 - iou - filled, reduction)
 
 
 def ciou(
@@ -45,81 +45,91 @@ def ciou(
     >>> ciou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([[1.0, 0.0, 3.0, 2.0]]))
     tensor(0.7436)
     """
-    iou, _ = _overlap(_enclosed(boxes, target, eps))
-    pair = _enclosed(boxes, target, eps, is_square=True)
-    angles = [safe_atan2(side[..., 0], side[..., 1], _SHAPELESS) for side in pair.sides()]
-    aspect = (2 / math.pi * (angles[0] - angles[1])).square()
+    pair = _measured(boxes, target)
+    iou, _ = _overlap(pair, _near(boxes, target, eps, _STEEPNESS))
+    near = _near(boxes, target, eps, _STEEPNESS_OF_SHAPE)
+    aspect = _aspect(pair, near)
     with torch.no_grad():
         alpha = safe_div(aspect, 1 - iou + aspect)
-    return reduced(1 - iou + _distance(pair) + alpha * aspect, reduction)
+    return reduced(1 - iou + _distance(pair, near) + alpha * aspect, reduction)
 
 
 class _Pair(NamedTuple):
-    """Corners of both boxes, each (..., 2), in units of the box around them."""
+    """Half of each length, along x and y: half, because the whole could overflow."""
 
-    low: tuple[Tensor, Tensor]
-    high: tuple[Tensor, Tensor]
-    is_flat: Tensor
-
-    def sides(self) -> tuple[Tensor, Tensor]:
-        return self.high[0] - self.low[0], self.high[1] - self.low[1]
+    sides: tuple[Tensor, Tensor]
+    shared: Tensor  # of both boxes; negative for a gap
+    apart: Tensor  # from centre to centre
+    around: Tensor  # of the enclosing box
 
 
-def _enclosed(
-    boxes: Tensor, target: Tensor, eps: float | None, *, is_square: bool = False
-) -> _Pair:
-    """The pair in units of each side of the enclosing box, or of its longer side in both."""
-    steepness = _STEEPNESS_OF_SHAPE if is_square else _STEEPNESS
-    near = eps_of(_checked(boxes, target), eps, steepness=steepness)
-    ends = [_ends(widened(box)) for box in (boxes, target)]
-    low = torch.minimum(ends[0][0], ends[1][0]).detach()
-    high = torch.maximum(ends[0][1], ends[1][1]).detach()
-    half = high / 2 - low / 2  # high - low can overflow
-    half = half.amax(-1, keepdim=True).expand_as(half) if is_square else half
-
-    def place(x: Tensor, low: Tensor, half: Tensor) -> Tensor:
-        return (x / 2 - low / 2) / torch.where(half == 0, 1.0, half)
-
-    def slope(x: Tensor, low: Tensor, half: Tensor) -> Tensor:
-        is_near = 2 * half < near
-        return torch.where(is_near, 0.0, 0.5 / torch.where(is_near, 1.0, half))
-
-    def placed(end: int) -> tuple[Tensor, Tensor]:
-        # No slope by low and half: they are constants, on which the losses do not depend.
-        first, second = (curve(place, (slope, slope, slope), box[end], low, half) for box in ends)
-        return first, second
-
-    return _Pair(placed(0), placed(1), half == 0)
-
-
-def _overlap(pair: _Pair) -> tuple[Tensor, Tensor]:
-    """IoU, and the union's part of the enclosing box; of a flat pair only the other side counts."""
-    shared = (torch.minimum(*pair.high) - torch.maximum(*pair.low)).clamp_min(0)
-    first, second, both = (
-        torch.where(pair.is_flat, 1.0, side).prod(-1) for side in (*pair.sides(), shared)
+def _measured(boxes: Tensor, target: Tensor) -> _Pair:
+    (low, high), (target_low, target_high) = _ends(boxes), _ends(target)
+    return _Pair(
+        sides=(high - low, target_high - target_low),
+        shared=torch.minimum(high, target_high) - torch.maximum(low, target_low),
+        apart=(high - target_high) / 2 + (low - target_low) / 2,
+        around=torch.maximum(high, target_high) - torch.minimum(low, target_low),
     )
-    union = first + second - both
-    return both / union.clamp_min(1e-12), union
-
-
-def _distance(pair: _Pair) -> Tensor:
-    """Between the centres, squared, over the squared diagonal of the enclosing box."""
-    apart = (pair.low[0] + pair.high[0] - pair.low[1] - pair.high[1]) / 2
-    around = torch.maximum(*pair.high) - torch.minimum(*pair.low)
-    return apart.square().sum(-1) / around.square().sum(-1).clamp_min(1e-12)
 
 
 def _ends(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = boxes[..., :2], boxes[..., 2:]
+    halves = widened(boxes) / 2
+    first, second = halves[..., :2], halves[..., 2:]
     return torch.minimum(first, second), torch.maximum(first, second)
 
 
-def _checked(boxes: Tensor, target: Tensor) -> torch.dtype:
-    """The dtype that the gradient has to fit into."""
+def _overlap(pair: _Pair, near: float) -> tuple[Tensor, Tensor]:
+    """IoU, and how much of the enclosing box is filled; of a flat pair only one side counts."""
+    unit = pair.around.detach()
+    first, second, shared, around = (
+        torch.where(unit == 0, 1.0, _in_units(length, unit, near).clamp_min(0)).prod(-1)
+        for length in (*pair.sides, pair.shared, pair.around)
+    )
+    union = first + second - shared
+    return shared / union.clamp_min(1e-12), union / around  # around is 1, but has a gradient
+
+
+def _aspect(pair: _Pair, near: float) -> Tensor:
+    unit = _longer_side(pair)
+    sides = [_in_units(side, unit, near) for side in pair.sides]
+    angles = [safe_atan2(side[..., 0], side[..., 1], _SHAPELESS) for side in sides]
+    return (2 / math.pi * (angles[0] - angles[1])).square()
+
+
+def _distance(pair: _Pair, near: float) -> Tensor:
+    """Between the centres, squared, over the squared diagonal of the enclosing box."""
+    unit = _longer_side(pair)
+    apart, around = (_in_units(each, unit, near) for each in (pair.apart, pair.around))
+    return apart.square().sum(-1) / around.square().sum(-1).clamp_min(1e-12)
+
+
+def _longer_side(pair: _Pair) -> Tensor:
+    around = pair.around.detach()
+    return around.amax(-1, keepdim=True).expand_as(around)
+
+
+def _in_units(length: Tensor, unit: Tensor, near: float) -> Tensor:
+    """length / unit, both halves; no gradient where the unit is smaller than `near`."""
+
+    def quotient(length: Tensor, unit: Tensor) -> Tensor:
+        return length / torch.where(unit == 0, 1.0, unit)
+
+    def slope(length: Tensor, unit: Tensor) -> Tensor:
+        is_near = 2 * unit < near
+        return torch.where(is_near, 0.0, 1 / torch.where(is_near, 1.0, unit))
+
+    # The unit is a constant: the losses do not depend on it.
+    return curve(quotient, (slope, slope), length, unit)
+
+
+def _near(boxes: Tensor, target: Tensor, eps: float | None, steepness: float) -> float:
+    """eps, for the dtype that the gradient has to fit into."""
     if boxes.shape != target.shape or boxes.shape[-1:] != (4,):
         raise InputError(
             f"boxes are {tuple(boxes.shape)} and {tuple(target.shape)}; "
             "both must be (..., 4) with the same shape."
         )
     dtypes = floating(boxes).dtype, floating(target).dtype
-    return min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
+    smaller = min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
+    return eps_of(smaller, eps, steepness=steepness)

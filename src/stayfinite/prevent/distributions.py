@@ -53,9 +53,9 @@ def info_nce(
 ) -> Tensor:
     """InfoNCE: each query, (batch, features), should be nearest in angle to its own key.
 
-    The other keys of the batch are the negatives. Temperatures below 6e-5 count as that. A zero
-    vector is equally near to all and gets no gradient, nor does one so short that its gradient is
-    too large for the dtype.
+    The other keys of the batch are the negatives. Temperatures below 6e-5 count as that (a learned
+    one in float16: below 8e-3). A zero vector is equally near to all and gets no gradient, nor
+    does one so short that its gradient is too large for the dtype.
 
     >>> info_nce(torch.eye(3), torch.eye(3), temperature=1.0)
     tensor(0.5514)
@@ -77,9 +77,11 @@ def _log_softmax(logits: Tensor, dim: int) -> Tensor:
 
 
 def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
-    """At least the coldest; below that a learned one still gets the gradient, to come back."""
+    """At least the coldest; below that a learned one still gets a gradient, to come back."""
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ConfigError(f"temperature is {temperature}; it must be greater than 0.")
         return torch.tensor(temperature, device=like.device).clamp_min(_COLDEST)
-    return curve(lambda t: t.clamp_min(_COLDEST), (torch.ones_like,), widened(temperature))
+    # Its gradient is up to 2 / temperature**2, which float16 must hold.
+    coldest = 2.0**-7 if temperature.dtype == torch.float16 else _COLDEST
+    return curve(lambda t: t.clamp_min(coldest), (torch.ones_like,), widened(temperature))

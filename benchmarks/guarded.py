@@ -1,0 +1,109 @@
+"""What a guard with recovery on adds to a healthy step.
+
+    python benchmarks/guarded.py [--json] [--rounds N] [--only gpt cnn mlp]
+
+Timed directly: all that the guard does inside the steps it sits in, snapshots included, against
+the rest of the same steps; means over whole snapshot intervals, medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from workloads import workload
+
+import stayfinite
+from stayfinite.guard.guard import Guard
+from stayfinite.guard.watcher import Watcher
+
+BARS = {"gpt": 1.0, "cnn": 1.0, "mlp": 8.0}
+ENTRIES = (
+    (Guard, "judge"),
+    (Guard, "stepped"),
+    (Guard, "begin_step"),
+    (Watcher, "_before_backward"),
+    (Watcher, "_after_backward"),
+)
+
+
+class Clock:
+    """Time spent inside the guard, each moment counted once."""
+
+    def __init__(self) -> None:
+        self.total, self._depth = 0.0, 0
+
+    def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.total += time.perf_counter() - start
+
+        return call
+
+
+@contextlib.contextmanager
+def measured(clock: Clock) -> Iterator[None]:
+    originals = [(owner, name, getattr(owner, name)) for owner, name in ENTRIES]
+    for owner, name, method in originals:
+        setattr(owner, name, clock.timed(method))
+    try:
+        yield
+    finally:
+        for owner, name, method in originals:
+            setattr(owner, name, method)
+
+
+def shares(name: str, rounds: int) -> tuple[float, float]:
+    """(microseconds of ours for each step, percent of the rest of the step)."""
+    work, clock = workload(name), Clock()
+    every = stayfinite.RecoveryConfig().snapshot_every
+    found = []
+    with measured(clock), stayfinite.watch(work.model, work.optimizer, sinks=[]):
+        for _ in range(3):
+            work.step()
+        for _ in range(rounds):
+            clock.total, start = 0.0, time.perf_counter()
+            for _ in range(every):
+                work.step()
+            taken = time.perf_counter() - start
+            found.append((1e6 * clock.total / every, 100 * clock.total / (taken - clock.total)))
+    return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", nargs="+", choices=list(BARS), default=list(BARS))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = {name: shares(name, options.rounds) for name in options.only}
+    if options.json:
+        json.dump({name: {"us": us, "percent": p} for name, (us, p) in results.items()}, sys.stdout)
+        return
+    shown = Table(title="a guard with recovery on, in a healthy step")
+    for heading in ("model", "us", "of a step", "bar"):
+        shown.add_column(heading, justify="right")
+    for name, (us, percent) in results.items():
+        shown.add_row(name, f"{us:.1f}", f"{percent:.2f}%", f"{BARS[name]:.0f}%")
+    Console().print(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -65,7 +65,7 @@ def info_nce(
             f"queries are {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
             "both must be (batch, features), with the key of each query in its row."
         )
-    temperature = _temperature(temperature, queries)
+    temperature = _temperature(temperature, widened(queries))
     near = eps_of(queries.dtype) + 8 / (temperature.detach() * torch.finfo(queries.dtype).max)
     angles = direction(widened(queries), near) @ direction(widened(keys), near).T
     return reduced(-(angles / temperature).log_softmax(-1).diagonal(), reduction)
@@ -81,7 +81,7 @@ def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ConfigError(f"temperature is {temperature}; it must be greater than 0.")
-        return torch.tensor(temperature, device=like.device).clamp_min(_COLDEST)
+        return torch.tensor(temperature, dtype=like.dtype, device=like.device).clamp_min(_COLDEST)
     # Its gradient is up to 2 / temperature**2, which float16 must hold.
     coldest = 2.0**-7 if temperature.dtype == torch.float16 else _COLDEST
     return curve(lambda t: t.clamp_min(coldest), (torch.ones_like,), widened(temperature))

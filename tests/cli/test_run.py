@@ -47,7 +47,7 @@ def test_surface_is_frozen():
     }
     assert surface == {
         "-m": "boolean",
-        "--on-nan": ("stop", "warn"),
+        "--on-nan": ("stop", "warn", "recover"),
         "--second-run": ("auto", "always", "never"),
         "--trace": "boolean",
         "--max-scaler-skips": "integer",
@@ -80,7 +80,10 @@ def test_help_and_version_do_not_import_torch():
         (["--json", "missing/out.json", "train.py"], "cannot be written: No such file"),
         (["--json", "folder", "train.py"], "cannot be written: Is a directory"),
         (["--max-scaler-skips", "0", "train.py"], "it must be at least 1"),
-        (["--on-nan", "recover", "train.py"], "'recover' is not one of 'stop', 'warn'"),
+        (
+            ["--on-nan", "ignore", "train.py"],
+            "'ignore' is not one of 'stop', 'warn', 'recover'",
+        ),
         (["--second-run", "maybe", "train.py"], "'maybe' is not one of"),
         (["--no-such-option", "train.py"], "No such option"),
         ([], "Missing argument 'TARGET'"),

@@ -32,7 +32,10 @@ class Digest:
         whole = data.numel() // GRID * GRID
         if whole:
             grids = data[:whole].view(torch.int64).view(-1, SIDE, SIDE)
-            self._hash.update(torch.stack((grids.sum(2), grids.sum(1)), dim=1).numpy().data)
+            sums = torch.empty(len(grids), 2, SIDE, dtype=torch.int64, device="cpu")
+            torch.sum(grids, 2, out=sums[:, 0])
+            torch.sum(grids, 1, out=sums[:, 1])
+            self._hash.update(sums.numpy().data)
         if whole < data.numel():
             self._hash.update(data[whole:].numpy().data)
 

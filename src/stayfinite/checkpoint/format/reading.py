@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ from torch import Tensor
 from stayfinite.checkpoint.format.digests import Digest
 from stayfinite.checkpoint.format.held import Held
 from stayfinite.checkpoint.format.layout import Entry, Header, header_length, parse
-from stayfinite.checkpoint.format.sealed import MARK, PIECE, SEAL, is_sealed, stored_digests
+from stayfinite.checkpoint.format.parallel import ahead, one_torch_thread, threads_for
+from stayfinite.checkpoint.format.sealed import MARK, SEAL, is_sealed, stored_digests
 from stayfinite.checkpoint.format.tally import Tally
 from stayfinite.checkpoint.problems import Problem
 from stayfinite.errors import CheckpointError
 
 _LONGEST_READ = 1 << 30
+_PIECE = 4 << 20
+_WORTH_THREADS = 4 * _PIECE
 
 
 def nothing_told(count: int) -> None:
@@ -65,7 +69,7 @@ def one_line_errors(path: Path) -> Iterator[None]:
 def read_safetensors(path: Path, reading: Reading) -> SafeFile:
     """The file's tensors, each verified and tallied; CheckpointError when it has no sound header.
 
-    With nothing to keep this needs 1 MiB of memory, however large the file is.
+    With nothing to keep this needs a few MiB of memory, however large the file is.
     """
     with _opened(path) as descriptor:
         return _Reader(descriptor, reading).file()
@@ -88,11 +92,26 @@ def _opened(path: Path) -> Iterator[int]:
                 os.close(descriptor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A part of a tensor; `target` is where it stays, if it does."""
+
+    entry: Entry
+    start: int
+    count: int
+    target: Tensor | None
+
+    @property
+    def is_last(self) -> bool:
+        return self.start + self.count == self.entry.nbytes
+
+
 class _Reader:
     def __init__(self, descriptor: int, reading: Reading) -> None:
         self._descriptor = descriptor
         self._reading = reading
-        self._scratch = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
+        self._has_digests = reading.digests
+        self._spare: deque[Tensor] = deque()
 
     def header(self) -> tuple[Header, bool]:
         size = os.fstat(self._descriptor).st_size
@@ -103,36 +122,68 @@ class _Reader:
     def file(self) -> SafeFile:
         header, is_ours = self.header()
         expected = stored_digests(header, self._content) if is_ours else []
+        self._has_digests |= is_ours
         self._reading.progress(len(header.raw))
-        held, problems = {}, []
         entries = [entry for entry in header.entries if entry.name != SEAL or not is_ours]
-        for place, entry in enumerate(entries):
-            held[entry.name] = found = self._tensor(entry, with_digest=is_ours)
-            if is_ours and found.digest != expected[place]:
-                problems.append(_damaged(entry))
+        with one_torch_thread():
+            held = {each.key: each for each in self._tensors(entries)}
+        problems = [
+            _damaged(entry)
+            for entry, digest in zip(entries, expected, strict=False)
+            if held[entry.name].digest != digest
+        ]
         return SafeFile(header=header, is_ours=is_ours, held=held, problems=problems)
 
-    def _tensor(self, entry: Entry, *, with_digest: bool) -> Held:
-        target = None
-        if self._reading.keep is not None and self._reading.keep(entry.name):
-            target = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-        digest = Digest() if with_digest or self._reading.digests else None
-        tally = Tally()
-        for start in range(0, entry.nbytes, PIECE):
-            count = min(PIECE, entry.nbytes - start)
-            piece = self._scratch[:count] if target is None else target[start : start + count]
-            self._fill(piece, entry.start + start)
-            if digest is not None:
-                digest.update(piece)
-            tally.add(piece.view(entry.dtype))
-            self._reading.progress(count)
+    def _tensors(self, entries: list[Entry]) -> Iterator[Held]:
+        size = sum(entry.nbytes for entry in entries)
+        threads = threads_for(size, at_least=_WORTH_THREADS)
+        tally, digest = Tally(), Digest()
+        for piece, data in ahead(self._read, self._pieces(entries), threads):
+            tally.add(data.view(piece.entry.dtype))
+            if self._has_digests:
+                digest.update(data)
+            if piece.target is None:
+                self._spare.append(data)
+            self._reading.progress(piece.count)
+            if piece.is_last:
+                yield self._held(piece, tally, digest)
+                tally, digest = Tally(), Digest()
+
+    def _pieces(self, entries: list[Entry]) -> Iterator[_Piece]:
+        keep = self._reading.keep
+        for entry in entries:
+            target = None
+            if keep is not None and keep(entry.name):
+                target = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+            for start in range(0, max(1, entry.nbytes), _PIECE):
+                count = min(_PIECE, entry.nbytes - start)
+                yield _Piece(entry=entry, start=start, count=count, target=target)
+
+    def _read(self, piece: _Piece) -> Tensor:
+        if piece.target is None:
+            data = self._buffer()[: piece.count]
+        else:
+            data = piece.target[piece.start : piece.start + piece.count]
+        self._fill(data, piece.entry.start + piece.start)
+        return data
+
+    def _buffer(self) -> Tensor:
+        """Memory for a piece, used again and again."""
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            return torch.empty(_PIECE, dtype=torch.uint8, device="cpu")
+        return spare.as_strided((_PIECE,), (1,))
+
+    def _held(self, piece: _Piece, tally: Tally, digest: Digest) -> Held:
+        entry, data = piece.entry, piece.target
         return Held(
             key=entry.name,
             dtype=entry.dtype,
             shape=entry.shape,
             tally=tally,
-            tensor=None if target is None else target.view(entry.dtype).reshape(entry.shape),
-            digest=None if digest is None else digest.value(),
+            tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
+            digest=digest.value() if self._has_digests else None,
         )
 
     def _content(self, entry: Entry) -> bytes:

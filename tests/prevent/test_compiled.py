@@ -1,0 +1,64 @@
+"""Compiled in one graph, with the values and gradients of eager mode, also at the edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from edges import gradients
+from torch import Tensor
+
+from stayfinite.prevent.boxes import giou
+from stayfinite.prevent.distributions import info_nce
+from stayfinite.prevent.losses import dfl_loss, focal
+from stayfinite.prevent.masked import masked_softmax
+from stayfinite.prevent.norms import safe_norm
+from stayfinite.prevent.ops import safe_div, safe_log, safe_pow, safe_sqrt
+
+# torch's compiler does that itself, for every autograd function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+ROWS = torch.tensor([[0.0, 1e-40, 0.5, 2.0], [3e38, -3e38, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
+MASK = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4])
+PLACES, LABELS = torch.tensor([0.0, 1.5, 3.0]), torch.tensor([[0.0, 1.0, 0.5, 1.0]] * 3)
+FUNCTIONS = {
+    "safe_log": safe_log,
+    "safe_sqrt": safe_sqrt,
+    "safe_div": lambda x: safe_div(1.0, x),
+    "safe_div by a constant": lambda x: safe_div(x, ROWS),
+    "safe_pow": lambda x: safe_pow(x, 0.5),
+    "safe_norm": lambda x: safe_norm(x, -1),
+    "masked_softmax": lambda x: masked_softmax(x, MASK),
+    "focal": lambda x: focal(x, LABELS),
+    "dfl_loss": lambda x: dfl_loss(x, PLACES),
+    "info_nce": lambda x: info_nce(x, LABELS),
+    "giou": lambda x: giou(x, LABELS),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_is_the_same(name: str) -> None:
+    same_when_compiled(FUNCTIONS[name], "eager")
+
+
+def test_the_backward_pass_is_compiled_too() -> None:
+    same_when_compiled(lambda x: safe_sqrt(x) + safe_pow(x, 0.5), "aot_eager")
+
+
+def test_compiled_without_gradients() -> None:
+    compiled = torch.compile(lambda x: safe_div(x, x), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert compiled(torch.tensor([2.0, 0.0])).tolist() == [1.0, 0.0]
+
+
+def same_when_compiled(function: Callable[[Tensor], Tensor], backend: str) -> None:
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    torch.testing.assert_close(gradients(compiled, ROWS), gradients(function, ROWS))

@@ -33,7 +33,8 @@ def giou(
     >>> giou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([[1.0, 0.0, 3.0, 2.0]]))
     tensor(0.6667)
     """
-    iou, filled = _overlap(_measured(boxes, target), _near(boxes, target, eps, _STEEPNESS))
+    near = _near(boxes, target, eps, _STEEPNESS)
+    iou, filled = _overlap(_measured(boxes, target), near)
     return reduced(2 - iou - filled, reduction)
 
 
@@ -45,8 +46,9 @@ def ciou(
     >>> ciou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([[1.0, 0.0, 3.0, 2.0]]))
     tensor(0.7436)
     """
+    near = _near(boxes, target, eps, _STEEPNESS)
     pair = _measured(boxes, target)
-    iou, _ = _overlap(pair, _near(boxes, target, eps, _STEEPNESS))
+    iou, _ = _overlap(pair, near)
     near = _near(boxes, target, eps, _STEEPNESS_OF_SHAPE)
     aspect = _aspect(pair, near)
     with torch.no_grad():
@@ -76,7 +78,9 @@ def _measured(boxes: Tensor, target: Tensor) -> _Pair:
 def _ends(boxes: Tensor) -> tuple[Tensor, Tensor]:
     halves = widened(boxes) / 2
     first, second = halves[..., :2], halves[..., 2:]
-    return torch.minimum(first, second), torch.maximum(first, second)
+    # Not minimum and maximum: at a tie they share the gradient, and a flat box would stay flat.
+    is_swapped = first > second
+    return torch.where(is_swapped, second, first), torch.where(is_swapped, first, second)
 
 
 def _overlap(pair: _Pair, near: float) -> tuple[Tensor, Tensor]:

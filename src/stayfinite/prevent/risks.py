@@ -1,0 +1,60 @@
+"""A risk: something that can end training with NaN or Inf, seen before it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from stayfinite.errors import ConfigError
+from stayfinite.explain.causes import CAUSES
+
+Level = Literal["high", "medium", "low"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Risk:
+    """One thing to change before training begins.
+
+    `what` is one sentence, `where` a module, a parameter or file:line, `cause` a slug of the
+    catalogue, and `evidence` the numbers behind it. Within a level, a higher `score` comes first.
+    A risk that is "high" or "medium" is a warning; a "low" one is worth knowing.
+    """
+
+    level: Level
+    what: str
+    where: str
+    fix: str
+    cause: str
+    evidence: dict[str, float | int | str] = field(default_factory=dict)
+    score: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ConfigError(f"level is {self.level!r}; it must be one of {', '.join(LEVELS)}.")
+        if self.cause not in CAUSES:
+            raise ConfigError(f"cause is {self.cause!r}; it must be a slug of the catalogue.")
+        if math.isnan(self.score):
+            raise ConfigError("score is nan; it must be a number.")
+
+    @property
+    def is_warning(self) -> bool:
+        return self.level != "low"
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """What risks are sorted by: the worst one is first."""
+        return LEVELS.index(self.level), -self.score, self.where, self.cause, self.what
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.where}: {self.what} {self.fix}"
+
+
+def ranked(risks: Iterable[Risk]) -> list[Risk]:
+    """All of them, the worst first; what is said twice of one place is kept once."""
+    first: dict[tuple[str, str, str], Risk] = {}
+    for risk in sorted(risks, key=lambda risk: risk.rank):
+        first.setdefault((risk.where, risk.cause, risk.what), risk)
+    return list(first.values())

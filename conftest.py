@@ -1,4 +1,4 @@
-"""For every test: one thread per worker, and the number of examples that a property test tries."""
+"""For every test: one thread per worker, and the examples that a property test tries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 # Workers that share the cores lose most of their time in each other's thread pools.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The same examples every time; `make prove` tries others, and more of them.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile("same")
 settings.register_profile(
     "prove", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck)
 )

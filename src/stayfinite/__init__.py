@@ -44,6 +44,40 @@ _HOME = {
     "AMPTrainer": "amp.trainer",
     "DynamicLossScaler": "amp.scaler",
     "NaNDetectionConfig": "amp.config",
+    "CheckpointError": "errors",
+    "SnapshotError": "errors",
+    "TrainingSetupError": "errors",
+    "Recovery": "recover.recovery",
+    "Checkpoint": "checkpoint",
+    "Problem": "checkpoint",
+    "latest_good": "checkpoint",
+    "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
+    "validate_checkpoint": "checkpoint",
+    "safe_log": "prevent.ops",
+    "safe_sqrt": "prevent.ops",
+    "safe_div": "prevent.ops",
+    "safe_pow": "prevent.ops",
+    "safe_acos": "prevent.ops",
+    "safe_atan2": "prevent.ops",
+    "log1mexp": "prevent.ops",
+    "safe_norm": "prevent.norms",
+    "masked_softmax": "prevent.masked",
+    "masked_mean": "prevent.masked",
+    "stable_bce": "prevent.losses",
+    "focal": "prevent.losses",
+    "dice": "prevent.losses",
+    "dfl_loss": "prevent.losses",
+    "kl": "prevent.distributions",
+    "info_nce": "prevent.distributions",
+    "giou": "prevent.boxes",
+    "ciou": "prevent.boxes",
+    "clamp_activations": "prevent.clamp",
+    "ActivationClamp": "prevent.clamp",
+    "init_head": "prevent.init",
+    "check_init": "prevent.init",
+    "InitProblem": "prevent.init",
+    "TrainingState": "snapshot",
 }
 
 __all__ = sorted(["__version__", *_HOME])
@@ -53,6 +87,12 @@ if TYPE_CHECKING:
     from stayfinite.amp.config import NaNDetectionConfig as NaNDetectionConfig
     from stayfinite.amp.scaler import DynamicLossScaler as DynamicLossScaler
     from stayfinite.amp.trainer import AMPTrainer as AMPTrainer
+    from stayfinite.checkpoint import Checkpoint as Checkpoint
+    from stayfinite.checkpoint import Problem as Problem
+    from stayfinite.checkpoint import latest_good as latest_good
+    from stayfinite.checkpoint import load_checkpoint as load_checkpoint
+    from stayfinite.checkpoint import save_checkpoint as save_checkpoint
+    from stayfinite.checkpoint import validate_checkpoint as validate_checkpoint
     from stayfinite.clip import ClipResult as ClipResult
     from stayfinite.clip import clip_gradients as clip_gradients
     from stayfinite.detect.detector import NaNDetector as NaNDetector
@@ -60,16 +100,42 @@ if TYPE_CHECKING:
     from stayfinite.detect.tools import check_gradients as check_gradients
     from stayfinite.detect.tools import check_tensor as check_tensor
     from stayfinite.detect.tools import enable_nan_hooks as enable_nan_hooks
+    from stayfinite.errors import CheckpointError as CheckpointError
     from stayfinite.errors import ConfigError as ConfigError
     from stayfinite.errors import InputError as InputError
     from stayfinite.errors import NonFiniteError as NonFiniteError
+    from stayfinite.errors import SnapshotError as SnapshotError
     from stayfinite.errors import StayFiniteError as StayFiniteError
     from stayfinite.errors import TrainingAbortedError as TrainingAbortedError
+    from stayfinite.errors import TrainingSetupError as TrainingSetupError
     from stayfinite.guard import Guard as Guard
     from stayfinite.guard import watch as watch
     from stayfinite.locate.batches import BadBatch as BadBatch
     from stayfinite.locate.batches import find_first_bad_batch as find_first_bad_batch
     from stayfinite.locate.batches import first_bad_checkpoint as first_bad_checkpoint
+    from stayfinite.prevent.boxes import ciou as ciou
+    from stayfinite.prevent.boxes import giou as giou
+    from stayfinite.prevent.clamp import ActivationClamp as ActivationClamp
+    from stayfinite.prevent.clamp import clamp_activations as clamp_activations
+    from stayfinite.prevent.distributions import info_nce as info_nce
+    from stayfinite.prevent.distributions import kl as kl
+    from stayfinite.prevent.init import InitProblem as InitProblem
+    from stayfinite.prevent.init import check_init as check_init
+    from stayfinite.prevent.init import init_head as init_head
+    from stayfinite.prevent.losses import dfl_loss as dfl_loss
+    from stayfinite.prevent.losses import dice as dice
+    from stayfinite.prevent.losses import focal as focal
+    from stayfinite.prevent.losses import stable_bce as stable_bce
+    from stayfinite.prevent.masked import masked_mean as masked_mean
+    from stayfinite.prevent.masked import masked_softmax as masked_softmax
+    from stayfinite.prevent.norms import safe_norm as safe_norm
+    from stayfinite.prevent.ops import log1mexp as log1mexp
+    from stayfinite.prevent.ops import safe_acos as safe_acos
+    from stayfinite.prevent.ops import safe_atan2 as safe_atan2
+    from stayfinite.prevent.ops import safe_div as safe_div
+    from stayfinite.prevent.ops import safe_log as safe_log
+    from stayfinite.prevent.ops import safe_pow as safe_pow
+    from stayfinite.prevent.ops import safe_sqrt as safe_sqrt
     from stayfinite.records import Diagnosis as Diagnosis
     from stayfinite.records import Incident as Incident
     from stayfinite.records import NaNReport as NaNReport
@@ -81,6 +147,8 @@ if TYPE_CHECKING:
     from stayfinite.recover.config import RecoveryStrategy as RecoveryStrategy
     from stayfinite.recover.config import Rung as Rung
     from stayfinite.recover.manager import NaNRecoveryManager as NaNRecoveryManager
+    from stayfinite.recover.recovery import Recovery as Recovery
+    from stayfinite.snapshot import TrainingState as TrainingState
     from stayfinite.tracing import trace as trace
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -37,6 +38,7 @@ def test_readme_has_a_snippet() -> None:
 
 @pytest.mark.parametrize("code", snippets())
 def test_snippet_runs(code: str, request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(0)
     exec(compile(code, request.node.callspec.id, "exec"), {"__name__": "snippet"})
 
 

@@ -177,12 +177,21 @@ def unit(row: Tensor) -> Numbers:
 @given(DTYPE, st.data())
 def test_boxes(dtype: torch.dtype, data: st.DataObject) -> None:
     a, b = data.draw(tensors(dtype, 4)), data.draw(tensors(dtype, 4))
-    expected = boxes_apart(true(a), true(b))
     # Half of a subnormal number is rounded; that may be much of a box that is as small.
     tiny = torch.finfo(torch.float32).tiny if dtype != torch.float64 else torch.finfo(dtype).tiny
     assume(all(side == 0 or side > tiny for side in sides(true(a)) + sides(true(b))))
+    assert_true_losses(a, b)
+
+
+@pytest.mark.parametrize("shape", [(1e-7, 0.0), (3e-20, 4e-20), (0.0, 0.0)])
+def test_a_tiny_box_keeps_its_shape_beside_a_distant_one(shape: tuple[float, float]) -> None:
+    width, height = shape
+    assert_true_losses(torch.tensor([0.0, 0.0, width, height]), torch.tensor([9.0, 3e38, 10, 3e38]))
+
+
+def assert_true_losses(a: Tensor, b: Tensor) -> None:
     got = torch.stack([giou(a[None], b[None]), ciou(a[None], b[None])])
-    assert_near(got, expected, size=4, ulps=32)
+    assert_near(got, boxes_apart(true(a), true(b)), size=4, ulps=32)
 
 
 def sides(box: Numbers) -> Numbers:

@@ -130,7 +130,7 @@ def test_true_value_and_slope(name: str, dtype: torch.dtype, data: st.DataObject
     inputs = [data.draw(tensors(dtype, 4)) for _ in range(truth.inputs)]
     value, slopes = gradients(truth.call, *inputs)
     near = eps_of(dtype)
-    with mpmath.workdps(40):
+    with mpmath.workdps(360):
         for column in range(4):
             point = [mpmath.mpf(each[column].item()) for each in inputs]
             room = max(1.0, *(abs(float(each)) for each in point[1:])) if point[1:] else 1.0

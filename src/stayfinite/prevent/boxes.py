@@ -86,8 +86,9 @@ def _ends(boxes: Tensor) -> tuple[Tensor, Tensor]:
 def _overlap(pair: _Pair, near: float) -> tuple[Tensor, Tensor]:
     """IoU, and how much of the enclosing box is filled; of a flat pair only one side counts."""
     unit = pair.around.detach()
+    least = torch.full_like(unit, near / 2)
     first, second, shared, around = (
-        torch.where(unit == 0, 1.0, _in_units(length, unit, near).clamp_min(0)).prod(-1)
+        torch.where(unit == 0, 1.0, _in_units(length, unit, least).clamp_min(0)).prod(-1)
         for length in (*pair.sides, pair.shared, pair.around)
     )
     union = first + second - shared
@@ -95,36 +96,38 @@ def _overlap(pair: _Pair, near: float) -> tuple[Tensor, Tensor]:
 
 
 def _aspect(pair: _Pair, near: float) -> Tensor:
-    unit = _longer_side(pair)
-    sides = [_in_units(side, unit, near) for side in pair.sides]
-    angles = [safe_atan2(side[..., 0], side[..., 1], _SHAPELESS) for side in sides]
+    # Each box in units of its own: in those of the enclosing one its sides may both round to 0.
+    least = (_longer(pair.around) * _SHAPELESS).clamp_min(near / 2)
+    sides = [_in_units(side, _longer(side), least) for side in pair.sides]
+    angles = [safe_atan2(side[..., 0], side[..., 1]) for side in sides]
     return (2 / math.pi * (angles[0] - angles[1])).square()
 
 
 def _distance(pair: _Pair, near: float) -> Tensor:
     """Between the centres, squared, over the squared diagonal of the enclosing box."""
-    unit = _longer_side(pair)
-    apart, around = (_in_units(each, unit, near) for each in (pair.apart, pair.around))
+    unit = _longer(pair.around)
+    least = torch.full_like(unit, near / 2)
+    apart, around = (_in_units(each, unit, least) for each in (pair.apart, pair.around))
     return apart.square().sum(-1) / around.square().sum(-1).clamp_min(1e-12)
 
 
-def _longer_side(pair: _Pair) -> Tensor:
-    around = pair.around.detach()
-    return around.amax(-1, keepdim=True).expand_as(around)
+def _longer(sides: Tensor) -> Tensor:
+    sides = sides.detach()
+    return sides.amax(-1, keepdim=True).expand_as(sides)
 
 
-def _in_units(length: Tensor, unit: Tensor, near: float) -> Tensor:
-    """length / unit, both halves; no gradient where the unit is smaller than `near`."""
+def _in_units(length: Tensor, unit: Tensor, least: Tensor) -> Tensor:
+    """length / unit; no gradient where the unit is smaller than the least."""
 
-    def quotient(length: Tensor, unit: Tensor) -> Tensor:
+    def quotient(length: Tensor, unit: Tensor, least: Tensor) -> Tensor:
         return length / torch.where(unit == 0, 1.0, unit)
 
-    def slope(length: Tensor, unit: Tensor) -> Tensor:
-        is_near = 2 * unit < near
+    def slope(length: Tensor, unit: Tensor, least: Tensor) -> Tensor:
+        is_near = unit < least
         return torch.where(is_near, 0.0, 1 / torch.where(is_near, 1.0, unit))
 
-    # The unit is a constant: the losses do not depend on it.
-    return curve(quotient, (slope, slope), length, unit)
+    # The units are constants: the losses do not depend on them.
+    return curve(quotient, (slope,), length, unit, least)
 
 
 def _near(boxes: Tensor, target: Tensor, eps: float | None, steepness: float) -> float:

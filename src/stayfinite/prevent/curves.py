@@ -54,9 +54,10 @@ def curve(
 ) -> Tensor:
     """`value(*inputs)`, elementwise, whose derivative by each input is what its slope says.
 
-    There are at most three inputs, of one shape and dtype. Slopes are differentiated for second
-    derivatives, so they are functions of the inputs and nothing else. There is no forward-mode
-    derivative, since torch.compile does not take functions that have one.
+    There are at most three inputs, of one shape and dtype; the last ones may be constants, which
+    have no slope. Slopes are differentiated for second derivatives, so they are functions of the
+    inputs and nothing else. There is no forward-mode derivative, since torch.compile does not take
+    functions that have one.
     """
     apply: Callable[..., Tensor] = _Curve.apply
     return apply(value, slopes, *inputs, *[None] * (3 - len(inputs)))
@@ -85,4 +86,4 @@ class _Curve(Function):
             gradient * slope(*inputs) if is_needed else None
             for slope, is_needed in zip(ctx.slopes, needed, strict=False)
         ]
-        return None, None, *gradients, *[None] * (3 - len(inputs))
+        return None, None, *gradients, *[None] * (3 - len(gradients))

@@ -49,7 +49,7 @@ def direction(x: Tensor, near: Tensor | float) -> Tensor:
     # The direction does not depend on the divisor, so it may be a constant.
     largest = x.detach().abs().amax(-1, keepdim=True)
     divisor = torch.where(largest == 0, 1.0, largest)
-    ratios = curve(torch.div, (slope, slope), x, divisor.expand_as(x))
+    ratios = curve(torch.div, (slope,), x, divisor.expand_as(x))
     return ratios / _root_of_squares(ratios, (-1,))
 
 

@@ -1,0 +1,125 @@
+"""Norms that are true for finite elements of any size, and that say whether all are finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from stayfinite.detect.parts import compact, pieces
+
+WIDENED = 1 << 20
+"""Elements that are widened together."""
+
+_SUMMED = 1 << 16  # elements that are added up in their own precision
+_HALF = {torch.float16, torch.bfloat16}
+# For other powers, and for smaller norms of these, a term may underflow.
+_QUICK_POWERS = {1.0, 2.0, math.inf}
+_SAFE_NORM = 1e-15
+
+
+class Norm(float):
+    """A norm as `largest * ratio`, since the product of the two may overflow."""
+
+    largest: float
+    ratio: float
+
+    def __new__(cls, largest: float, ratio: float = 1.0) -> Norm:
+        norm = super().__new__(cls, largest * ratio)
+        norm.largest, norm.ratio = largest, ratio
+        return norm
+
+
+def quick_norm(parts: list[Tensor], power: float) -> Norm | None:
+    """The norm if it is finite and exact, which says that all elements are finite; else None."""
+    if power not in _QUICK_POWERS or any(part.is_complex() for part in parts):
+        return None
+    norms = [_joint_norm(group, power).to(parts[0].device) for group in by_kind(parts)]
+    if not norms:
+        return Norm(0.0)
+    total = float(norms[0] if len(norms) == 1 else vector_norm(torch.stack(norms), power))
+    is_exact = math.isfinite(total) and (total > _SAFE_NORM or power != 2)
+    return Norm(total) if is_exact else None
+
+
+def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
+    """The same for each list of parts by itself, with power 2 and one host read for each kind."""
+    squares = [0.0] * len(memories)
+    owners = {id(part): number for number, parts in enumerate(memories) for part in parts}
+    for group in by_kind([part for parts in memories for part in parts]):
+        chunks = [(owners[id(part)], chunk) for part in group for chunk in _chunks(part)]
+        if group[0].is_complex():
+            norms = [math.nan] * len(chunks)
+        else:
+            norms = torch.stack(_foreach_norm([c for _, c in chunks], 2.0)).tolist()  # host sync
+        for (number, _), norm in zip(chunks, norms, strict=True):
+            squares[number] = math.hypot(squares[number], norm)
+    is_exact = [math.isfinite(norm) and norm > _SAFE_NORM for norm in squares]
+    return [Norm(norm) if ok else None for norm, ok in zip(squares, is_exact, strict=True)]
+
+
+def true_norm(parts: list[Tensor], power: float) -> Norm:
+    """The norm of finite elements of any size: taken of quotients by the largest, widened."""
+    largest = max((float(_largest(part)) for part in parts), default=0.0)  # host sync
+    if largest == 0:
+        return Norm(0.0)
+    ratios = [value for part in parts for value in _ratios(part, largest, power)]
+    together = torch.tensor([float(ratio) for ratio in ratios], dtype=torch.float64)  # host sync
+    return Norm(largest, float(vector_norm(together, power)))
+
+
+def by_kind(parts: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Grouped by what torch's fused calls need to have in common."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    return groups.values()
+
+
+def exact_dtype(part: Tensor) -> torch.dtype:
+    """The real dtype in which its elements can be multiplied without being rounded first."""
+    return torch.float32 if part.dtype in _HALF else part.dtype.to_real()
+
+
+def wide(part: Tensor) -> torch.dtype:
+    """The widest dtype on its device."""
+    if part.device.type == "mps":  # has no float64
+        return torch.complex64 if part.is_complex() else torch.float32
+    return torch.complex128 if part.is_complex() else torch.float64
+
+
+def vector_norm(tensor: Tensor, power: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, power)
+    return norm
+
+
+def _joint_norm(group: list[Tensor], power: float) -> Tensor:
+    chunks = [chunk for part in group for chunk in _chunks(part)]
+    norms = torch.stack(_foreach_norm(chunks, power))
+    return vector_norm(norms.to(wide(group[0])), power)
+
+
+def _foreach_norm(parts: list[Tensor], power: float) -> list[Tensor]:
+    dtype = torch.float32 if parts[0].dtype in _HALF else None
+    return list(torch._foreach_norm(parts, power, dtype))
+
+
+def _chunks(part: Tensor) -> Sequence[Tensor]:
+    """On the CPU, large sums are taken by parts: of 30 million float32 the third digit is wrong."""
+    if not part.is_cpu or part.numel() <= _SUMMED:
+        return (part,)
+    if part.is_contiguous():
+        return tuple(part.view(-1).split(_SUMMED))
+    return [chunk for _, chunk in pieces(part, _SUMMED)]
+
+
+def _largest(part: Tensor) -> Tensor:
+    real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+    return vector_norm(compact(real), math.inf)
+
+
+def _ratios(part: Tensor, largest: float, power: float) -> Iterator[Tensor]:
+    for _, piece in pieces(part, WIDENED):
+        yield vector_norm(piece.to(wide(part)) / largest, power)

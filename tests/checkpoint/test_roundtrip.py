@@ -76,6 +76,38 @@ def test_every_kind_of_tensor_goes_where_the_model_has_it(tmp_path: Path) -> Non
     assert "decay" in vars(other)
 
 
+class Pair(nn.Module):
+    """Two layers that may share one weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.other.weight = self.one.weight
+
+
+@pytest.mark.parametrize("layout", ["ours", "torch"])
+def test_weights_that_were_tied_go_to_a_model_in_which_they_are_not(
+    tmp_path: Path, layout: str
+) -> None:
+    tied, loose = Pair(tied=True), Pair(tied=False)
+    if layout == "ours":
+        save_checkpoint(tmp_path / "a", model=tied)
+    else:
+        torch.save(tied.state_dict(), tmp_path / "a")
+    load_checkpoint(tmp_path / "a", model=loose)
+    assert torch.equal(loose.one.weight, tied.one.weight)
+    assert torch.equal(loose.other.weight, tied.one.weight)
+
+
+def test_extra_that_shares_memory_with_the_model_comes_back_whole(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    state = model.state_dict()
+    torch.save({"model": state, "best": {"weight": state["weight"]}}, tmp_path / "a.pt")
+    loaded = load_checkpoint(tmp_path / "a.pt", model=nn.Linear(2, 2))
+    assert torch.equal(loaded.extra["best"]["weight"], model.weight)
+
+
 def test_wrapped_models_have_the_names_of_the_model_inside(tmp_path: Path) -> None:
     model = Net()
     compiled = torch.compile(model, backend="eager")

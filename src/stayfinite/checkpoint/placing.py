@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -38,25 +39,28 @@ class Placing:
     @torch.no_grad()
     def tensors(self, moves: Iterable[tuple[Place, Held]], model: nn.Module) -> None:
         """Copy into the tensors that the model has; empty slots get new ones."""
-        done: set[Any] = set()
-        for place, held in moves:
+        once = {place.identity: (place, held) for place, held in moves}.values()
+        uses = Counter(id(held.tensor) for _, held in once)
+        for place, held in once:
             assert held.tensor is not None, held.key
-            if place.identity in done:
-                continue
-            done.add(place.identity)
             if place.tensor is None:
                 self._fill(place, held.tensor, device_of(place.owner, model))
-            else:
-                self._copy(place.tensor, held.tensor)
+                continue
+            before = self._copy(place.tensor, held.tensor)
+            if held.is_private and uses[id(held.tensor)] == 1 and before.dtype == held.dtype:
+                self._keep_in(held.tensor, before, place.tensor)
 
-    def _copy(self, target: Tensor, value: Tensor) -> None:
-        before = target.detach().clone()
+    def _copy(self, target: Tensor, value: Tensor) -> Tensor:
+        """Copy the value; gives the values of before, in memory that the model does not need."""
+        before = target.detach().to("cpu", copy=True)
         self._undo.append(lambda: _put_back(target, before))
         target.copy_(value)
-        if before.dtype == value.dtype and not target.is_cuda:
-            # The loaded memory takes the old values, so that undoing needs no more of it.
-            value.copy_(before)
-            self._undo[-1] = lambda: _put_back(target, value)
+        return before
+
+    def _keep_in(self, loaded: Tensor, before: Tensor, target: Tensor) -> None:
+        """Let the loaded memory take the old values, so that undoing needs no more of it."""
+        loaded.copy_(before)
+        self._undo[-1] = lambda: _put_back(target, loaded)
 
     def _fill(self, place: Place, value: Tensor, device: torch.device) -> None:
         owner, name = place.owner, place.attribute

@@ -15,7 +15,10 @@ from stayfinite.checkpoint.format.tally import Tally, tally
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
-    """A leaf in the place of a tensor; `tensor` is None when the file was only looked through."""
+    """A leaf in the place of a tensor; `tensor` is None when the file was only looked through.
+
+    `is_private`: its memory belongs to this file's entry alone, and may be written to.
+    """
 
     key: str
     dtype: torch.dtype
@@ -24,6 +27,7 @@ class Held:
     tensor: Tensor | None = None
     digest: bytes | None = None
     is_array: bool = False
+    is_private: bool = False
 
     @property
     def numel(self) -> int:

@@ -184,6 +184,7 @@ class _Reader:
             tally=tally,
             tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
             digest=digest.value() if self._has_digests else None,
+            is_private=True,
         )
 
     def _content(self, entry: Entry) -> bytes:

@@ -19,7 +19,6 @@ from torch.optim import SGD, Adam
 
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
-from stayfinite.guard import watcher as guard_module
 
 NAN = math.nan
 
@@ -256,7 +255,14 @@ def test_infinite_root_that_is_no_loss_is_let_through() -> None:
 
 @pytest.mark.parametrize("trace", ["never", "start"])
 @pytest.mark.parametrize(
-    "part", ["all_finite", "finite_number", "incident_of", "gradients_found", "nonfinite"]
+    "part",
+    [
+        "watcher.all_finite",
+        "losses.finite_number",
+        "watcher.incident_of",
+        "watcher.gradients_found",
+        "watcher.nonfinite",
+    ],
 )
 def test_our_own_failure_is_logged_once_and_training_goes_on(
     part: str, trace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -264,7 +270,7 @@ def test_our_own_failure_is_logged_once_and_training_goes_on(
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(guard_module, part, broken)
+    monkeypatch.setattr(f"stayfinite.guard.{part}", broken)
     net = Net()
     poison_gradient(net, 1)
     settings = {"trace": trace, "on_nan": "warn"}

@@ -25,12 +25,21 @@ _EVERY_NORM, _SOME_NORMS = 16, 8  # after 16 steps only every eighth has its nor
 Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
+class _Book:
+    """The attempted updates of one optimizer."""
+
+    __slots__ = ("count", "history")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.history = History()
+
+
 class Evidence:
     """Counts and histories of the optimizers and of the calls to top-level modules."""
 
     def __init__(self) -> None:
-        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._histories: weakref.WeakKeyDictionary[Optimizer, History] = weakref.WeakKeyDictionary()
+        self._books: weakref.WeakKeyDictionary[Optimizer, _Book] = weakref.WeakKeyDictionary()
         self._inputs: dict[str, deque[float]] = {}
         self._calls: dict[tuple[int, bool], int] = {}
         self._kinds: dict[tuple[str, bool], int] = {}
@@ -69,21 +78,24 @@ class Evidence:
         return self._most > 0
 
     def count(self, optimizer: Optimizer) -> int:
-        return self._counts.get(optimizer, 0)
+        book = self._books.get(optimizer)
+        return book.count if book is not None else 0
 
-    def due(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
-        """The parameters whose turn it is to be looked at, and whether it is the statistics' too.
+    def due(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters whose turn it is to be looked at.
 
         A quarter of them every fourth step, which is cheaper than some at every step.
         """
         turn = self.count(optimizer) % ROUND
-        share = parameters_of(optimizer)[turn // _SHARES :: _SHARES] if turn % _SHARES == 0 else []
-        return share, turn == 0
+        return parameters_of(optimizer)[turn // _SHARES :: _SHARES] if turn % _SHARES == 0 else []
+
+    def statistics_are_due(self, optimizer: Optimizer) -> bool:
+        """Whether it is the turn of the running statistics."""
+        return self.count(optimizer) % ROUND == 0
 
     def forget_counts(self) -> None:
         """Start again, in a process of its own."""
-        self._counts.clear()
-        self._histories.clear()
+        self._books.clear()
         self._most = self.backward_passes = 0
 
     def first_look(self, optimizer: Optimizer) -> None:
@@ -116,20 +128,20 @@ class Evidence:
 
     def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
-        number = self._counts.get(optimizer, 0)
-        history = self._histories.get(optimizer)
-        if history is None:
-            history = self._histories[optimizer] = History()
-        history.add(
-            step=number,
+        book = self._books.get(optimizer)
+        if book is None:
+            book = self._books[optimizer] = _Book()
+        groups = optimizer.param_groups
+        book.history.add(
+            step=book.count,
             loss=self.loss,
             grad_norm=self.grad_norm,
-            learning_rate=optimizer.param_groups[0].get("lr") if optimizer.param_groups else None,
+            learning_rate=groups[0].get("lr") if groups else None,
             scale=self.scale,
             skipped=skipped,
         )
-        self._counts[optimizer] = number + 1
-        self._most = max(self._most, number + 1)
+        book.count += 1
+        self._most = max(self._most, book.count)
         self.grad_norm = None
         self.bad_inputs.clear()
         self._close_calls()
@@ -162,7 +174,8 @@ class Evidence:
     ) -> Context:
         """All of it as plain values; reads what is still on a device."""
         chosen = optimizer if optimizer is not None else self._busiest()
-        history = self._histories.get(chosen, self._passes) if chosen else self._passes
+        book = self._books.get(chosen) if chosen is not None else None
+        history = book.history if book is not None else self._passes
         steps = max(1, self.steps)
         weights = weight_ranges(self._parameters())
         return Context(
@@ -170,7 +183,7 @@ class Evidence:
             locations=locations,
             history=history.steps(),
             optimizer=optimizer_facts(chosen) if chosen is not None else None,
-            optimizer_count=len(self._counts),
+            optimizer_count=len(self._books),
             scaler_skips=self.skips_in_a_row,
             uses_scaler=self.uses_scaler,
             scale=self.scale,
@@ -180,19 +193,19 @@ class Evidence:
             poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
             loaded_keys=tuple(self.bad_keys),
             bootstraps=self._bootstrap_steps > steps // 2,
-            is_adversarial=len(self._counts) > 1 and self._twice_called_steps > steps // 2,
+            is_adversarial=len(self._books) > 1 and self._twice_called_steps > steps // 2,
         )
 
     def _busiest(self) -> Optimizer | None:
         # LBFGS may go wrong inside its first update.
-        return max(self._counts or self._met, key=self.count, default=None)
+        return max(self._books or self._met, key=self.count, default=None)
 
     def optimizers(self) -> list[Optimizer]:
-        return list(self._counts)
+        return list(self._books)
 
     def _parameters(self) -> list[Tensor]:
         """What the optimizers have; before the first update, what the called modules have."""
-        optimized = [param for optimizer in self._counts for param in parameters_of(optimizer)]
+        optimized = [param for optimizer in self._books for param in parameters_of(optimizer)]
         return optimized or [param for module in self._called for param in module.parameters()]
 
 

@@ -16,6 +16,7 @@ class GuardSettings:
 
     `trace` "start" traces from the beginning, "armed" from the tick `arm_at` of the guard's
     clock (backward passes and attempted updates). `folder` is what files are named relative to.
+    What goes bad in a step that is not looked at is found in the next one that is.
     """
 
     on_nan: Literal["stop", "warn", "recover"] = "stop"
@@ -23,11 +24,16 @@ class GuardSettings:
     trace: Literal["never", "armed", "start"] = "never"
     arm_at: int | None = None
     folder: str | None = None
+    check_loss: bool = True
+    check_gradients: bool = True
+    check_parameters: bool = True
+    check_every: int = 1
 
     def __post_init__(self) -> None:
         if self.on_nan not in ("stop", "warn", "recover"):
             raise ConfigError(f"on_nan is {self.on_nan!r}; it must be 'stop', 'warn' or 'recover'.")
         if self.trace not in ("never", "armed", "start"):
             raise ConfigError(f"trace is {self.trace!r}; it must be 'never', 'armed' or 'start'.")
-        if self.max_scaler_skips < 1:
-            raise ConfigError(f"max_scaler_skips is {self.max_scaler_skips}; it must be >= 1.")
+        for name in ("max_scaler_skips", "check_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 1.")

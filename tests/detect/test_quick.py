@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from stayfinite.detect.quick import SMALL, surely_finite
@@ -78,3 +78,17 @@ def test_large_finite_values_are_left_to_the_exact_scan() -> None:
 
 def test_nothing_is_not_cleared() -> None:
     assert not surely_finite([], of=owner())
+
+
+def test_parameters_may_be_asked_for_and_their_versions_stay() -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(SMALL + 1))]
+    of = owner()
+    assert surely_finite(list(params), of=of)
+    assert [param._version for param in params] == [0, 0]
+    with torch.no_grad():
+        params[1][-1] = float("nan")
+    assert not surely_finite(list(params), of=of)
+
+
+def test_shared_memory_is_not_written() -> None:
+    assert not surely_finite([torch.ones(3).share_memory_()], of=owner())

@@ -28,8 +28,9 @@ from stayfinite.amp.rates import set_learning_rate
 from stayfinite.amp.telling import Teller
 from stayfinite.amp.update import Accumulation, Done, Setup, Update
 from stayfinite.amp.validation import require_kinds, require_ready
-from stayfinite.amp.watching import ChosenGuard, watch_chosen
+from stayfinite.amp.watching import watch_chosen
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
+from stayfinite.guard.guard import Guard
 from stayfinite.records import Incident
 
 logger = logging.getLogger("stayfinite")
@@ -276,7 +277,7 @@ class AMPTrainer:
     def _watch(self) -> None:
         """Have all steps from now on watched; there is no guard when nothing is to be looked at."""
         checks = self.config.nan_detection
-        self.guard: ChosenGuard | None = None
+        self.guard: Guard | None = None
         if checks.check_loss or checks.check_gradients or checks.check_parameters:
             self.guard = watch_chosen(
                 self.model,
@@ -290,6 +291,6 @@ class AMPTrainer:
             self._endings.append(weakref.finalize(self, _let_go, self.guard))
 
 
-def _let_go(guard: ChosenGuard) -> None:
+def _let_go(guard: Guard) -> None:
     guard.close()
     guard.manager.undo_raised_precision()

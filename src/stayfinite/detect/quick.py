@@ -1,77 +1,85 @@
-"""The usual case in as few calls as possible: ordinary gradients on the CPU, all of them finite."""
+"""The usual case in as few calls as possible: ordinary tensors on the CPU, all of them finite."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack, _set_grad_enabled
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch._C import _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
 
 SMALL = 1 << 16
 """Up to so many elements the fused check over a list beats one sum for each tensor."""
 
 _CHECKED = {torch.float32, torch.float64}
+_PLAIN = {Tensor, nn.Parameter}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _check = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class _Plan:
-    """How to look at the gradients of one optimizer, as it was when they were last looked over.
+    """How to look at the tensors of one owner, as they were when they were last looked over.
 
     A plan that no longer fits costs time, or torch refuses the call; it never hides a bad value.
     """
 
     __slots__ = ("bits", "count", "found", "large", "one")
 
-    def __init__(self, gradients: list[Tensor]) -> None:
-        # 16-bit floats are left out: the fused check would change the payload of a NaN.
-        fits = all(type(g) is Tensor and g.is_cpu and g.dtype in _CHECKED for g in gradients)
-        self.count = len(gradients) if fits else -1
-        self.large = [i for i, grad in enumerate(gradients) if grad.numel() > SMALL]
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.count = len(tensors) if all(map(_fits, tensors)) else -1
+        self.large = [i for i, tensor in enumerate(tensors) if tensor.numel() > SMALL]
         self.found = torch.zeros((), device="cpu")  # stays 0 as long as all goes well
         # The bits of `found`, in the same memory: cheaper to read than by item().
         self.bits = self.found.view(1).numpy().data.cast("B").cast("i")
         self.one = torch.ones((), device="cpu")
 
 
+def _fits(tensor: Tensor) -> bool:
+    # 16-bit floats are left out: the fused check would change the payload of a NaN. In shared
+    # memory, what another process writes at the same time would be lost.
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.dtype in _CHECKED
+        and tensor.layout is torch.strided
+        and not tensor.is_shared()
+    )
+
+
 _plans: dict[int, _Plan] = {}
 
 
-def surely_finite(gradients: list[Tensor], *, of: Optimizer) -> bool:
+def surely_finite(tensors: list[Tensor], *, of: object) -> bool:
     """True when all are finite; False: not known, ask `scan`. There is one read of CPU memory.
 
-    The memory must be the caller's: the bytes are written back unchanged.
+    The memory must be the caller's: the bytes are written back unchanged. Always the same kind
+    of tensors, such as all gradients of an optimizer, must be asked for under one owner, `of`.
     """
     plan = _plans.get(id(of))
-    if plan is None or plan.count != len(gradients):
-        plan = _new_plan(gradients, of)
-    if plan.count < 1 or type(gradients[0]) is not Tensor:
+    if plan is None or plan.count != len(tensors):
+        plan = _new_plan(tensors, of)
+    if plan.count < 1 or type(tensors[0]) not in _PLAIN:
         return False
     if _len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_FAKE) is not None:
         return False
-    grad_mode = is_grad_enabled()
     try:
-        _set_grad_enabled(False)  # else it would enter the graph of gradients that have one
-        _check(_with_sums(gradients, plan) if plan.large else gradients, plan.found, plan.one)
+        with _AutoDispatchBelowAutograd():  # no graph is made, no version counter moves
+            _check(_with_sums(tensors, plan) if plan.large else tensors, plan.found, plan.one)
         if not plan.bits[0]:
             return True
     except (RuntimeError, TypeError):  # sparse, expanded, a subclass, on another device
         pass
-    finally:
-        _set_grad_enabled(grad_mode)
     del _plans[id(of)]
     return False
 
 
-def _new_plan(gradients: list[Tensor], optimizer: Optimizer) -> _Plan:
-    if len(_plans) > 1000:  # of optimizers that are long gone
+def _new_plan(tensors: list[Tensor], owner: object) -> _Plan:
+    if len(_plans) > 1000:  # of owners that are long gone
         _plans.clear()
-    plan = _plans[id(optimizer)] = _Plan(gradients)
+    plan = _plans[id(owner)] = _Plan(tensors)
     return plan
 
 
-def _with_sums(gradients: list[Tensor], plan: _Plan) -> list[Tensor]:
+def _with_sums(tensors: list[Tensor], plan: _Plan) -> list[Tensor]:
     """The small ones, and the sums of the large: a bad value makes a bad sum."""
-    sums = torch.stack([gradients[i].sum() for i in plan.large])
+    sums = torch.stack([tensors[i].sum() for i in plan.large])
     large = set(plan.large)
-    return [sums, *(grad for i, grad in enumerate(gradients) if i not in large)]
+    return [sums, *(tensor for i, tensor in enumerate(tensors) if i not in large)]

@@ -16,6 +16,7 @@ from stayfinite.detect.gradients import Pairs, params_of
 from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.scan import all_finite
 from stayfinite.errors import ConfigError, TrainingAbortedError
+from stayfinite.guard.afterwards import Afterwards
 from stayfinite.guard.job import Job, finding_of, put_gradients
 from stayfinite.guard.watcher import Watcher
 from stayfinite.guard.window import Window
@@ -29,8 +30,6 @@ from stayfinite.snapshot import RandomState
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-_TRACED_AFTERWARDS = 3  # steps after an incident whose operation is not known
-_MOST_TRACES = 3
 
 
 class Guard(Watcher):
@@ -49,8 +48,8 @@ class Guard(Watcher):
         super().__init__(settings, on_incident=on_incident, only=only)
         self.jobs: dict[int, Job] = {}
         self._window: Window | None = None
-        self._traced_steps_left = 0
-        self._traces_left = _MOST_TRACES
+        self._was_harmed = False
+        self._afterwards = Afterwards(self._tracing)
 
     @property
     def manager(self) -> NaNRecoveryManager:
@@ -66,7 +65,7 @@ class Guard(Watcher):
 
     def begin_step(self, job: Job) -> None:
         """A step begins: mark its beginning."""
-        with self._aside():
+        with self._aside:
             if not job.begin():
                 self._check_parameters([job.parts.optimizer], everything=True)
                 job.begin()
@@ -95,7 +94,7 @@ class Guard(Watcher):
 
     def close(self) -> None:
         """Leave torch as it was; a step that was bad and unfinished is undone."""
-        with contextlib.suppress(TrainingAbortedError), self._aside():
+        with contextlib.suppress(TrainingAbortedError), self._aside:
             for job in self.jobs.values():
                 if job.trouble is not None:
                     job.undo()
@@ -137,7 +136,7 @@ class Guard(Watcher):
         job = self.jobs.get(id(optimizer))
         if job is None:
             return flag
-        with self._aside():
+        with self._aside:
             job.trouble = job.trouble or job.bad_rates()
             is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
             is_bad = is_bad or (self._window is not None and self._window.vetoes_all)
@@ -152,7 +151,7 @@ class Guard(Watcher):
         job = self.jobs.get(id(optimizer))
         if self.settings.on_nan != "recover":
             return super().refused(optimizer, gradients, late=late)
-        with self._aside():
+        with self._aside:
             if self._window is not None and self._window.is_running:
                 return self._window.refused(gradients)
             if job is None:
@@ -179,7 +178,7 @@ class Guard(Watcher):
             return False
         put_gradients(left)
         job.hold()
-        self._trace_afterwards(incident)
+        self._afterwards.begin(incident)
         return True
 
     def conclude(self, job: Job, incident: Incident, recovery: Recovery) -> Incident:
@@ -202,7 +201,7 @@ class Guard(Watcher):
         if job is None or not job.any_rank(job.trouble is not None):
             super().skipped_by_scaler(optimizer, scaler=scaler)
             return
-        with self._aside():
+        with self._aside:
             self._was_skipped = True
             if self._window is not None and self._window.is_running:
                 self._window.saw(finding_of(job, job.gradients()))
@@ -229,6 +228,7 @@ class Guard(Watcher):
         if job is None or self.settings.on_nan != "recover":
             super()._harmed(finding)
             return
+        self._was_harmed = True
         incident = self._incident(finding, strategy="recover")
         random = RandomState.capture()
         done = job.roll_back() or job.initialise_anew()
@@ -248,15 +248,24 @@ class Guard(Watcher):
             window.attempted(is_good=is_good)
             self._was_skipped = False
             return
+        self._was_harmed = False
         super().stepped(optimizer, vetoed=vetoed)
-        if job is not None and is_good:
-            with self._aside():
-                is_good = not self.mended_harm(job)
+        is_good = is_good and not self._was_harmed
         if is_ours and window is not None:
             window.attempted(is_good=is_good)
         elif job is not None:
             job.end(is_good=is_good)
-        self._end_tracing()
+        self._afterwards.stepped()
+
+    def _look_after_update(self, optimizer: Optimizer) -> None:
+        job = self.jobs.get(id(optimizer))
+        if job is None or self.settings.on_nan != "recover":
+            super()._look_after_update(optimizer)
+            return
+        if job.any_rank(not job.is_finite_after_update()):
+            self._harmed(parameters_found(optimizer))
+        elif self._tracing.is_on or self._evidence.statistics_are_due(optimizer):
+            self._check_statistics(optimizer)
 
     def mended_harm(self, job: Job) -> bool:
         """Whether parameters were bad, on any rank; they have been put back then."""
@@ -281,18 +290,4 @@ class Guard(Watcher):
             yield
         finally:
             if not was_on:
-                self._tracing.switch_off()
-
-    def _trace_afterwards(self, incident: Incident) -> None:
-        """Most bugs come back at once: look closely at the next steps."""
-        known = incident.origin is not None and incident.origin.exact
-        if not known and not self._tracing.is_on and self._traces_left:
-            self._traces_left -= 1
-            self._traced_steps_left = _TRACED_AFTERWARDS + 1  # this one is still to be counted
-            self._tracing.switch_on()
-
-    def _end_tracing(self) -> None:
-        if self._traced_steps_left:
-            self._traced_steps_left -= 1
-            if not self._traced_steps_left:
                 self._tracing.switch_off()

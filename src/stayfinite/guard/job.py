@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.gradients import Pairs, params_of
+from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite
 from stayfinite.distributed import agree
 from stayfinite.errors import NonFiniteError
@@ -220,17 +221,26 @@ class Job:
     def _rates(self) -> list[Any]:
         return [group.get("lr") for group in self.parts.optimizer.param_groups]
 
+    def is_finite_after_update(self) -> bool:
+        """Whether the parameters that an update has just changed are finite."""
+        updated = [
+            param
+            for group in self.parts.optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        return surely_finite(updated, of=self) or all_finite(
+            updated or params_of(self.parts.optimizer)
+        )
+
     def bad_rates(self) -> Finding | None:
         """Learning rates that are not finite; those that are tensors are not looked at."""
-        rates = self._rates()
-        if not any(map(is_bad_rate, rates)):
-            return None
         named = [
             (f"optimizer.param_groups.{number}.lr", torch.tensor(rate))
-            for number, rate in enumerate(rates)
+            for number, rate in enumerate(self._rates())
             if is_bad_rate(rate)
         ]
-        return Finding(named, self.parts.optimizer)
+        return Finding(named, self.parts.optimizer) if named else None
 
     def initialise_anew(self) -> str | None:
         """Give parameters that were bad from the beginning small random values; which ones."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.crash import bad_values_of
 from stayfinite.detect.entrypoints import (
@@ -22,11 +20,12 @@ from stayfinite.detect.entrypoints import (
 )
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
 from stayfinite.detect.leaves import leaves_of
-from stayfinite.detect.norms import finite_number
 from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.evidence import Evidence, bad_statistics, parameters_of
+from stayfinite.guard.aside import Aside
+from stayfinite.guard.losses import Losses
 from stayfinite.incidents import (
     Finding,
     explained,
@@ -39,7 +38,6 @@ from stayfinite.locate.arming import Tracing
 from stayfinite.records import Incident
 from stayfinite.settings import GuardSettings
 
-logger = logging.getLogger("stayfinite")
 _MOST_INCIDENTS = 50
 
 
@@ -66,18 +64,30 @@ class Watcher(StepListener):
         self._on_incident = on_incident
         self._evidence = Evidence()
         self._tracing = Tracing(self._evidence.entered)
+        self._aside = Aside(self._tracing)
         self._attachment: Attachment | None = None
-        self._unscaled: Any = WeakIdKeyDictionary()
-        self._far_losses: list[Tensor] = []
+        self._losses = Losses(self._evidence)
         self._leaves: list[Tensor] | None = None
         self._incident_clock: int | None = None
         self._was_skipped = False
-        self._has_failed = False
 
     @property
     def steps(self) -> int:
         """Updates attempted so far; without an optimizer, backward passes."""
         return self._evidence.steps
+
+    @property
+    def looks_at_loss(self) -> bool:
+        """Whether the next backward pass begins with a look at the loss."""
+        return self.settings.check_loss and self._is_due(self._only)
+
+    def _is_due(self, optimizer: Optimizer | None) -> bool:
+        """Whether the step that is under way, or comes next, is looked at."""
+        every = self.settings.check_every
+        if every == 1:
+            return True
+        count = self.steps if optimizer is None else self._evidence.count(optimizer)
+        return count % every == 0
 
     def arm_at(self) -> int:
         """The tick from which a second run has to be traced: two steps before the incident."""
@@ -105,7 +115,7 @@ class Watcher(StepListener):
         attachment, self._attachment = self._attachment, None
         if attachment is None:
             return
-        with contextlib.suppress(TrainingAbortedError), self._aside():
+        with contextlib.suppress(TrainingAbortedError), self._aside:
             attachment.flush()
             if not self.incidents:
                 self._check_parameters(self._evidence.optimizers(), everything=True)
@@ -122,7 +132,7 @@ class Watcher(StepListener):
         """The script died of an error of its own; an incident if a NaN was behind it."""
         if self.incidents or self._attachment is None:
             return
-        with self._aside():
+        with self._aside:
             bad = bad_values_of(error)
             if bad and (not self._tracing.is_on or self._tracing.was_computed(bad[0][1])):
                 self.crashed = True
@@ -139,21 +149,8 @@ class Watcher(StepListener):
         if bad:
             self._notice(Finding(bad))
 
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Our own work inside the user's step: not traced, and a failure of it is only logged."""
-        with self._tracing.paused():
-            try:
-                yield
-            except TrainingAbortedError:
-                raise
-            except Exception:
-                if not self._has_failed:
-                    self._has_failed = True
-                    logger.exception("stayfinite failed inside a step; training goes on without it")
-
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
-        with self._aside():
+        with self._aside:
             self._tracing.tick(arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
@@ -164,7 +161,7 @@ class Watcher(StepListener):
 
     def _after_backward(self, result: Any) -> None:
         if self._leaves is not None:
-            with self._aside():
+            with self._aside:
                 gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
                 self._leaves = []
                 if not all_finite(gradient for _, gradient in gradients):
@@ -172,29 +169,20 @@ class Watcher(StepListener):
         self._evidence.backward_passes += 1
 
     def _judge_loss(self, root: Tensor) -> None:
-        loss = self._unscaled.get(root, root) if self._evidence.uses_scaler else root
-        value = finite_number(loss)
-        if value is not None:
-            self._evidence.saw_loss(value)
-        elif loss.device.type != "cpu":
-            self._far_losses.append(nonfinite([loss], exact_on_device=True))
-            self._evidence.saw_loss(loss.detach())
-        elif not all_finite([loss]):
-            self._bad_loss(loss)
+        bad = self._losses.bad_one(root) if self.looks_at_loss else None
+        if bad is not None:
+            self._bad_loss(bad)
 
     def _bad_loss(self, loss: Tensor) -> None:
         self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
-        with self._aside():
+        with self._aside:
             if scaler.is_enabled():
-                self._evidence.uses_scaler = True
-                before, after = named_tensors(losses, ""), named_tensors(scaled, "")
-                for (_, loss), (_, result) in zip(before, after, strict=False):
-                    self._unscaled[result] = loss
+                self._losses.scaled(losses, scaled)
 
     def _before_loading(self, target: Any, state: Mapping[str, Any]) -> None:
-        with self._aside():
+        with self._aside:
             for path, tensor in named_tensors(state, "state"):
                 if not all_finite([tensor]):
                     name = path.removeprefix("state.")
@@ -205,37 +193,39 @@ class Watcher(StepListener):
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
     ) -> Tensor | None:
         """True on the device where this update must not happen; None where it may."""
-        with self._aside():
+        with self._aside:
             self._tracing.tick(arm_at=self.settings.arm_at)
-            far, self._far_losses = self._far_losses, []
+            far = self._losses.far_flags()
             if self._tracing.is_on:
                 self._evidence.first_look(optimizer)
+            if not self.settings.check_gradients or not self._is_due(optimizer):
+                gradients = []
             if not on_device and not far and self._evidence.saw_finite(optimizer, gradients):
                 return None
-            far = [torch.where(flag, float("nan"), 0.0) for flag in far]
             return nonfinite([*gradients, *far], exact_on_device=on_device)
         return None
 
     def refused(self, optimizer: Optimizer, gradients: Any, *, late: bool) -> bool:
         """A bad update is at hand: make it an incident; true vetoes it."""
-        with self._aside():
+        with self._aside:
             self._notice(gradients_found(gradients, optimizer))
         return self.settings.on_nan != "warn"
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
-        with self._aside():
+        with self._aside:
+            looks = self.settings.check_parameters and self._is_due(optimizer)
             self._evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
             self._tracing.stepped(self._evidence.steps)
             if not self._was_skipped:
                 self._evidence.skips_in_a_row = 0
-                if not vetoed:
-                    self._check_parameters([optimizer], everything=self._tracing.is_on)
+                if looks and not vetoed:
+                    self._look_after_update(optimizer)
             self._was_skipped = False
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on."""
-        with self._aside():
+        with self._aside:
             self._tracing.tick(arm_at=self.settings.arm_at)
             self.scaler_skips += 1
             self._was_skipped = True
@@ -251,16 +241,22 @@ class Watcher(StepListener):
         """No loss scale is small enough."""
         self._notice(gradients_found(pairs, optimizer))
 
+    def _look_after_update(self, optimizer: Optimizer) -> None:
+        self._check_parameters([optimizer], everything=self._tracing.is_on)
+
     def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
         """Look at those parameters whose turn it is after the update, or at all of them."""
         for optimizer in optimizers:
-            params, with_statistics = self._evidence.due(optimizer)
-            if not all_finite(parameters_of(optimizer) if everything else params):
+            params = parameters_of(optimizer) if everything else self._evidence.due(optimizer)
+            if not all_finite(params):
                 self._harmed(parameters_found(optimizer))
-            if everything or with_statistics:
-                bad = bad_statistics(self._evidence.statistics())
-                if bad:
-                    self._harmed(statistics_found(bad, optimizer))
+            if everything or self._evidence.statistics_are_due(optimizer):
+                self._check_statistics(optimizer)
+
+    def _check_statistics(self, optimizer: Optimizer) -> None:
+        bad = bad_statistics(self._evidence.statistics())
+        if bad:
+            self._harmed(statistics_found(bad, optimizer))
 
     def _harmed(self, finding: Finding) -> None:
         """The state of training has taken bad values."""
@@ -281,7 +277,7 @@ class Watcher(StepListener):
         if self._incident_clock is None:
             self._incident_clock = self._tracing.clock
         incident = incident_of(finding, self._evidence, strategy=strategy)
-        with self._aside():
+        with self._aside:
             return explained(incident, finding, self._evidence, self._tracing, self.settings.folder)
         return incident
 

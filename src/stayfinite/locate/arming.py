@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from stayfinite.locate.tracer import Tracer
 from stayfinite.records import Origin
 
 _NOTHING = contextlib.nullcontext()
+_REMEMBERED = 1 << 16  # updates
 
 
 class Tracing:
@@ -25,8 +27,8 @@ class Tracing:
         self.clock = 0
         self._on_enter = on_enter
         self._tracer: Tracer | None = None
-        self._ticks: list[int] = []
-        self._steps: list[int] = []
+        self._ticks: deque[int] = deque(maxlen=_REMEMBERED)
+        self._steps: deque[int] = deque(maxlen=_REMEMBERED)
         self._stance: Any = None
 
     @property
@@ -65,7 +67,7 @@ class Tracing:
 
     def clock_before(self, clock: int, *, steps: int) -> int:
         """The clock so many updates before."""
-        earlier = self._ticks[: bisect.bisect_left(self._ticks, clock)]
+        earlier = [tick for tick in self._ticks if tick < clock]
         return earlier[-steps - 1] if len(earlier) > steps else 0
 
     def label(self, tensor: Tensor, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from stayfinite.settings import ROUND
 
 _SAMPLES = 64
 _SHARES = 4
-_EVERY_NORM, _SOME_NORMS = 16, 8  # after 16 steps only every eighth has its norm
+_EVERY_NORM, _SOME_NORMS = 16, 16  # after 16 steps only every sixteenth has its norm
 Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
@@ -43,6 +44,7 @@ class Evidence:
         self._inputs: dict[str, deque[float]] = {}
         self._calls: dict[tuple[int, bool], int] = {}
         self._kinds: dict[tuple[str, bool], int] = {}
+        self._last: tuple[Callable[[], Optimizer | None], _Book] = (lambda: None), _Book()
         self._passes = History()  # of losses, as long as no optimizer has stepped
         self._most = 0
         self.backward_passes = 0
@@ -78,8 +80,16 @@ class Evidence:
         return self._most > 0
 
     def count(self, optimizer: Optimizer) -> int:
-        book = self._books.get(optimizer)
+        book = self._book_of(optimizer)
         return book.count if book is not None else 0
+
+    def _book_of(self, optimizer: Optimizer) -> _Book | None:
+        if self._last[0]() is not optimizer:  # most often it is, and the dictionary is slow
+            book = self._books.get(optimizer)
+            if book is None:
+                return None
+            self._last = weakref.ref(optimizer), book
+        return self._last[1]
 
     def due(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters whose turn it is to be looked at.
@@ -96,6 +106,7 @@ class Evidence:
     def forget_counts(self) -> None:
         """Start again, in a process of its own."""
         self._books.clear()
+        self._last = (lambda: None), _Book()
         self._most = self.backward_passes = 0
 
     def first_look(self, optimizer: Optimizer) -> None:
@@ -128,7 +139,7 @@ class Evidence:
 
     def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
-        book = self._books.get(optimizer)
+        book = self._book_of(optimizer)
         if book is None:
             book = self._books[optimizer] = _Book()
         groups = optimizer.param_groups

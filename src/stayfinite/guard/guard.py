@@ -128,23 +128,20 @@ class Guard(Watcher):
                 if self._window is not None:
                     self._window.saw(finding)
 
-    def judge(
-        self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
+    def _verdict(
+        self, optimizer: Optimizer, gradients: list[Tensor], on_device: bool
     ) -> Tensor | None:
-        """True where this update must not happen; under DDP all ranks give one answer."""
-        flag = super().judge(optimizer, gradients, on_device=on_device)
+        """Under DDP all ranks give one answer."""
+        flag = super()._verdict(optimizer, gradients, on_device)
         job = self.jobs.get(id(optimizer))
         if job is None:
             return flag
-        with self._aside:
-            job.trouble = job.trouble or job.bad_rates()
-            is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
-            is_bad = is_bad or (self._window is not None and self._window.vetoes_all)
-            if job.is_distributed:
-                is_bad = job.any_rank(is_bad or (flag is not None and bool(flag)))  # host sync
-            if is_bad:
-                return torch.tensor(True)
-        return flag
+        job.trouble = job.trouble or job.bad_rates()
+        is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
+        is_bad = is_bad or (self._window is not None and self._window.vetoes_all)
+        if job.is_distributed:
+            is_bad = job.any_rank(is_bad or (flag is not None and bool(flag)))  # host sync
+        return torch.tensor(True) if is_bad else flag
 
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad update is at hand: true vetoes it."""

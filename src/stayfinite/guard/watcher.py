@@ -195,15 +195,20 @@ class Watcher(StepListener):
         """True on the device where this update must not happen; None where it may."""
         with self._aside:
             self._tracing.tick(arm_at=self.settings.arm_at)
-            far = self._losses.far_flags()
             if self._tracing.is_on:
                 self._evidence.first_look(optimizer)
-            if not self.settings.check_gradients or not self._is_due(optimizer):
-                gradients = []
-            if not on_device and not far and self._evidence.saw_finite(optimizer, gradients):
-                return None
-            return nonfinite([*gradients, *far], exact_on_device=on_device)
+            return self._verdict(optimizer, gradients, on_device)
         return None
+
+    def _verdict(
+        self, optimizer: Optimizer, gradients: list[Tensor], on_device: bool
+    ) -> Tensor | None:
+        if not self.settings.check_gradients or not self._is_due(optimizer):
+            gradients = []
+        far = self._losses.far_flags()
+        if not on_device and not far and self._evidence.saw_finite(optimizer, gradients):
+            return None
+        return nonfinite([*gradients, *far], exact_on_device=on_device)
 
     def refused(self, optimizer: Optimizer, gradients: Any, *, late: bool) -> bool:
         """A bad update is at hand: make it an incident; true vetoes it."""

@@ -199,6 +199,25 @@ def test_scale_tells_a_collapse_from_an_overflow(scale: float, skips: int, cause
     assert diagnose(origin, context).cause == cause
 
 
+def test_scale_has_no_part_in_what_a_forward_pass_makes() -> None:
+    context = Context(scale=256.0, scaler_skips=2, uses_scaler=True)
+    zero = summary(dtype="float16", zero_count=1)
+    origin = Origin(
+        phase="forward",
+        op="aten.log.default",
+        inputs=(zero,),
+        outputs=(summary("output", dtype="float16", neg_inf_count=1),),
+    )
+    assert diagnose(origin, context).cause == "low_precision_underflow"
+    scaled = Origin(
+        phase="forward",
+        op="aten.mul.Tensor",
+        outputs=(summary(pos_inf_count=1),),
+        facts={"inside": "amp/grad_scaler.py:scale"},
+    )
+    assert diagnose(scaled, context).cause == "loss_scale_overflow"
+
+
 def test_divergence_goes_to_the_most_special_reason() -> None:
     history = tuple(StepFacts(step=n, loss=10.0**n) for n in range(20))
     origin = Origin(phase="forward", op="aten.mm.default", outputs=(summary(pos_inf_count=1),))

@@ -114,7 +114,9 @@ def scale_collapse(clue: Clue) -> Diagnosis | None:
             "The loss scale has fallen so far that its reciprocal overflows while unscaling.",
             "Give the scaler a floor, and find what overflows at any scale.",
         )
-    if scale is None or not clue.context.scaler_skips:
+    # What a forward pass makes without the scaler has nothing to do with the scale.
+    is_scaled = clue.origin.phase != "forward" or "grad_scaler" in clue.inside
+    if scale is None or not clue.context.scaler_skips or not is_scaled:
         return None
     if scale > 1.0:
         return diagnosis(

@@ -21,7 +21,7 @@ LONGEST_FILE = 300
 FLOORS = (
     {"cli"},
     {"runner", "tracing"},
-    {"amp", "testing"},
+    {"amp", "integrations", "testing"},
     {"guard"},
     {"incidents"},
     {"evidence", "recover", "prevent", "checkpoint"},

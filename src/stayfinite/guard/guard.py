@@ -18,6 +18,7 @@ from stayfinite.detect.scan import all_finite
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard.afterwards import Afterwards
 from stayfinite.guard.job import Job, finding_of, put_gradients
+from stayfinite.guard.replay import Replay
 from stayfinite.guard.watcher import Watcher
 from stayfinite.guard.window import Window
 from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
@@ -48,6 +49,7 @@ class Guard(Watcher):
         super().__init__(settings, on_incident=on_incident, only=only)
         self.jobs: dict[int, Job] = {}
         self._window: Window | None = None
+        self._replay: Replay | None = None
         self._was_harmed = False
         self._afterwards = Afterwards(self._tracing)
 
@@ -69,6 +71,10 @@ class Guard(Watcher):
             if not job.begin():
                 self._check_parameters([job.parts.optimizer], everything=True)
                 job.begin()
+
+    def replay_with(self, again: Callable[[], Any]) -> None:
+        """Find the operation of a bad step by `again`, which runs it anew up to its update."""
+        self._replay = Replay(self, again)
 
     def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
         """`fn(batch)`, or None when its update was bad and left out.
@@ -165,6 +171,8 @@ class Guard(Watcher):
             return True
         incident = self._incident(finding_of(job, gradients), strategy="recover")
         job.undo()
+        if self._replay is not None:
+            incident = self._replay.located(job, incident)
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)

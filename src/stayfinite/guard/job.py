@@ -185,7 +185,7 @@ class Job:
         if not len(self.ring):
             return None
         self._mark = None
-        snapshot = self.ring.restore()
+        snapshot = self.ring.restore(rewind_loader=False)  # the loop goes on with its next batch
         return f"the state of {self._ago(snapshot)} was put back"
 
     def _ago(self, snapshot: Snapshot) -> str:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.repeats import run_again
 from stayfinite.guard.job import Job, finding_of
+from stayfinite.guard.replay import CLEAN_AGAIN
 from stayfinite.incidents import Finding
-from stayfinite.records import Diagnosis, Incident
+from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryStrategy
 
 if TYPE_CHECKING:
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
 
 Call = tuple[Callable[[Any], Any], Any]
 _MOST_TRACES = 20
-_CLEAN_AGAIN = Diagnosis(
-    cause="transient_fault",
-    why="The same step, run again from the same state, was finite: it does not repeat.",
-    fix="Look for a hardware fault or a non-deterministic operation if it happens again.",
-    confidence="likely",
-    evidence=("the step was replayed with the same batch, weights and random state",),
-)
 
 
 class Window:
@@ -158,7 +152,7 @@ class Window:
         found, self._trouble = self._trouble, None
         self._undo()
         if found is None:
-            return dataclasses.replace(noticed, diagnosis=_CLEAN_AGAIN)
+            return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
         return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
 
     def _undo(self) -> None:

@@ -1,0 +1,68 @@
+"""A bad step of a loop that is not ours, run once more to see which operation made it bad."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stayfinite.detect.gradients import params_of
+from stayfinite.detect.repeats import run_again
+from stayfinite.guard.job import Job, finding_of, put_gradients
+from stayfinite.records import Diagnosis, Incident
+
+if TYPE_CHECKING:
+    from stayfinite.guard.guard import Guard
+
+logger = logging.getLogger("stayfinite")
+_MOST = 20
+CLEAN_AGAIN = Diagnosis(
+    cause="transient_fault",
+    why="The same step, run again from the same state, was finite: it does not repeat.",
+    fix="Look for a hardware fault or a non-deterministic operation if it happens again.",
+    confidence="likely",
+    evidence=("the step was replayed with the same batch, weights and random state",),
+)
+
+
+class Replay:
+    """Calls `again`, which runs the step that is under way up to its update, and may raise."""
+
+    def __init__(self, guard: Guard, again: Callable[[], Any]) -> None:
+        self._guard, self._again = guard, again
+        self._left = _MOST
+
+    def located(self, job: Job, noticed: Incident) -> Incident:
+        """The incident with origin and diagnosis; the state is that of the step's beginning."""
+        if not self._left or (noticed.origin is not None and noticed.origin.exact):
+            return noticed
+        self._left -= 1
+        found = None
+        try:
+            found = self._found(job)
+        except Exception:
+            logger.warning(
+                "a step could not be replayed; where it went bad is not known", exc_info=True
+            )
+            return noticed
+        finally:
+            job.undo()
+        if found is None:
+            return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
+        return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+
+    def _found(self, job: Job) -> Incident | None:
+        """What is bad this time."""
+        params = params_of(job.parts.optimizer)
+        before, trouble = [(param, param.grad) for param in params], job.trouble
+        job.trouble = None
+        try:
+            with run_again(), self._guard.traced():
+                job.undo()
+                self._again()
+                finding = finding_of(job, job.gradients())
+                return self._guard.incident_now(finding, explain=True) if finding.named else None
+        finally:
+            job.trouble = trouble
+            put_gradients(before)

@@ -118,3 +118,18 @@ def test_a_vector_at_a_time_is_the_same_as_all(name: str) -> None:
     together = torch.func.vmap(gradient)(*inputs)
     for row, expected in enumerate(together):
         torch.testing.assert_close(gradient(*(each[row] for each in inputs)), expected)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@EACH
+def test_autocast_changes_nothing(name: str, half: torch.dtype) -> None:
+    torch.manual_seed(0)
+    function = FUNCTIONS[name]
+    inputs = [torch.rand(shape) for shape in function.shapes]
+
+    def under_autocast(*leaves: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=half):
+            return function.call(*leaves)
+
+    got, expected = (gradients(call, *inputs) for call in (under_autocast, function.call))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -199,14 +199,21 @@ def test_it_says_that_it_is_a_crutch(caplog: pytest.LogCaptureFixture) -> None:
     assert "4 modules within [-1, 1]. That is a crutch" in record.getMessage()
 
 
-def test_clamps_are_compiled_with_the_model() -> None:
+def test_clamps_are_compiled_with_the_model_once() -> None:
     model, x = nn.Sequential(Loud()), torch.tensor([1.0, math.nan])
-    clamp = clamp_activations(model, -5, 5)
+    clamp, graphs = clamp_activations(model, -5, 5), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
     torch.compiler.reset()
-    out = torch.compile(model, fullgraph=True, backend="eager")(x)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    outs = [compiled(x) for _ in range(20)]
     torch.compiler.reset()
-    assert out[0].item() == 5.0
-    assert clamp.counts["0"] == ClampCount(elements=2, clamped=1, nan=1)
+    assert [out[0].item() for out in outs] == [5.0] * 20
+    assert clamp.counts["0"] == ClampCount(elements=40, clamped=20, nan=20)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (2.0, 1.0), (math.nan, 1.0)])

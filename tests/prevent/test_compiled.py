@@ -9,12 +9,20 @@ import torch
 from edges import gradients
 from torch import Tensor
 
-from stayfinite.prevent.boxes import giou
-from stayfinite.prevent.distributions import info_nce
-from stayfinite.prevent.losses import dfl_loss, focal
-from stayfinite.prevent.masked import masked_softmax
+from stayfinite.prevent.boxes import ciou, giou
+from stayfinite.prevent.distributions import info_nce, kl
+from stayfinite.prevent.losses import dfl_loss, dice, focal, stable_bce
+from stayfinite.prevent.masked import masked_mean, masked_softmax
 from stayfinite.prevent.norms import safe_norm
-from stayfinite.prevent.ops import safe_div, safe_log, safe_pow, safe_sqrt
+from stayfinite.prevent.ops import (
+    log1mexp,
+    safe_acos,
+    safe_atan2,
+    safe_div,
+    safe_log,
+    safe_pow,
+    safe_sqrt,
+)
 
 # torch's compiler does that itself, for every autograd function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -28,12 +36,21 @@ FUNCTIONS = {
     "safe_div": lambda x: safe_div(1.0, x),
     "safe_div by a constant": lambda x: safe_div(x, ROWS),
     "safe_pow": lambda x: safe_pow(x, 0.5),
+    "safe_pow of two": lambda x: safe_pow(LABELS, x),
+    "safe_acos": safe_acos,
+    "safe_atan2": lambda x: safe_atan2(x, LABELS),
+    "log1mexp": log1mexp,
     "safe_norm": lambda x: safe_norm(x, -1),
     "masked_softmax": lambda x: masked_softmax(x, MASK),
+    "masked_mean": lambda x: masked_mean(x, MASK, -1),
+    "stable_bce": lambda x: stable_bce(x, LABELS, mask=MASK),
     "focal": lambda x: focal(x, LABELS),
+    "dice": lambda x: dice(x, LABELS),
     "dfl_loss": lambda x: dfl_loss(x, PLACES),
+    "kl": lambda x: kl(x, LABELS),
     "info_nce": lambda x: info_nce(x, LABELS),
     "giou": lambda x: giou(x, LABELS),
+    "ciou": lambda x: ciou(x, LABELS),
 }
 
 

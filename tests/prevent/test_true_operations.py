@@ -214,6 +214,11 @@ def test_numbers_alone_are_refused() -> None:
         safe_div(1.0, 2.0)
 
 
+def test_complex_numbers_are_refused() -> None:
+    with pytest.raises(InputError, match=r"a tensor of torch\.complex64; only real numbers"):
+        safe_sqrt(torch.tensor([1j]))
+
+
 def test_operands_are_combined_as_torch_does() -> None:
     half, single = torch.ones(2, 1, dtype=torch.float16), torch.ones(3)
     assert safe_div(half, single).dtype == torch.float32

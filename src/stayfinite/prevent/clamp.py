@@ -110,16 +110,15 @@ class _Clamp:
 
     def __init__(self, low: float, high: float) -> None:
         self.low, self.high = low, high
-        self.elements = 0
-        self.moved_and_nan: Tensor | None = None
+        # Elements, moved, NaN: in a tensor, for compiled code is compiled again for a new number.
+        self.seen = torch.zeros(3, dtype=torch.int64)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return tree_map(self._clamped, output)
 
     def count(self) -> ClampCount:
-        seen = self.moved_and_nan
-        moved, nan = (0, 0) if seen is None else seen.tolist()  # host sync
-        return ClampCount(elements=self.elements, clamped=moved, nan=nan)
+        elements, moved, nan = self.seen.tolist()  # host sync
+        return ClampCount(elements=elements, clamped=moved, nan=nan)
 
     def _clamped(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not _can_be_clamped(value):
@@ -134,11 +133,10 @@ class _Clamp:
 
     def _add(self, value: Tensor, low: float, high: float) -> None:
         moved = ((value < low) | (value > high)).sum()
-        both = torch.stack([moved, value.isnan().sum()])
+        elements = torch.full_like(moved, value.numel())
+        new = torch.stack([elements, moved, value.isnan().sum()])
         # Not in place: a tensor made under inference_mode could not be changed outside of it.
-        seen = self.moved_and_nan
-        self.moved_and_nan = both if seen is None else seen.to(both.device) + both
-        self.elements += value.numel()
+        self.seen = self.seen.to(new.device) + new
 
 
 def _can_be_clamped(value: Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from stayfinite.errors import ConfigError
+from stayfinite.errors import ConfigError, InputError
 
 EPS = 1e-8
 """How near to a singularity a gradient is still given, where the dtype can hold it."""
@@ -40,6 +40,8 @@ def steepest(dtype: torch.dtype) -> float:
 
 def floating(x: Tensor) -> Tensor:
     """The tensor itself, or for integers and bools the same numbers as floats."""
+    if x.is_complex():
+        raise InputError(f"got a tensor of {x.dtype}; only real numbers have an order and limits.")
     return x if x.is_floating_point() else x.to(torch.get_default_dtype())
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,8 +27,8 @@ def kl(
     """KL(p || q) of two categorical distributions given by their logits, over `dim`.
 
     In distillation p is the teacher. A class that p excludes with a logit of -inf costs nothing;
-    one that q alone excludes costs
-    a quarter of the largest number. `mask` has the shape without `dim`.
+    one that q alone excludes costs a quarter of the largest number. `mask` has the shape without
+    `dim`.
 
     >>> kl(torch.tensor([0.0, 0.0, -torch.inf]), torch.tensor([0.0, 0.0, -torch.inf]))
     tensor(0.)
@@ -67,8 +70,15 @@ def info_nce(
         )
     temperature = _temperature(temperature, widened(queries))
     near = eps_of(queries.dtype) + 8 / (temperature.detach() * torch.finfo(queries.dtype).max)
-    angles = direction(widened(queries), near) @ direction(widened(keys), near).T
+    with _without_autocast(queries.device.type):  # it would multiply in half precision
+        angles = direction(widened(queries), near) @ direction(widened(keys), near).T
     return reduced(-(angles / temperature).log_softmax(-1).diagonal(), reduction)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _log_softmax(logits: Tensor, dim: int) -> Tensor:
@@ -81,7 +91,7 @@ def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ConfigError(f"temperature is {temperature}; it must be greater than 0.")
-        return torch.tensor(temperature, dtype=like.dtype, device=like.device).clamp_min(_COLDEST)
+        return like.new_full((), max(temperature, _COLDEST))
     # Its gradient is up to 2 / temperature**2, which float16 must hold.
     coldest = 2.0**-7 if temperature.dtype == torch.float16 else _COLDEST
     return curve(lambda t: t.clamp_min(coldest), (torch.ones_like,), widened(temperature))

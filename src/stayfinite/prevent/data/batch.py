@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stayfinite.prevent.data.inspection import Inspection
-from stayfinite.prevent.data.judging import findings_of
+from stayfinite.prevent.data.judging import findings, judgements
 from stayfinite.prevent.data.roles import Paths, Picked
 from stayfinite.prevent.risks import Risk
 
@@ -35,4 +35,4 @@ def batch_risks(
         classes=classes, ignore_index=ignore_index, picked=Picked.of(inputs, targets)
     )
     inspection.look(batch)
-    return list(findings_of(inspection, lambda kind, path, places: ()))
+    return list(findings(judgements(inspection), {}))

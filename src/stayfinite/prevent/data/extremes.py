@@ -3,38 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from stayfinite.prevent.data.ends import Ends
 from stayfinite.prevent.data.inspection import Inspection
 from stayfinite.prevent.data.judgement import Judgement, named_columns
+from stayfinite.prevent.data.leaves import Leaf
 from stayfinite.prevent.data.outliers import Limits, limits_of, usual_size
 from stayfinite.prevent.data.roles import Role
-from stayfinite.prevent.data.tally import Table, Tally
+from stayfinite.prevent.data.tally import Table, Tally, flat
 from stayfinite.prevent.data.wording import Said
 
 _WILD = 1000.0
 
 
-def limits_for(inspection: Inspection, tally: Tally) -> Limits | None:
-    """Beyond which values of each column are outliers; None where nothing can be said.
+@dataclass(frozen=True, eq=False)
+class Fence:
+    """What lies outside is an outlier: by the columns of a table, or by the ends of each row."""
 
-    The columns are those of the tally's table.
-    """
+    limits: Limits
+    has_columns: bool
+
+    def rows_outside(self, leaf: Leaf, ends: Ends) -> Tensor:
+        """For each row of the leaf whether it reaches outside."""
+        block = torch.stack([ends.low, ends.high], dim=1)
+        if self.has_columns:
+            block = flat(leaf.values).double()
+            block = torch.where(block.isfinite(), block, torch.nan)
+        if block.shape[1] != len(self.limits.center):
+            return torch.zeros(len(block), dtype=torch.bool)
+        return self.limits.beyond(block).any(1)
+
+
+def fences(inspection: Inspection) -> dict[str, Fence]:
+    """For each tensor that has outliers what they are outside of."""
+    made = {path: fence_for(inspection, tally) for path, tally in inspection.tallies.items()}
+    return {
+        path: fence
+        for path, fence in made.items()
+        if fence and fence.limits.beyond(_values(inspection.tallies[path].table)).any()
+    }
+
+
+def fence_for(inspection: Inspection, tally: Tally) -> Fence | None:
+    """None where nothing can be said: for other than floating inputs and targets, or few rows."""
     is_judged = inspection.roles[tally.path] in (Role.INPUT, Role.TARGET)
     if not is_judged or not tally.dtype.startswith("float"):
         return None
-    rows = tally.sample.rows
-    rows = rows[:, :2] if tally.columns is None else rows[:, 2:]
-    return limits_of(rows, _values(tally.table), usual_size(tally.elements) or 1.0)
+    has_columns, rows = tally.columns is not None, tally.sample.rows
+    rows = rows[:, 2:] if has_columns else rows[:, :2]
+    limits = limits_of(rows, _values(tally.table), usual_size(tally.elements) or 1.0)
+    return None if limits is None else Fence(limits, has_columns)
 
 
 def outliers(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
-    limits = limits_for(inspection, tally)
-    is_out = None if limits is None else limits.beyond(_values(tally.table))
-    if limits is not None and is_out is not None and is_out.any():
-        yield _judged(tally, limits, is_out)
+    fence = fence_for(inspection, tally)
+    if fence is not None:
+        is_out = fence.limits.beyond(_values(tally.table))
+        if is_out.any():
+            yield _judged(inspection, tally, fence.limits, is_out)
 
 
 def _values(table: Table) -> Tensor:
@@ -43,14 +73,16 @@ def _values(table: Table) -> Tensor:
     return torch.where(values.isfinite(), values, torch.nan)
 
 
-def _judged(tally: Tally, limits: Limits, is_out: Tensor) -> Judgement:
+def _judged(inspection: Inspection, tally: Tally, limits: Limits, is_out: Tensor) -> Judgement:
     table = tally.table
     places = torch.cat([table.largest.places, table.smallest.places])[is_out].unique().tolist()
+    is_more = bool(is_out.reshape(2, -1, is_out.shape[1]).all(1).any())
+    if tally.path in inspection.outliers:  # of a second pass, which saw all of them
+        places, is_more = inspection.outliers[tally.path], False
     values, columns = _values(table)[is_out], is_out.nonzero()[:, 1]
     times = limits.times(values, columns)
     worst = int(times.argmax())
     value, column = float(values[worst]), columns[worst]
-    is_more = bool(is_out.reshape(2, -1, is_out.shape[1]).all(1).any())
     rows = f"{'At least ' if is_more else ''}{len(places):,} row{'s' * (len(places) != 1)}"
     usual = f"{limits.center[column]:.3g} ± {limits.usual[column]:.3g}"
     said = Said(
@@ -62,7 +94,7 @@ def _judged(tally: Tally, limits: Limits, is_out: Tensor) -> Judgement:
         cause="unnormalized_input",
         evidence={"worst": value, "times": float(times[worst]), "rows": len(places)},
     )
-    return Judgement(kind="outlier", said=said, places=places)
+    return Judgement(kind="outlier", path=tally.path, said=said, places=places)
 
 
 def _where(tally: Tally, columns: Tensor) -> str:

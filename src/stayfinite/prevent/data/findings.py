@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -78,7 +78,7 @@ class DataReport(Sequence[DataFinding]):
     @property
     def bad_indices(self) -> tuple[Any, ...]:
         """The dataset indices of all samples with a finding above low, in order."""
-        return _in_order(i for f in self.findings if f.is_warning for i in f.indices)
+        return in_order(i for f in self.findings if f.is_warning for i in f.indices)
 
     @property
     def is_good(self) -> bool:
@@ -109,7 +109,7 @@ class DataReport(Sequence[DataFinding]):
         if not self.findings:
             return f"{seen}: nothing found."
         head = f"{seen}: {_count(len(self.findings), 'finding', 'findings')}"
-        bad = f", {len(self.bad_indices):,} bad rows" if self.bad_indices else ""
+        bad = f", {len(self.bad_indices):,} bad samples" if self.bad_indices else ""
         return "\n".join([f"{head}{bad}", *map(str, self.findings)])
 
 
@@ -117,7 +117,8 @@ def _count(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
-def _in_order(items: Iterator[Any]) -> tuple[Any, ...]:
+def in_order(items: Iterable[Any]) -> tuple[Any, ...]:
+    """Each once, sorted if they can be."""
     found = dict.fromkeys(items)
     try:
         return tuple(sorted(found))

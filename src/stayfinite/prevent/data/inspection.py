@@ -54,7 +54,7 @@ class Inspection:
 
     Its memory grows with what is wrong, not with the number of batches: `cases` has the places
     of bad samples, `tallies` what each tensor is like, and `indices` the dataset indices of the
-    batches that either of them refers to.
+    batches that either of them refers to. `outliers` are the places that a second pass found.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class Inspection:
         self.cases: dict[Key, Case] = {}
         self.tallies: dict[str, Tally] = {}
         self.padding: dict[str, PaddingMasks] = {}
+        self.outliers: dict[str, array[int]] = {}
         self.indices: dict[int, Sequence[Any]] = {}
         self._next_clearing = _FIRST_CLEARING
 
     @undisturbed
-    def look(self, batch: Any, indices: Sequence[Any] | None = None) -> None:
-        """Takes the next batch, and the dataset indices of its samples if they are known."""
-        number, self.batches = self.batches, self.batches + 1
+    def look(self, batch: Any, *, number: int = 0, indices: Sequence[Any] | None = None) -> None:
+        """Takes a batch, its number, and the dataset indices of its samples if they are known."""
+        self.batches += 1
         found = leaves(batch, None if indices is None else len(indices))
         size = size_of(batch) if indices is None else len(indices)
         self.samples += size or 0
@@ -82,9 +83,9 @@ class Inspection:
         self._learn_roles(found)
         kept = [self._look_at(leaf, number) for leaf in found]
         if any(kept) and indices is not None:
-            self._keep(number, indices)
+            self.keep(number, indices)
 
-    def sights_of(self, batch: Any, size: int) -> Iterator[tuple[Leaf, Ends, list[Sight]]]:
+    def sights_of(self, batch: Any, size: int | None) -> Iterator[tuple[Leaf, Ends, list[Sight]]]:
         """What is wrong with a batch, leaf by leaf; nothing is remembered."""
         for leaf in leaves(batch, size):
             ends = ends_of(leaf.values)
@@ -123,7 +124,8 @@ class Inspection:
             return False
         return self.padding.setdefault(leaf.path, PaddingMasks()).add(leaf.values, places)
 
-    def _keep(self, number: int, indices: Sequence[Any]) -> None:
+    def keep(self, number: int, indices: Sequence[Any]) -> None:
+        """Remembers the dataset indices of a batch as long as something refers to it."""
         is_whole = all(type(index) is int for index in indices)
         self.indices[number] = array("q", indices) if is_whole else tuple(indices)
         if len(self.indices) >= self._next_clearing:
@@ -133,6 +135,8 @@ class Inspection:
 
     def _referred_batches(self) -> set[int]:
         places = {place for case in self.cases.values() for place in case.places}
+        for outliers in self.outliers.values():
+            places.update(outliers)
         for padding in self.padding.values():
             places.update(padding.places)
         for tally in self.tallies.values():

@@ -1,4 +1,4 @@
-"""What can be said about a tensor as a whole."""
+"""What is said about a tensor of the batches."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Judgement:
     """Something to say about a tensor, and the places of the rows that it is about, if any."""
 
     kind: Kind
+    path: str
     said: Said
     places: Sequence[int] = ()
 

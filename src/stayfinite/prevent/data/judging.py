@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from stayfinite.prevent.data.extremes import outliers
 from stayfinite.prevent.data.findings import DataFinding, TensorProfile
-from stayfinite.prevent.data.inspection import Case, Inspection, parted
+from stayfinite.prevent.data.inspection import Case, Inspection, Key, parted
 from stayfinite.prevent.data.judgement import Judgement
 from stayfinite.prevent.data.leaves import ROOT
 from stayfinite.prevent.data.outliers import usual_size
 from stayfinite.prevent.data.scale import scale, unvarying
-from stayfinite.prevent.data.sights import Kind
 from stayfinite.prevent.data.tally import Tally
 from stayfinite.prevent.data.wording import WORDS, Said, of
-from stayfinite.prevent.risks import ranked
+from stayfinite.prevent.risks import LEVELS
 
 _MOST_PLACES = 100
-
-IndicesOf = Callable[[Kind, str, Sequence[int]], tuple[Any, ...]]
-"""The dataset indices of places where something of that kind was seen in that tensor."""
 
 JUDGES: tuple[Callable[[Inspection, Tally], Iterator[Judgement]], ...] = (
     outliers,
@@ -29,39 +25,46 @@ JUDGES: tuple[Callable[[Inspection, Tally], Iterator[Judgement]], ...] = (
 )
 
 
-def findings_of(inspection: Inspection, indices_of: IndicesOf) -> list[DataFinding]:
-    """Everything that was found, the worst first."""
-    found = []
+def judgements(inspection: Inspection) -> list[Judgement]:
+    """Everything there is to say, the worst first."""
+    said = [*_about_rows(inspection), *_about_tensors(inspection), *_about_sizes(inspection)]
+    return sorted(said, key=lambda each: (LEVELS.index(each.said.level), -len(each.places)))
+
+
+def findings(
+    said: Iterable[Judgement], indices: Mapping[Key, tuple[Any, ...]]
+) -> Iterator[DataFinding]:
+    """The same as records, with the dataset indices of each."""
+    for each in said:
+        yield DataFinding(
+            kind=each.kind,
+            level=each.said.level,
+            what=each.said.what,
+            where=each.path,
+            fix=each.said.fix,
+            cause=each.said.cause,
+            evidence=each.said.evidence,
+            score=float(len(each.places)),
+            rows=len(each.places),
+            indices=indices.get((each.kind, each.path), ()),
+            places=tuple(map(parted, each.places[:_MOST_PLACES])),
+        )
+
+
+def _about_rows(inspection: Inspection) -> Iterator[Judgement]:
     for (kind, path), case in _cases(inspection).items():
         said = WORDS[kind](inspection, path, case)
-        found.append(finding(kind, path, said, case.places, indices_of))
-    for path, tally in inspection.tallies.items():
+        yield Judgement(kind=kind, path=path, said=said, places=case.places)
+
+
+def _about_tensors(inspection: Inspection) -> Iterator[Judgement]:
+    for tally in inspection.tallies.values():
         if tally.dtype.startswith("float"):
-            for each in (each for judge in JUDGES for each in judge(inspection, tally)):
-                found.append(finding(each.kind, path, each.said, each.places, indices_of))
-    found += [finding("single", ROOT, said, (), indices_of) for said in _single(inspection)]
-    return [each for each in ranked(found) if isinstance(each, DataFinding)]
+            for judge in JUDGES:
+                yield from judge(inspection, tally)
 
 
-def finding(
-    kind: Kind, path: str, said: Said, places: Sequence[int], indices_of: IndicesOf
-) -> DataFinding:
-    return DataFinding(
-        kind=kind,
-        level=said.level,
-        what=said.what,
-        where=path,
-        fix=said.fix,
-        cause=said.cause,
-        evidence=said.evidence,
-        score=float(len(places)),
-        rows=len(places),
-        indices=indices_of(kind, path, places),
-        places=tuple(map(parted, places[:_MOST_PLACES])),
-    )
-
-
-def _cases(inspection: Inspection) -> dict[tuple[Kind, str], Case]:
+def _cases(inspection: Inspection) -> dict[Key, Case]:
     """What was seen in rows, and the masks about which only all batches tell."""
     cases = dict(inspection.cases)
     for path, padding in inspection.padding.items():
@@ -73,18 +76,19 @@ def _cases(inspection: Inspection) -> dict[tuple[Kind, str], Case]:
     return cases
 
 
-def _single(inspection: Inspection) -> Iterator[Said]:
+def _about_sizes(inspection: Inspection) -> Iterator[Judgement]:
     """Batches of one sample, with which BatchNorm cannot do anything."""
-    ones, batches = inspection.sizes[1], inspection.batches
+    ones = inspection.sizes[1]
     if ones:
-        yield Said(
+        said = Said(
             level="low",
-            what=f"{of(ones, batches, 'batch', 'batches')} {'has' if ones == 1 else 'have'} only "
-            "one sample: BatchNorm has no variance to divide by.",
+            what=f"{of(ones, inspection.batches, 'batch', 'batches')} "
+            f"{'has' if ones == 1 else 'have'} one sample: BatchNorm has no variance to divide by.",
             fix="`DataLoader(..., drop_last=True)`, or GroupNorm or LayerNorm.",
             cause="batchnorm_degenerate",
             evidence={"batches": ones},
         )
+        yield Judgement(kind="single", path=ROOT, said=said)
 
 
 def profiles(inspection: Inspection) -> tuple[TensorProfile, ...]:

@@ -11,7 +11,6 @@ from stayfinite.prevent.data.inspection import Inspection
 from stayfinite.prevent.data.judgement import Judgement, named_columns
 from stayfinite.prevent.data.outliers import FEWEST_ROWS, usual_size
 from stayfinite.prevent.data.roles import Role
-from stayfinite.prevent.data.sights import Kind
 from stayfinite.prevent.data.tally import Tally
 from stayfinite.prevent.data.wording import Said
 from stayfinite.prevent.risks import Level
@@ -36,19 +35,21 @@ def scale(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
     columns = _large_columns(tally)
     if role is Role.TARGET:
         if usual >= _LARGE_TARGET:
-            yield _large_target(usual)
+            yield _large_target(tally, usual)
     elif columns:
         largest = max(columns.values())
-        yield _large(largest, f"About {largest:.3g} is usual in {named_columns([*columns])}.")
+        yield _large(
+            tally, largest, f"About {largest:.3g} is usual in {named_columns([*columns])}."
+        )
     elif tally.columns is None and _are_pixels(tally):
-        yield _large(usual, f"These look like pixels from 0 to {tally.highest:.0f}.")
+        yield _large(tally, usual, f"These look like pixels from 0 to {tally.highest:.0f}.")
     elif tally.columns is None and usual >= _LARGE:
-        yield _large(usual, f"The values are about {usual:.3g} in size.")
+        yield _large(tally, usual, f"The values are about {usual:.3g} in size.")
     elif 0 < usual < _TINY:
-        yield _tiny(usual)
+        yield _tiny(tally, usual)
 
 
-def _large(usual: float, what: str) -> Judgement:
+def _large(tally: Tally, usual: float, what: str) -> Judgement:
     said = Said(
         level="high" if usual >= _HUGE else "medium",
         what=f"{what} Activations and gradients grow by that factor.",
@@ -57,10 +58,10 @@ def _large(usual: float, what: str) -> Judgement:
         cause="unnormalized_input",
         evidence={"usual": usual},
     )
-    return Judgement(kind="scale", said=said)
+    return Judgement(kind="scale", path=tally.path, said=said)
 
 
-def _large_target(usual: float) -> Judgement:
+def _large_target(tally: Tally, usual: float) -> Judgement:
     said = Said(
         level="medium",
         what=f"The targets are about {usual:.3g} in size, a squared error {usual**2:.1g}.",
@@ -68,10 +69,10 @@ def _large_target(usual: float) -> Judgement:
         cause="unnormalized_input",
         evidence={"usual": usual},
     )
-    return Judgement(kind="scale", said=said)
+    return Judgement(kind="scale", path=tally.path, said=said)
 
 
-def _tiny(usual: float) -> Judgement:
+def _tiny(tally: Tally, usual: float) -> Judgement:
     said = Said(
         level="low",
         what=f"The values are about {usual:.3g} in size, less than the eps of a normalisation.",
@@ -79,7 +80,7 @@ def _tiny(usual: float) -> Judgement:
         cause="low_precision_underflow",
         evidence={"usual": usual},
     )
-    return Judgement(kind="scale", said=said)
+    return Judgement(kind="scale", path=tally.path, said=said)
 
 
 def _large_columns(tally: Tally) -> dict[int, float]:
@@ -106,7 +107,7 @@ def unvarying(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
         return
     elements = tally.elements
     if elements.isfinite().any() and _all_alike(elements):
-        yield _same_rows(_is_only_input(inspection, tally))
+        yield _same_rows(tally, _is_only_input(inspection, tally))
     elif columns := _constant_columns(tally, elements):
         name = "channel" if tally.columns is None else "column"
         yield _constant(columns, name, tally)
@@ -122,7 +123,7 @@ def _is_only_input(inspection: Inspection, tally: Tally) -> bool:
     return inspection.roles[tally.path] is Role.INPUT and not floats
 
 
-def _same_rows(is_only_input: bool) -> Judgement:
+def _same_rows(tally: Tally, is_only_input: bool) -> Judgement:
     level: Level = "high" if is_only_input else "low"
     said = Said(
         level=level,
@@ -131,7 +132,7 @@ def _same_rows(is_only_input: bool) -> Judgement:
         "standardised, divide by `std.clamp_min(1e-6)`.",
         cause="bad_input_data",
     )
-    return Judgement(kind="same_rows", said=said)
+    return Judgement(kind="same_rows", path=tally.path, said=said)
 
 
 def _constant_columns(tally: Tally, elements: Tensor) -> dict[int, float]:
@@ -151,7 +152,6 @@ def _constant_columns(tally: Tally, elements: Tensor) -> dict[int, float]:
 def _constant(columns: dict[int, float], name: str, tally: Tally) -> Judgement:
     numbers = list(columns)
     value = f"{columns[numbers[0]]:.4g}" if len(set(columns.values())) == 1 else "constant"
-    kind: Kind = "constant"
     said = Said(
         level="low",
         what=f"{named_columns(numbers, name).capitalize()} {'is' if len(numbers) == 1 else 'are'} "
@@ -161,4 +161,4 @@ def _constant(columns: dict[int, float], name: str, tally: Tally) -> Judgement:
         cause="division_by_zero",
         evidence={"columns": len(numbers), "first": numbers[0]},
     )
-    return Judgement(kind=kind, said=said)
+    return Judgement(kind="constant", path=tally.path, said=said)

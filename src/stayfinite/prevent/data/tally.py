@@ -45,7 +45,7 @@ class Tally:
         self.dtype = str(values.dtype).removeprefix("torch.")
         self.shape: tuple[int, ...] | None = tuple(values.shape[1:])
         self.rows = self.values = 0
-        width = _flat(values).shape[1]
+        width = flat(values).shape[1]
         is_table = values.ndim <= 2 and width <= WIDEST_TABLE
         self._picked = width if is_table else min(width, PICKED)
         self.ends = Table(2)
@@ -65,7 +65,7 @@ class Tally:
         self.rows += len(leaf.values)
         self.values += leaf.values.numel()
         both = torch.stack([ends.low, ends.high], dim=1)
-        block = self._some(_flat(leaf.values)).double()
+        block = self._some(flat(leaf.values)).double()
         if ends.any_bad:
             block = torch.where(block.isfinite(), block, torch.nan)
         self.sample.add(torch.cat([both, block], dim=1))
@@ -114,5 +114,6 @@ class Tally:
         return self.sample.rows[:, 2:]
 
 
-def _flat(values: Tensor) -> Tensor:
+def flat(values: Tensor) -> Tensor:
+    """Rows of a matrix; one column for a vector."""
     return values.flatten(1) if values.ndim > 1 else values.unsqueeze(1)

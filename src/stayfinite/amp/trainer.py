@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stayfinite.amp import checkpoints
-from stayfinite.amp.clamping import ActivationClamp
 from stayfinite.amp.config import AMPConfig
 from stayfinite.amp.devices import on_device, place
 from stayfinite.amp.evaluation import Evaluation, evaluate
@@ -31,6 +30,7 @@ from stayfinite.amp.validation import require_kinds, require_ready
 from stayfinite.amp.watching import watch_chosen
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
 from stayfinite.guard.guard import Guard
+from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident
 
 logger = logging.getLogger("stayfinite")
@@ -109,9 +109,10 @@ class AMPTrainer:
         )
         self._is_ready = False
         self._endings: list[weakref.finalize[Any, Any]] = []
-        if config.clamp_activations is not None:
-            clamp = ActivationClamp(model, config.clamp_activations)
-            self._endings.append(weakref.finalize(self, clamp.remove))
+        self.clamp: ActivationClamp | None = None
+        if (limit := config.clamp_activations) is not None:
+            self.clamp = clamp_activations(model, -limit, limit)
+            self._endings.append(weakref.finalize(self, self.clamp.remove))
         self._watch()
         if batches_per_epoch is not None:
             self._followers.begin_warmup(batches_per_epoch)

@@ -17,6 +17,7 @@ from scenes import Net, guarded
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
+import stayfinite
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
 
@@ -344,3 +345,14 @@ def test_child_process_starts_its_own_books() -> None:
         train(net, SGD(net.parameters(), lr=0.1), 3, bad=bad_at(1))
         guard.after_fork()
         assert (guard.incidents, guard.steps, guard.scaler_skips) == ([], 0, 0)
+
+
+def test_recommendations_know_the_norms_of_good_steps() -> None:
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with stayfinite.watch(net, optimizer, sinks=[]) as guard:
+        train(net, optimizer, 20)
+        poison_gradient(net, 1)
+        train(net, optimizer, 3)
+    assert guard.incidents
+    assert any("norm" in text for text in map(str, guard.manager.get_recommendations()))

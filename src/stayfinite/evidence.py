@@ -137,6 +137,13 @@ class Evidence:
         self.grad_norm = finite_norm(gradients)
         return self.grad_norm is not None
 
+    def seen(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Norm, loss and learning rate, in those steps that have a norm."""
+        if self.grad_norm is None:
+            return {}
+        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        return {"grad_norm": self.grad_norm, "loss": self.loss, "lr": rate}
+
     def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
         book = self._book_of(optimizer)

@@ -254,6 +254,8 @@ class Guard(Watcher):
             self._was_skipped = False
             return
         self._was_harmed = False
+        if job is not None:
+            job.seen = self._evidence.seen(optimizer)
         super().stepped(optimizer, vetoed=vetoed)
         is_good = is_good and not self._was_harmed
         if is_ours and window is not None:

@@ -79,6 +79,7 @@ class Job:
         self.state = parts.state()
         self.ring = SnapshotRing(self.state, slots=config.snapshot_slots)
         self.good_steps = 0
+        self.seen: dict[str, Any] = {}  # of the step that ends, for recommendations
         self._handles: list[RemovableHandle] = []
         self._mark: Mark | None = None
         self._next_snapshot = 0
@@ -160,7 +161,7 @@ class Job:
         if is_good:
             self.good_steps += 1
             self._good_rates = self._rates()
-            self.manager.record_good_step()
+            self.manager.record_good_step(**self.seen)
 
     def hold(self) -> None:
         """Remember what a loop updates after its step, to take that back in `settle`."""

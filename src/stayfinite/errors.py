@@ -21,6 +21,10 @@ class InputError(StayFiniteError, TypeError):
     """Something was passed that is not what the call accepts."""
 
 
+class PackageError(StayFiniteError, ImportError):
+    """An optional package is missing or too old; the message has the command to install it."""
+
+
 class RecordError(StayFiniteError, ValueError):
     """A saved record cannot be read."""
 

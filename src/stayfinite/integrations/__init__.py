@@ -1,1 +1,1 @@
-"""At home where people train: one file for each framework and tracker, loaded only when asked for."""
+"""At home where people train: one file for each framework and tracker, loaded on demand."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import stayfinite
 from stayfinite import Guard
+from stayfinite.guard.replay import CannotReplayError
 
 
 class Net(nn.Module):
@@ -116,3 +117,32 @@ def test_replay_that_raises_is_only_logged(caplog: pytest.LogCaptureFixture) -> 
     assert len(guard.incidents) == 1
     assert "could not be replayed" in caplog.text
     assert loop.bytes() == other.bytes()
+
+
+def test_step_that_cannot_be_replayed_stays_as_it_was_noticed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def cannot() -> None:
+        raise CannotReplayError("its loss is not known here")
+
+    loop, other = Loop(), Loop(replays=False)
+    guard = loop.run(batches(5), before_replay=cannot)
+    plain = other.run(batches(5))
+    (incident,), (noticed,) = guard.incidents, plain.incidents
+    assert (incident.origin, incident.diagnosis) == (noticed.origin, noticed.diagnosis)
+    assert caplog.text == ""
+    assert loop.bytes() == other.bytes()
+
+
+def test_job_knows_whether_its_last_update_was_good() -> None:
+    loop = Loop()
+    seen: list[bool] = []
+    with stayfinite.watch(loop.net, loop.optimizer, sinks=[]) as guard:
+        (job,) = guard.jobs.values()
+        loop.optimizer.register_step_post_hook(lambda *_: seen.append(job.was_good))
+        for number, batch in enumerate(batches(2, count=4)):
+            loop.optimizer.zero_grad()
+            loop.pass_over(batch)
+            loop.optimizer.step()
+            assert len(seen) == number + 1
+    assert seen == [True, True, False, True]

@@ -79,6 +79,7 @@ class Job:
         self.state = parts.state()
         self.ring = SnapshotRing(self.state, slots=config.snapshot_slots)
         self.good_steps = 0
+        self.was_good = True  # the last update that was attempted
         self.seen: dict[str, Any] = {}  # of the step that ends, for recommendations
         self._handles: list[RemovableHandle] = []
         self._mark: Mark | None = None
@@ -158,6 +159,7 @@ class Job:
     def end(self, *, is_good: bool) -> None:
         """The update of this step was attempted."""
         self._mark = self.trouble = None
+        self.was_good = is_good
         if is_good:
             self.good_steps += 1
             self._good_rates = self._rates()

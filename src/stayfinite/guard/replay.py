@@ -26,6 +26,10 @@ CLEAN_AGAIN = Diagnosis(
 )
 
 
+class CannotReplayError(Exception):
+    """Raised by `again` where it finds that it cannot run this step; nothing more is said of it."""
+
+
 class Replay:
     """Calls `again`, which runs the step that is under way up to its update, and may raise."""
 
@@ -41,6 +45,8 @@ class Replay:
         found = None
         try:
             found = self._found(job)
+        except CannotReplayError:
+            return noticed
         except Exception:
             logger.warning(
                 "a step could not be replayed; where it went bad is not known", exc_info=True

@@ -49,7 +49,7 @@ class Window:
 
     def attempted(self, *, is_good: bool) -> None:
         """The update of this step was attempted."""
-        self._ended = is_good
+        self._ended = self._job.was_good = is_good
 
     def step(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """The call's result, or None when the step that it ends was left out."""

@@ -225,6 +225,11 @@ def tell_skipped(scaler: GradScaler, optimizer: Optimizer) -> None:
     _ScalerWatch.tell(scaler, optimizer)
 
 
+def listeners() -> tuple[StepListener, ...]:
+    """Everybody who listens in this process, oldest first."""
+    return tuple(_ScalerWatch.listeners)
+
+
 class _ScalerWatch:
     listeners: ClassVar[list[StepListener]] = []
     original: ClassVar[Any] = None

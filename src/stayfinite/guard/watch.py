@@ -54,8 +54,7 @@ def watch(
     """
     _check(model, optimizer)
     settings = GuardSettings(on_nan=on_nan, folder=os.getcwd())
-    told = _fan_out([_show] if sinks is None else list(sinks))
-    guard = Guard(settings, on_incident=told, only=optimizer)
+    guard = Guard(settings, on_incident=told_to(sinks), only=optimizer)
     if on_nan == "recover":
         config = RecoveryConfig() if config is None else config
         parts = Parts(
@@ -69,6 +68,11 @@ def watch(
         guard.add(Job(parts, config, NaNRecoveryManager(config)))
     guard.attach()
     return guard
+
+
+def told_to(sinks: Iterable[Sink] | None) -> Sink:
+    """Tells all of them; without any, shows the report. One that fails keeps nobody."""
+    return _fan_out([_show] if sinks is None else list(sinks))
 
 
 def _check(model: Any, optimizer: Any) -> None:

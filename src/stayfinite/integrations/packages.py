@@ -8,18 +8,18 @@ from importlib import metadata
 from stayfinite.errors import PackageError
 
 
-def check_package(package: str, *, extra: str) -> None:
+def check_package(package: str, *, extra: str, like: str | None = None) -> None:
     """PackageError, with the command that installs it, if it is missing or too old.
 
-    `extra` is ours that asks for it; how old it may be is written there. A version that
-    cannot be read is not held against it.
+    `extra` is ours that asks for it; how old it may be is written there, or `like` another
+    package of the same versions. A version that cannot be read is not held against it.
     """
     command = f"pip install 'stayfinite[{extra}]'"
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise PackageError(f"{package} is not installed: {command}") from None
-    least = _least(package)
+    least = _least(like or package)
     if least and _numbers(found) < _numbers(least):
         raise PackageError(f"{package} {found} is too old, {least} is needed: {command}")
 

@@ -33,7 +33,12 @@ class NaNType(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSummary:
-    """Counts and finite statistics of one tensor; None where there is no finite element."""
+    """Counts and finite statistics of one tensor; None where there is no finite element.
+
+    `histogram` has (limit, count) pairs in rising order: so many finite values lie between the
+    limit before and this one. Limits are 0 and powers of two, which shows how far the values are
+    from the end of their dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +55,7 @@ class TensorSummary:
     mean: float | None = None
     std: float | None = None
     first_bad_index: tuple[int, ...] | None = None
+    histogram: tuple[tuple[float, int], ...] = ()
 
     @property
     def bad_count(self) -> int:

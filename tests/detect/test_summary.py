@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +19,24 @@ from stayfinite.records import NaNType
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 numbers = st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan]), max_size=30)
+
+
+@relaxed
+@given(st.lists(st.floats() | st.sampled_from([0.0, -0.0, 1.7e308, 5e-324]), max_size=30))
+def test_histogram_agrees_with_numpy(drawn: list[float]) -> None:
+    array = np.array(drawn, dtype=np.float64)
+    finite = array[np.isfinite(array)]
+    histogram = summarize("x", torch.from_numpy(array)).histogram
+    assert sum(count for _, count in histogram) == finite.size
+    so_far = 0
+    for limit, count in histogram:
+        so_far += count
+        assert count > 0
+        assert (finite < limit).sum() <= so_far <= (finite <= limit).sum()
+        assert limit in (0.0, sys.float_info.max) or abs(math.frexp(limit)[0]) == 0.5
+    assert len(histogram) == len(
+        {(math.copysign(1, v), math.frexp(v)[1]) if v else 0 for v in finite}
+    )
 
 
 @relaxed

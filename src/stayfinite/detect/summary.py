@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from stayfinite.records import TensorSummary
 
 # float64 values near the end of their range are made smaller before they are squared.
 _SHRINK = 2.0**-540
+# A float64 is m * 2**e with 0.5 <= |m| < 1 and e from -1073 to 1024.
+_LEAST, _MOST = -1073, 1024
 
 
 @undisturbed
@@ -40,6 +43,7 @@ def summarize(name: str, tensor: Tensor) -> TensorSummary:
         **tally.counts,
         **tally.statistics(),
         first_bad_index=_in_tensor(tensor, parts, tally.first_bad),
+        histogram=tally.histogram(),
     )
 
 
@@ -69,6 +73,7 @@ class _Tally:
     mean: float = 0.0
     squares: float = 0.0
     first_bad: tuple[int, ...] | None = None
+    bins: Tensor | None = None
 
     def add(self, start: tuple[int, ...], piece: Tensor) -> None:
         values = _components(piece)
@@ -104,12 +109,40 @@ class _Tally:
         self.squares += variance.item() * new + apart * apart * self.finite * new / total
         self.mean += apart * new / total
         self.finite = total
+        counts = _magnitudes(values)
+        self.bins = counts if self.bins is None else self.bins + counts
+
+    def histogram(self) -> tuple[tuple[float, int], ...]:
+        counts = [] if self.bins is None else self.bins.tolist()
+        return tuple((_limit(index), count) for index, count in enumerate(counts) if count)
 
     def statistics(self) -> dict[str, Any]:
         if not self.finite:
             return {}
         std = math.sqrt(self.squares / self.finite) / self.scale
         return {"min": self.min, "max": self.max, "mean": self.mean / self.scale, "std": std}
+
+
+def _magnitudes(values: Tensor) -> Tensor:
+    """How many values have which sign and exponent: large negative ones first, 0 in the middle."""
+    _, exponents = torch.frexp(values.flatten())
+    distance = torch.where(values.flatten() == 0, 0, exponents.long() - (_LEAST - 1))
+    middle = _MOST - _LEAST + 1
+    return torch.bincount(
+        middle + distance * values.flatten().sign().long(), minlength=2 * middle + 1
+    )
+
+
+def _limit(index: int) -> float:
+    """The largest value that is counted there, or the next power of two above it."""
+    distance = index - (_MOST - _LEAST + 1)
+    if distance <= 0:
+        return -math.ldexp(1.0, -distance + _LEAST - 2) if distance else 0.0
+    return (
+        math.ldexp(1.0, distance + _LEAST - 1)
+        if distance < _MOST - _LEAST + 1
+        else sys.float_info.max
+    )
 
 
 def _tally(parts: list[Tensor], *, scale: float) -> _Tally:

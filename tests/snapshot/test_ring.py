@@ -130,6 +130,96 @@ def test_snapshot_that_has_gone_bad_is_refused_and_nothing_is_changed(name: str)
     assert training.bytes() == before
 
 
+class Large:
+    """A job of which a snapshot takes more than is looked at beforehand."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(700, 800), nn.Linear(800, 2))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(2, 700)).square().sum().backward()
+        self.optimizer.step()
+
+    def bytes(self) -> Any:
+        return in_bytes([list(self.model.parameters()), list(self.optimizer.state.values())])
+
+    def tensor(self, name: str) -> Tensor:
+        place, key = name.rsplit(".", 1)
+        param = self.model.get_parameter(place)
+        return param if key == "value" else self.optimizer.state[param][key]
+
+
+LARGE = ("0.weight.value", "1.bias.value", "0.weight.exp_avg_sq", "1.bias.exp_avg", "1.bias.step")
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_large_moment_that_is_bad_is_refused_and_the_newest_stays(name: str, value: float) -> None:
+    training = Large()
+    ring = SnapshotRing(TrainingState(training.model, training.optimizer), slots=2)
+    for step in range(3):
+        ring.take(step=step)
+        before = training.bytes()
+        training.step()
+    spoil(training.tensor(name), value)
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=name.removesuffix(".value")):
+            ring.take(step=3)
+    assert [ring.back(k).step for k in range(len(ring))] == [2]  # type: ignore[union-attr]
+    assert ring.restore().step == 2
+    assert training.bytes() == before
+    training.step()
+    before = training.bytes()
+    ring.take(step=3)
+    training.step()
+    assert ring.restore().step == 3
+    assert training.bytes() == before
+    assert len(ring) == 2
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_only_slot_survives_a_large_moment_that_is_bad(name: str) -> None:
+    training = Large()
+    ring = SnapshotRing(TrainingState(training.model, training.optimizer), slots=1)
+    ring.take(step=0)
+    before = training.bytes()
+    training.step()
+    spoil(training.tensor(name), math.nan)
+    with pytest.raises(NonFiniteError):
+        ring.take(step=1)
+    assert ring.restore().step == 0
+    assert training.bytes() == before
+
+
+def test_large_values_whose_sum_overflows_are_no_reason_to_refuse() -> None:
+    training = Large()
+    ring = SnapshotRing(TrainingState(training.model, training.optimizer), slots=1)
+    training.model[0].weight.data.fill_(3e38)
+    before = training.bytes()
+    for step in range(2):  # into new memory, then over the only one
+        ring.take(step=step)
+    training.model[0].weight.data.zero_()
+    ring.restore()
+    assert training.bytes() == before
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_large_tensor_of_another_form_is_kept_in_it(slots: int) -> None:
+    net = nn.Linear(1100, 1100)
+    ring = SnapshotRing(TrainingState(net), slots=slots)
+    for step, form in enumerate([(1100, 1100), (10, 7), (600, 2000), (2000, 600)]):
+        net.weight.data = torch.randn(form, generator=torch.Generator().manual_seed(step)).t()
+        before = in_bytes([net.weight])
+        ring.take(step=step)
+        net.weight.data.zero_()
+        ring.restore()
+        assert in_bytes([net.weight]) == before
+
+
 def test_what_was_infinite_from_the_beginning_is_kept() -> None:
     net = nn.Linear(2, 2)
     net.register_buffer("mask", torch.full((2,), -math.inf))

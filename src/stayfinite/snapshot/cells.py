@@ -70,6 +70,21 @@ class ArrayCell(_Named):
         self.value[...] = content
 
 
+class NotesCell(_Named):
+    """Lists and dicts of constants; who holds them belongs to other cells."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__(None, "notes", part)
+
+    def content(self) -> list[tuple[Any, Any]]:
+        return []
+
+    def put_back(self, content: list[tuple[Any, Any]]) -> None:
+        for note, its in content:
+            note.clear()
+            note.update(its) if isinstance(note, dict) else note.extend(its)
+
+
 class AttributesCell(_Named):
     """The attributes of an object that are plain state; the others are not touched."""
 

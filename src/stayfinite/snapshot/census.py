@@ -19,6 +19,8 @@ PARTS = (
     *("scheduler", "scaler", "ema", "random", "loader"),
 )
 """What the state of training is made of; the first part that reaches a thing owns it."""
+STRUCTURE = "structure"
+"""The part of what is never put back, only watched."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,44 +13,69 @@ from stayfinite.detect.scan import all_finite
 from stayfinite.errors import NonFiniteError
 from stayfinite.snapshot.copies import is_simple
 
+Named = Sequence[tuple[str, Tensor]]
+
 _SMALL = 1 << 14
 """Up to so many elements, a call costs more than a copy."""
 _SUMMABLE = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def refuse_nonfinite(named: list[tuple[str, Tensor]]) -> None:
+def refuse_nonfinite(named: Named) -> None:
     """NonFiniteError about the first tensor that is not finite."""
-    if _is_surely_finite([tensor for _, tensor in named]):
-        return
-    reports = bad_reports(named, described=1)
-    if reports:
-        names = ", ".join(report.location for report in reports[:5])
-        raise NonFiniteError(
-            f"a snapshot must be finite, but {names} is not; go back to an older one.",
-            report=reports[0],
-        )
+    FiniteCheck(named).refuse()
 
 
-@undisturbed
-def _is_surely_finite(tensors: list[Tensor]) -> bool:
-    """Never True for a bad tensor; sums that overflow make it False for good ones."""
-    easy: list[Tensor] = []
-    hard: list[Tensor] = []
+class FiniteCheck:
+    """The same tensors, looked at again and again; what is known of their forms is kept."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        easy = [tensor for _, tensor in named if is_easy(tensor)]
+        known = set(map(id, easy))
+        self._hard = [tensor for _, tensor in named if id(tensor) not in known]
+        self._large = [tensor for tensor in easy if tensor.numel() > _SMALL]
+        self._small = alike(tensor for tensor in easy if tensor.numel() <= _SMALL)
+
+    def refuse(self) -> None:
+        """NonFiniteError about the first tensor that is not finite."""
+        if not self._named or self._is_surely_finite():
+            return
+        reports = bad_reports(self._named, described=1)
+        if reports:
+            names = ", ".join(report.location for report in reports[:5])
+            raise NonFiniteError(
+                f"a snapshot must be finite, but {names} is not; go back to an older one.",
+                report=reports[0],
+            )
+
+    @undisturbed
+    def _is_surely_finite(self) -> bool:
+        """Never True for a bad tensor; sums that overflow make it False for good ones."""
+        joined = [torch._utils._flatten_dense_tensors(group) for group in self._small]
+        sums = [tensor.sum() for tensor in self._large + joined]
+        return all(map(_is_finite_total, alike(sums))) and all_finite(self._hard)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether an easy tensor is."""
+    total: float = tensor.sum().item()  # host sync
+    return total - total == 0 or all_finite([tensor])
+
+
+def is_easy(tensor: Tensor) -> bool:
+    """Whether adding up its elements is the quickest way to look at them."""
+    return is_simple(tensor) and tensor.dtype in _SUMMABLE
+
+
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those of one dtype and device together."""
+    groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
-        is_easy = is_simple(tensor) and tensor.dtype in _SUMMABLE
-        (easy if is_easy else hard).append(tensor)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in _joined(easy):
-        by_device.setdefault(tensor.device, []).append(tensor.sum())
-    totals = [torch.stack([t.double() for t in sums]).sum() for sums in by_device.values()]
-    return all(bool(total.isfinite()) for total in totals) and all_finite(hard)  # host sync
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
 
 
-def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Few tensors with the values of many: small ones are put together in a copy."""
-    large: list[Tensor] = []
-    small: dict[object, list[Tensor]] = {}
-    for tensor in tensors:
-        is_small = tensor.numel() <= _SMALL
-        (small.setdefault((tensor.dtype, tensor.device), []) if is_small else large).append(tensor)
-    return large + [torch._utils._flatten_dense_tensors(group) for group in small.values()]
+def _is_finite_total(sums: list[Tensor]) -> bool:
+    total = torch.stack(sums).sum(dtype=torch.float64) if len(sums) > 1 else sums[0]
+    value: float = total.item()  # host sync
+    return value - value == 0

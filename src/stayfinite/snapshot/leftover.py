@@ -29,13 +29,14 @@ class GradientWatch:
         self._looks = 0
         self._are_written = False
         self._last: _Held = []
+        self._none = KeptGradients(params, [None] * len(params))
 
     def keep(self) -> KeptGradients:
         gradients = [param.grad for param in self._params]
         if self._last:
             self._learn()
         if all(map(is_, gradients, repeat(None))):
-            return KeptGradients(self._params, gradients)
+            return self._none
         return self._kept(gradients)
 
     def _learn(self) -> None:

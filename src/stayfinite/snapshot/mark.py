@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from stayfinite.detect.gradients import params_of
 from stayfinite.snapshot.cells import Cell, FrozenCell, ProtocolCell
 from stayfinite.snapshot.census import Census
+from stayfinite.snapshot.form import same
 from stayfinite.snapshot.leftover import GradientWatch, KeptGradients
 from stayfinite.snapshot.members import Members
+from stayfinite.snapshot.modules import Family, ModulesWatch
 from stayfinite.snapshot.owners import add_object, add_param_groups, named_modules
 from stayfinite.snapshot.rng import device_cells, host_cells
 from stayfinite.snapshot.tensors import KeptTensors, TensorWatch
-from stayfinite.snapshot.watch import Contents, ModulesWatch, SchedulerWatch, Watch
+from stayfinite.snapshot.watch import Contents, Watch
 
 
 class Mark:
@@ -54,32 +52,31 @@ class Marker:
     def _look(self) -> None:
         """Find everyone anew: at first, and when modules or parameters came or went."""
         modules = [module for _, module in named_modules(self._members.models)]
+        self._rated = self._rated_now()
         held: list[Tensor] = [p for m in modules for p in m._parameters.values() if p is not None]
-        for optimizer in self._members.optimizers:
-            held += params_of(optimizer)
-        params = list({id(param): param for param in held}.values())
-        self._children = [module._modules for module in modules]
-        self._count = self._members_now()
-        self._watches = [_Watched(ModulesWatch(modules, {id(param) for param in params}))]
-        self._watches += [_Watched(watch) for watch in self._others()]
+        params = list({id(param): param for param in [*held, *self._rated]}.values())
+        self._family = Family(modules)
+        self._modules = _Watched(ModulesWatch(modules, {id(param) for param in params}))
+        self._followers = _Watched(Watch(self._follower_census))
         self._gradients = GradientWatch(params)
         self._cells: list[Cell] = [FrozenCell(params, "requires_grad", "attributes")]
         self._cells += self._generators()
+        self._reads = [cell.content for cell in self._cells]
 
-    def _members_now(self) -> int:
-        """Changes when modules or parameters come or go."""
-        groups = [g for optimizer in self._members.optimizers for g in optimizer.param_groups]
-        parameters = sum([len(group["params"]) for group in groups])
-        return sum(map(len, self._children)) + (parameters << 32)
+    def _rated_now(self) -> list[Tensor]:
+        """The parameters that have learning rates."""
+        return [param for optimizer in self._members.optimizers for param in params_of(optimizer)]
 
-    def _others(self) -> Iterator[Watch]:
+    def _follower_census(self) -> Census:
         """Param groups, schedulers and scaler."""
+        census = Census()
         for optimizer in self._members.optimizers:
-            yield Watch(partial(_census, add_param_groups, optimizer))
+            add_param_groups(census, optimizer)
         for owner in self._members.schedulers:
-            yield SchedulerWatch(partial(_census, add_object, owner, "scheduler", "scheduler"))
+            add_object(census, owner, "scheduler", "scheduler")
         if self._members.scaler is not None:
-            yield Watch(partial(_census, add_object, self._members.scaler, "scaler", "scaler"))
+            add_object(census, self._members.scaler, "scaler", "scaler")
+        return census
 
     def _generators(self) -> list[Cell]:
         census = Census()
@@ -90,13 +87,23 @@ class Marker:
         return census.cells
 
     def mark(self) -> Mark:
-        is_awake = self._is_cuda_awake or not torch.cuda.is_initialized()
-        if self._count != self._members_now() or not is_awake:
+        modules, followers = self._modules.keep(), self._followers.keep()
+        if self._has_news() and not self._knows_all():
             self._look()
-        kept = [watched.keep() for watched in self._watches]
-        contents = [contents for contents, _ in kept]
-        contents.append((self._cells, [cell.content() for cell in self._cells]))
-        return Mark(contents, [tensors for _, tensors in kept], self._gradients.keep())
+            modules, followers = self._modules.keep(), self._followers.keep()
+        others = self._cells, [read() for read in self._reads]
+        contents, tensors = [modules[0], followers[0], others], [modules[1], followers[1]]
+        return Mark(contents, tensors, self._gradients.keep())
+
+    def _has_news(self) -> bool:
+        is_same_device = torch.cuda.is_initialized() is self._is_cuda_awake
+        return self._modules.is_new or self._followers.is_new or not is_same_device
+
+    def _knows_all(self) -> bool:
+        """Whether devices, modules and parameters are those it found."""
+        is_same_device = torch.cuda.is_initialized() is self._is_cuda_awake
+        is_known = is_same_device and self._family.is_whole()
+        return is_known and same(self._rated_now(), self._rated)
 
 
 class _Watched:
@@ -105,15 +112,11 @@ class _Watched:
     def __init__(self, watch: Watch | ModulesWatch) -> None:
         self._watch = watch
         self._tensors = TensorWatch(watch.tensors)
+        self.is_new = False
+        """Whether there was something new when it last looked."""
 
     def keep(self) -> tuple[Contents, KeptTensors | None]:
-        contents, is_new = self._watch.contents()
-        if is_new:
+        contents, self.is_new = self._watch.contents()
+        if self.is_new:
             self._tensors = TensorWatch(self._watch.tensors, self._tensors)
         return contents, self._tensors.keep()
-
-
-def _census(add: Callable[..., None], *owner: Any) -> Census:
-    census = Census()
-    add(census, *owner)
-    return census

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from stayfinite.detect.gradients import params_of
 from stayfinite.snapshot.cells import DictCell, FrozenCell, GradientsCell, ListCell, ProtocolCell
-from stayfinite.snapshot.census import Census
+from stayfinite.snapshot.census import STRUCTURE, Census
 from stayfinite.snapshot.copies import place_of
 from stayfinite.snapshot.plain import CONSTANTS
 
@@ -34,7 +34,7 @@ def add_modules(
         census.tensor(param, f"{prefix}parameters.{name}", part or "parameters")
     for name, module in named:
         # Never put back, only watched: who has other children must be walked again.
-        census.cells.append(DictCell(module._modules, f"{prefix}modules.{name}", "structure"))
+        census.cells.append(DictCell(module._modules, f"{prefix}modules.{name}", STRUCTURE))
         census.cells.append(
             DictCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
         )

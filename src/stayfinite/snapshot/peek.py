@@ -19,12 +19,16 @@ _NUMPY = struct.Struct(f"={_WORDS}Ii")
 _GAUSS = struct.Struct("=i4xd")
 
 
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address))
+
+
 class PythonPeek:
     """The state of the generator behind random.random()."""
 
     def __init__(self) -> None:
         self._generator: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
-        self._address = id(self._generator) + object.__basicsize__
+        self._memory = _memory(id(self._generator) + object.__basicsize__, _PYTHON.size)
         self._is_readable = self._reads_right()
 
     def _reads_right(self) -> bool:
@@ -33,8 +37,7 @@ class PythonPeek:
         return self._full(self.content()) == self._generator.getstate()
 
     def content(self) -> tuple[bytes, float | None]:
-        raw = ctypes.string_at(self._address, _PYTHON.size)
-        return raw, self._generator.gauss_next  # type: ignore[attr-defined]
+        return self._memory.tobytes(), self._generator.gauss_next  # type: ignore[attr-defined]
 
     def read(self) -> Any:
         return self.content() if self._is_readable else self._generator.getstate()
@@ -57,26 +60,28 @@ class NumpyPeek:
 
     def __init__(self) -> None:
         self._generator: np.random.RandomState = np.random.get_state.__self__  # type: ignore[attr-defined]
+        self._get_bits = np.random.mtrand.get_bit_generator
         self._bits: Any = None
-        self._gauss = id(self._generator) + _gauss_offset()
-        self._address = 0
+        self._offset = _gauss_offset()
+        self._memories: tuple[memoryview, memoryview] | None = None
 
     def read(self) -> Any:
-        bits = np.random.mtrand.get_bit_generator()
+        bits = self._get_bits()
         if bits is not self._bits:
             self._look_at(bits)
-        if not self._address:
+        if self._memories is None:
             return self._generator.get_state(legacy=False)
-        raw = ctypes.string_at(self._address, _NUMPY.size)
-        return raw + ctypes.string_at(self._gauss, _GAUSS.size)
+        words, gauss = self._memories
+        return words.tobytes() + gauss.tobytes()
 
     def _look_at(self, bits: Any) -> None:
         """Someone may have put another bit generator in; only the usual one is read directly."""
-        self._bits, self._address = bits, 0
-        if type(bits) is np.random.MT19937 and self._gauss > id(self._generator):
-            self._address = bits.ctypes.state_address
+        self._bits, self._memories = bits, None
+        if type(bits) is np.random.MT19937 and self._offset:
+            words = _memory(bits.ctypes.state_address, _NUMPY.size)
+            self._memories = words, _memory(id(self._generator) + self._offset, _GAUSS.size)
             if not _same(self._full(self.read()), self._generator.get_state(legacy=False)):
-                self._address = 0
+                self._memories = None
 
     def write(self, state: Any) -> None:
         full = self._full(state) if isinstance(state, bytes) else state

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from stayfinite.detect.parts import undisturbed
 from stayfinite.errors import SnapshotError
 from stayfinite.snapshot.cells import Cell, GradientsCell, ProtocolCell
 from stayfinite.snapshot.census import PARTS, Census, Item
 from stayfinite.snapshot.copies import Offload, size_of
-from stayfinite.snapshot.finite import refuse_nonfinite
+from stayfinite.snapshot.finite import FiniteCheck, Named, is_finite, refuse_nonfinite
 from stayfinite.snapshot.owners import add_gradients, add_modules
 from stayfinite.snapshot.rng import global_cells
 from stayfinite.snapshot.rooms import Memories, Rooms
 
 IsVital = Callable[[Item], bool]
+_SMALL = 1 << 22
+"""Of up to so many bytes, everything is looked at before the first is written."""
 
 
 class Snapshot:
@@ -41,21 +44,35 @@ class Snapshot:
         self,
         census: Census,
         *,
+        contents: list[tuple[Cell, Any]] | None = None,
         parts: Collection[str] = PARTS,
         offload: Offload = "none",
         is_vital: IsVital | None = None,
+        careful: bool = True,
     ) -> None:
         """Keep everything that the census found now; memory that fits is used again.
 
-        NonFiniteError names the first vital item that is not finite; nothing is changed then.
+        `contents` is what is in its cells, where the caller knows. NonFiniteError names the
+        first vital item that is not finite. If `careful`, or where it costs little, nothing is
+        changed then. Otherwise values are looked at only as they are copied, and what was kept
+        before is lost.
         """
         plan = self._plan
         if plan is None or not plan.is_for(census, parts, offload):
             plan = _Plan(census, parts, offload, is_vital, self._plan)
-        refuse_nonfinite([(item.name, item.tensor) for item in plan.vital])
-        contents = [(cell, cell.content()) for cell in census.cells if cell.part in parts]
+        is_checked = self.is_whole and (careful or plan.is_small)
+        if is_checked:
+            plan.refuse_all()
+        else:
+            plan.refuse_odd()
+        if contents is None:
+            contents = [(cell, cell.content()) for cell in census.cells if cell.part in parts]
         self.is_whole = False
-        plan.rooms.fill()
+        if is_checked:
+            plan.rooms.fill_runs()
+        else:
+            plan.fill_runs_or_refuse()
+        plan.rooms.fill_rest()
         self._plan, self._contents, self.is_whole = plan, contents, True
 
     def restore(self, *, parts: Collection[str] = PARTS) -> None:
@@ -66,7 +83,7 @@ class Snapshot:
         """
         if self._plan is None or not self.is_whole:
             raise SnapshotError("nothing was captured in this snapshot, or not to the end.")
-        refuse_nonfinite(self._plan.kept_vital())
+        self._plan.refuse_kept()
         contents = [pair for pair in self._contents if pair[0].part in parts]
         # What an object loads itself may replace tensors, so it comes before them.
         contents.sort(key=lambda pair: not isinstance(pair[0], ProtocolCell))
@@ -97,7 +114,7 @@ class Snapshot:
 
 
 class _Plan:
-    """What to copy where: made once, and again when the census is another one."""
+    """What to copy where: made once, and again when the census or a form is another one."""
 
     def __init__(
         self,
@@ -109,21 +126,47 @@ class _Plan:
     ) -> None:
         self._key = census, tuple(parts), offload
         self.items = [item for item in census.items if item.part in parts]
-        self.vital = [item for item in self.items if is_vital is not None and is_vital(item)]
+        vital = [] if is_vital is None else list(map(is_vital, self.items))
+        self._vital = [number for number, is_wanted in enumerate(vital) if is_wanted]
         old = {} if before is None else before.memories_by_name()
         known = [old.get(item.name, []) for item in self.items]
-        self.rooms = Rooms([item.tensor for item in self.items], offload=offload, known=known)
+        tensors = [item.tensor for item in self.items]
+        self.rooms = Rooms(tensors, offload=offload, known=known, checked=self._vital)
+        self.is_small = self.rooms.nbytes <= _SMALL
+        self._odd = FiniteCheck(self._named(self.rooms.not_in_runs))
 
     def is_for(self, census: Census, parts: Collection[str], offload: Offload) -> bool:
-        return self._key[0] is census and self._key[1:] == (tuple(parts), offload)
+        is_known = self._key[0] is census and self._key[1:] == (tuple(parts), offload)
+        return is_known and self.rooms.fit()
 
     def memories_by_name(self) -> dict[str, Memories]:
         names = [item.name for item in self.items]
         return dict(zip(names, self.rooms.memories, strict=True))
 
-    def kept_vital(self) -> list[tuple[str, torch.Tensor]]:
-        memories = self.memories_by_name()
-        return [(item.name, memory) for item in self.vital for memory in memories[item.name]]
+    def refuse_all(self) -> None:
+        """NonFiniteError if a vital item is not finite now."""
+        refuse_nonfinite(self._named(self._vital))
+
+    def refuse_odd(self) -> None:
+        """The same, but for those that are looked at as they are copied."""
+        self._odd.refuse()
+
+    @undisturbed
+    def fill_runs_or_refuse(self) -> None:
+        """Copy run by run; NonFiniteError as soon as one is not finite."""
+        for run in self.rooms.runs:
+            run.fill(self.rooms.tensors)
+            if not is_finite(run.memory):
+                self.refuse_all()
+
+    def refuse_kept(self) -> None:
+        """NonFiniteError if a vital value is no longer finite in the memory that keeps it."""
+        refuse_nonfinite(
+            [(self.items[n].name, memory) for n in self._vital for memory in self.rooms.memories[n]]
+        )
+
+    def _named(self, numbers: Iterable[int]) -> Named:
+        return [(self.items[number].name, self.items[number].tensor) for number in numbers]
 
 
 def _census_of(roots: list[nn.Module]) -> Census:

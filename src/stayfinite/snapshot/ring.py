@@ -15,6 +15,8 @@ _OFFLOADS = ("none", "cpu", "pinned")
 class SnapshotRing:
     """The newest `slots` snapshots; a new one is written into the memory of the oldest.
 
+    The newest is never lost. The oldest may be, when a bad value turns up in a large tensor
+    while it is already being written over; a ring of one slot looks at everything first.
     With `offload` they are kept in the host's memory, pinned for faster copies or not.
     """
 
@@ -32,13 +34,15 @@ class SnapshotRing:
         return len(self._kept)
 
     def take(self, *, step: int) -> Snapshot:
-        """A snapshot of now. NonFiniteError when it is not finite; the others stay as they are."""
+        """A snapshot of now. NonFiniteError when it is not finite; the newest before stays."""
         into = self._kept[0] if len(self._kept) == self._slots else None
         room = into or (self._free[-1] if self._free else None)
         try:
-            snapshot = self._state.capture(step=step, into=room, offload=self._offload)
+            snapshot = self._state.capture(
+                step=step, into=room, offload=self._offload, careful=self._slots == 1
+            )
         except BaseException:
-            if into is not None and not into.is_whole:  # it was interrupted while it was written
+            if into is not None and not into.is_whole:  # it was refused or interrupted midway
                 self._free.append(self._kept.popleft())
             raise
         if into is not None:

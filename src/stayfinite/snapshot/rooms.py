@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from stayfinite.detect.parts import undisturbed
 from stayfinite.snapshot.copies import (
     Group,
     Offload,
@@ -19,6 +20,8 @@ from stayfinite.snapshot.copies import (
     put_back,
     size_of,
 )
+from stayfinite.snapshot.finite import alike, is_easy
+from stayfinite.snapshot.runs import Run, runs_of, side_by_side
 
 Memories = list[Tensor]
 _CPU = torch.device("cpu")
@@ -27,7 +30,9 @@ _CPU = torch.device("cpu")
 class Rooms:
     """Room for the value of each tensor; while these keep their form, filling is a call or two.
 
-    `known` is memory from before, for each tensor; it is used where it fits.
+    `known` is memory from before, for each tensor; it is used where it fits. Of the tensors
+    whose numbers are in `checked`, those that the host can add up are kept in `runs`, and the
+    numbers of the others are in `not_in_runs`.
     """
 
     def __init__(
@@ -36,32 +41,44 @@ class Rooms:
         *,
         offload: Offload = "none",
         known: Sequence[Memories] | None = None,
+        checked: Collection[int] = (),
     ) -> None:
-        self._tensors, self._offload = list(tensors), offload
-        self.memories = list(known) if known is not None else [[] for _ in self._tensors]
+        self.tensors, self._offload, self._checked = list(tensors), offload, checked
+        self.memories = list(known) if known is not None else [[] for _ in self.tensors]
         self._arrange()
 
     def _arrange(self) -> None:
         """Make room for what does not fit, and see what can be copied together."""
-        now = [memories(tensor) for tensor in self._tensors]
-        places = zip(self.memories, now, strict=True)
-        self.memories = [self._fitting(room, values) for room, values in places]
-        together = [number for number, tensor in enumerate(self._tensors) if is_simple(tensor)]
+        now = [memories(tensor) for tensor in self.tensors]
+        in_runs = [n for n in self._checked if self.tensors[n].is_cpu and is_easy(self.tensors[n])]
+        self._make_room(now, in_runs)
+        simple = {number for number, tensor in enumerate(self.tensors) if is_simple(tensor)}
         # The memory of the others must be looked for each time.
-        self._others = sorted(set(range(len(now))) - set(together))
-        self._together = [self._tensors[number] for number in together]
-        self._groups: list[Group] = grouped((self.memories[n][0], now[n][0]) for n in together)
+        self._others = sorted(set(range(len(now))) - simple)
+        self.not_in_runs = sorted(set(self._checked) - set(in_runs))
+        rest = sorted(simple - set(in_runs))
+        self._groups: list[Group] = grouped((self.memories[n][0], now[n][0]) for n in rest)
+        self.runs: list[Run] = runs_of((number, self.memories[number][0]) for number in in_runs)
+        self._simple = [self.tensors[number] for number in sorted(simple)]
         self._forms = self._forms_now()
 
     def _forms_now(self) -> list[object]:
-        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._together]
+        return [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in self._simple]
 
-    def _fitting(self, room: Memories, values: Memories) -> Memories:
-        if len(room) == len(values) and all(map(self._fits, room, values)):
-            return room
-        return [like(value, self._offload) for value in values]
+    def _make_room(self, now: list[Memories], in_runs: list[int]) -> None:
+        pairs = zip(self.memories, now, strict=True)
+        misfits = {number for number, pair in enumerate(pairs) if not self._fits(*pair)}
+        for number in misfits - set(in_runs):
+            self.memories[number] = [like(value, self._offload) for value in now[number]]
+        missing = {id(self.tensors[number]): number for number in in_runs if number in misfits}
+        for group in alike(self.tensors[number] for number in missing.values()):
+            for tensor, memory in zip(group, side_by_side(group), strict=True):
+                self.memories[missing[id(tensor)]] = [memory]
 
-    def _fits(self, memory: Tensor, value: Tensor) -> bool:
+    def _fits(self, room: Memories, values: Memories) -> bool:
+        return len(room) == len(values) and all(map(self._fits_one, room, values))
+
+    def _fits_one(self, memory: Tensor, value: Tensor) -> bool:
         return (
             memory.shape == value.shape
             and memory.dtype is value.dtype
@@ -69,20 +86,36 @@ class Rooms:
             and memory.device == (value.device if self._offload == "none" else _CPU)
         )
 
+    def fit(self) -> bool:
+        """Whether all tensors that are copied together still have the form they had."""
+        return self._forms_now() == self._forms
+
     def fill(self) -> None:
         """Copy the values of now."""
-        if self._forms_now() != self._forms:
+        if not self.fit():
             self._arrange()
+        if self.runs:
+            self.fill_runs()
+        self.fill_rest()
+
+    @undisturbed
+    def fill_runs(self) -> None:
+        for run in self.runs:
+            run.fill(self.tensors)
+
+    def fill_rest(self) -> None:
+        """Copy the values of now that are not in runs."""
         for number in self._others:
-            now = memories(self._tensors[number])
-            self.memories[number] = self._fitting(self.memories[number], now)
+            now = memories(self.tensors[number])
+            if not self._fits(self.memories[number], now):
+                self.memories[number] = [like(value, self._offload) for value in now]
             copy_all(zip(self.memories[number], now, strict=True))
         copy_groups(self._groups, non_blocking=self._offload == "pinned")
 
     def empty(self, numbers: Sequence[int] | None = None) -> None:
         """Put the values back into the tensors, or into some of them."""
-        which = range(len(self._tensors)) if numbers is None else numbers
-        put_back([self._tensors[n] for n in which], [self.memories[n] for n in which])
+        which = range(len(self.tensors)) if numbers is None else numbers
+        put_back([self.tensors[n] for n in which], [self.memories[n] for n in which])
 
     @property
     def nbytes(self) -> int:

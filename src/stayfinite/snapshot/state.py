@@ -52,8 +52,9 @@ class TrainingState:
         self.members = gathered(model, optimizer, scheduler, scaler, ema, loader, generators)
         self._marker: Marker | None = None
         self._watch = Watch(self.members.census)
-        self._infinite = {item.name for item in self._watch.census().items if _may_be_bad(item)}
-        self._known = {item.name for item in self._watch.census().items}
+        items = self._watch.census.items
+        self._infinite = {item.name for item in items if _may_be_bad(item)}
+        self._known = {item.name for item in items}
 
     def capture(
         self,
@@ -62,14 +63,24 @@ class TrainingState:
         into: Snapshot | None = None,
         offload: Offload = "none",
         parts: Collection[str] = PARTS,
+        careful: bool = True,
     ) -> Snapshot:
         """Everything as it is now, in the memory of `into` where that is given.
 
         NonFiniteError names the parameter, optimizer state or running statistic that is not
-        finite; `into` is then as before.
+        finite; `into` is then as before. If not `careful`, it may be empty then: large values
+        are looked at only as they are copied, which costs far less.
         """
         snapshot = into if into is not None else Snapshot()
-        snapshot.write(self._watch.census(), parts=parts, offload=offload, is_vital=self._is_vital)
+        contents = self._watch.pairs(parts)
+        snapshot.write(
+            self._watch.census,
+            contents=contents,
+            parts=parts,
+            offload=offload,
+            is_vital=self._is_vital,
+            careful=careful,
+        )
         snapshot.step = step
         return snapshot
 

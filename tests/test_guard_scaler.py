@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam
 
+import stayfinite
 from stayfinite.errors import TrainingAbortedError
 
 
@@ -139,3 +140,20 @@ def test_gradient_that_goes_bad_after_unscaling_is_vetoed() -> None:
         with pytest.raises(TrainingAbortedError):
             training.scaler.step(training.optimizer)
     assert torch.equal(training.weight, before)
+
+
+def test_loop_goes_on_to_its_scaler_after_a_bad_loss() -> None:
+    training = Training(scale=8.0)
+    model = nn.Linear(2, 1)
+    optimizer = Adam(model.parameters())
+    config = stayfinite.RecoveryConfig(primary_strategy="skip")
+    watched = stayfinite.watch(model, optimizer, scaler=training.scaler, config=config, sinks=[])
+    with watched as guard:
+        for value in (1.0, math.nan, 1.0):
+            optimizer.zero_grad()
+            training.scaler.scale(model(torch.full((1, 2), value)).sum()).backward()
+            training.scaler.step(optimizer)
+            training.scaler.update()
+    assert [incident.step for incident in guard.incidents] == [1]
+    assert training.scaler.get_scale() == 8.0
+    assert torch.isfinite(model.weight).all()

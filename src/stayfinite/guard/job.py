@@ -144,8 +144,11 @@ class Job:
 
         A learning rate that was bad then is the last good one.
         """
+        noted = dict(getattr(self.parts.scaler, "_per_optimizer_states", ()))
         if self._mark is not None:
             self.state.go_back(self._mark)
+        if noted:  # in this very step, and the scaler's update asks for it
+            self.parts.scaler._per_optimizer_states.update(noted)
         for number, group in enumerate(self.parts.optimizer.param_groups):
             if is_bad_rate(group.get("lr")):
                 good = self._good_rates[number] if number < len(self._good_rates) else None

@@ -73,7 +73,7 @@ class ArrayCell(_Named):
 class NotesCell(_Named):
     """Lists and dicts of constants; who holds them belongs to other cells."""
 
-    def __init__(self, part: str = "") -> None:
+    def __init__(self, part: str) -> None:
         super().__init__(None, "notes", part)
 
     def content(self) -> list[tuple[Any, Any]]:

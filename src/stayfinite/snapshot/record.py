@@ -133,6 +133,7 @@ class _Plan:
         tensors = [item.tensor for item in self.items]
         self.rooms = Rooms(tensors, offload=offload, known=known, checked=self._vital)
         self.is_small = self.rooms.nbytes <= _SMALL
+        self._all = FiniteCheck(self._named(self._vital))
         self._odd = FiniteCheck(self._named(self.rooms.not_in_runs))
 
     def is_for(self, census: Census, parts: Collection[str], offload: Offload) -> bool:
@@ -145,7 +146,7 @@ class _Plan:
 
     def refuse_all(self) -> None:
         """NonFiniteError if a vital item is not finite now."""
-        refuse_nonfinite(self._named(self._vital))
+        self._all.refuse()
 
     def refuse_odd(self) -> None:
         """The same, but for those that are looked at as they are copied."""

@@ -6,7 +6,7 @@ in it has become another object that is not a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -61,11 +61,14 @@ class Watch:
 
     def _arrange(self, notes: dict[int, Box]) -> None:
         values = self._values([read() for read in self._reads])
-        places = [place for place, value in enumerate(values) if id(value) in notes]
-        self._form, self._pick_notes = Form(values, loose=places), picker(places)
-        self._notes = self._pick_notes(values)
-        self._note_parts = [notes[id(note)].part for note in self._notes]
-        self._cells: list[Cell] = [*self._boxes, *self._others, NotesCell()]
+        places: dict[str, list[int]] = {}
+        for place, value in enumerate(values):
+            if id(value) in notes:
+                places.setdefault(notes[id(value)].part, []).append(place)
+        loose = [*chain.from_iterable(places.values())]
+        self._form, self._pick_notes = Form(values, loose=loose), picker(loose)
+        self._note_counts = [*map(len, places.values())]
+        self._cells: list[Cell] = [*self._boxes, *map(NotesCell, places), *self._others]
 
     def _values(self, contents: list[Any]) -> list[Any]:
         number = self._lists_from
@@ -78,32 +81,32 @@ class Watch:
     def tensors(self) -> list[Tensor]:
         return [item.tensor for item in self.census.items]
 
-    def pairs(self, parts: Container[str]) -> list[tuple[Cell, Any]]:
+    def pairs(self, parts: Iterable[str]) -> list[tuple[Cell, Any]]:
         """The cells that belong to these parts, and what is in each now."""
         contents, _ = self._boxes_now()
-        boxes = zip(self._boxes, contents, strict=True)
-        notes = zip(self._note_parts, self._notes, strict=True)
-        return [
-            *((box, content) for box, content in boxes if box.part in parts),
-            *((cell, cell.content()) for cell in self._others if cell.part in parts),
-            *((NotesCell(part), [(note, note.copy())]) for part, note in notes if part in parts),
-        ]
+        wanted = frozenset(parts)
+        pairs = [*zip(self._cells, contents, strict=False)]
+        pairs += [(cell, cell.content()) for cell in self._others if cell.part in wanted]
+        return [pair for pair in pairs if pair[0].part in wanted]
 
     def contents(self) -> tuple[Contents, bool]:
         """What is in the cells now, and whether they are others than last time."""
         contents, is_new = self._boxes_now()
         if self._others:
             contents += [cell.content() for cell in self._others]
-        contents.append([(note, note.copy()) for note in self._notes])
         return (self._cells, contents), is_new
 
     def _boxes_now(self) -> tuple[list[Any], bool]:
-        """What is in the boxes, and whether there was something new, so that it looked again."""
+        """What is in boxes and notes, and whether there was something new, so that it looked."""
         contents = [read() for read in self._reads]
         values = self._values(contents)
-        if self._form.fits(values):
-            self._notes = self._pick_notes(values)
-            if all(map(is_note, self._notes)):
-                return contents, False
-        self._look()
-        return [read() for read in self._reads], True
+        is_new = not (self._form.fits(values) and all(map(is_note, self._pick_notes(values))))
+        if is_new:
+            self._look()
+            contents = [read() for read in self._reads]
+            values = self._values(contents)
+        notes = [(note, note.copy()) for note in self._pick_notes(values)]
+        for count in self._note_counts:
+            contents.append(notes[:count])
+            notes = notes[count:]
+        return contents, is_new

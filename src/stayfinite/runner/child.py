@@ -9,10 +9,10 @@ import sys
 from stayfinite.runner import tree
 from stayfinite.runner.children import exit_code, tell_once
 from stayfinite.runner.ending import INCIDENT_CODE, Ending
+from stayfinite.runner.kinds import watch_for
 from stayfinite.runner.plan import MAIN, VARIABLE, read_plan
 from stayfinite.runner.run import watch_and_leave
 from stayfinite.runner.script import Target
-from stayfinite.runner.watch import Watch
 
 
 def main(*, key: str) -> None:
@@ -23,7 +23,7 @@ def main(*, key: str) -> None:
     if key == MAIN:
         plan = dataclasses.replace(plan, pid=os.getpid())
         plan.save()
-    watch = Watch(plan, key=key)
+    watch = watch_for(plan, key=key)
     if key != MAIN:
         watch.listeners.append(tell_once)
 

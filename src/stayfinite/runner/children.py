@@ -19,6 +19,7 @@ from stayfinite.runner.ending import (
     without_our_frames,
 )
 from stayfinite.runner.imports import after_import
+from stayfinite.runner.kinds import watch_for
 from stayfinite.runner.peers import end_peers, is_consequence, watch_group
 from stayfinite.runner.plan import ROOT, read_plan
 from stayfinite.runner.torchrun import watch_launcher
@@ -52,7 +53,7 @@ def watch_children(watch: Watch) -> None:
 
 def join(plan_path: str, key: str) -> None:
     """Begin to watch this process, which a watched one has spawned."""
-    watch = Watch(read_plan(plan_path), key=key)
+    watch = watch_for(read_plan(plan_path), key=key)
     watch.listeners.append(tell_once)
     watch.start()
     watch_children(watch)

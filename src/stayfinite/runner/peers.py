@@ -78,6 +78,11 @@ def end_peers(watch: Watch) -> None:
 
 
 def _end_peers_soon(watch: Watch, incident: Incident) -> None:
+    end_peers_soon(watch)
+
+
+def end_peers_soon(watch: Watch) -> None:
+    """End the peers after a while, for the case that this process waits for them."""
     if _may_end_peers(watch):
         timer = threading.Timer(PATIENCE, end_peers, args=(watch,))
         timer.daemon = True

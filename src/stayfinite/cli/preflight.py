@@ -1,0 +1,44 @@
+"""`stayfinite preflight`: what can go wrong, before it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from stayfinite.cli._options import options_of
+from stayfinite.errors import ConfigError
+from stayfinite.runner.preflight import PreflightOptions
+from stayfinite.runner.script import Target
+
+
+class Refused(click.ClickException):
+    """One line and exit code 2, before anything has run."""
+
+    exit_code = 2
+
+
+@click.command(
+    "preflight",
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [-m]",
+)
+@click.option("-m", "is_module", is_flag=True, help="TARGET is a module, as in `python -m`.")
+@options_of(PreflightOptions)
+@click.argument("target")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(target: str, args: tuple[str, ...], is_module: bool, **options: Any) -> None:
+    """Find what can end a training with NaN or Inf, before it does.
+
+    TARGET is a script, and everything after it belongs to the script. It is run up to its second
+    update and then ended; the risks of its lines, weights, optimizers and first batch are said on
+    stderr, each with a fix. The exit code is 0 when there is none, 1 when there are, and 2 when
+    the script failed or never trained.
+    """
+    from stayfinite.runner.preflight import preflight
+
+    try:
+        chosen = PreflightOptions(**options)
+        preflight(Target(name=target, args=args, is_module=is_module), options=chosen)
+    except ConfigError as error:
+        raise Refused(str(error)) from error

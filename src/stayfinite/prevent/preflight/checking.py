@@ -1,0 +1,176 @@
+"""preflight(): the risks of a model, an optimizer and a batch, before training begins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.errors import ConfigError, InputError
+from stayfinite.locate.replay import LossFunction, call, loss_of
+from stayfinite.locate.source import user_place
+from stayfinite.prevent.data.batch import batch_risks
+from stayfinite.prevent.preflight.checks.optimizers import optimizer_risks
+from stayfinite.prevent.preflight.merging import lowered, proven, said_once
+from stayfinite.prevent.preflight.probe import changed, loss_run, probe
+from stayfinite.prevent.preflight.rehearsal import Rehearsal
+from stayfinite.prevent.risks import Risk, ranked
+from stayfinite.snapshot import Snapshot
+
+Precision = Literal["fp32", "fp16", "bf16"]
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def preflight(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    batch: Any = None,
+    loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
+) -> list[Risk]:
+    """Everything that can end this training with NaN or Inf, the worst first, each with its fix.
+
+    A batch is (inputs, targets) for `loss_fn(model(inputs), targets)`; without `loss_fn` it is
+    what the model itself turns into a loss. With a batch, one forward and backward pass is traced
+    and probed with zeros, ones and large inputs; without one, only weights and optimizer are
+    looked at. `precision` is what training runs in; None: as the model is. The model, the
+    optimizer, the batch and all random states are as before afterwards.
+
+    >>> class Entropy(nn.Module):
+    ...     def forward(self, x):
+    ...         p = torch.softmax(x, -1)
+    ...         return -(p * torch.log(p)).sum(-1)
+    >>> model = nn.Sequential(nn.Linear(8, 4), Entropy())
+    >>> [(risk.level, risk.cause) for risk in preflight(model, batch=torch.randn(16, 8))]
+    [('medium', 'log_of_zero')]
+    """
+    _require(model, optimizer, precision)
+    if batch is None:
+        return _at_rest(model, optimizer)
+    modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    snapshot = Snapshot(modules)
+    rehearsal = Rehearsal(folder=os.getcwd(), outside=user_place(sys._getframe(1)))
+    own = changed(batch, torch.clone)
+    try:
+        model.train()
+        of_batch = _rehearse(rehearsal, model, optimizer, own, loss_fn, precision)
+        found = [*rehearsal.risks(), *of_batch]
+        snapshot.restore()
+        model.train()
+        edges = _probed(rehearsal, modules, own, loss_fn, precision)
+    finally:
+        snapshot.restore()
+    return ranked(said_once(proven(found, edges)))
+
+
+def _require(model: Any, optimizer: Any, precision: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise InputError(f"optimizer is a {kind}; it must be a torch.optim.Optimizer, or None.")
+    known = get_args(Precision)
+    if precision is not None and precision not in known:
+        raise ConfigError(f"precision is {precision!r}; it must be one of {', '.join(known)}.")
+
+
+def _at_rest(model: nn.Module, optimizer: Optimizer | None) -> list[Risk]:
+    rehearsal = Rehearsal(folder=os.getcwd())
+    rehearsal.entered(model, ())
+    found = rehearsal.risks()
+    if optimizer is not None:
+        found += optimizer_risks(optimizer, type(optimizer).__name__)
+    return ranked(found)
+
+
+def _rehearse(
+    rehearsal: Rehearsal,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    batch: Any,
+    loss_fn: LossFunction | None,
+    precision: Precision | None,
+) -> list[Risk]:
+    """One pass, told to the rehearsal; what is wrong with the batch is given back.
+
+    A batch that a loss refuses, as labels out of range, is a risk and not an error.
+    """
+    inputs, targets = parted(batch, loss_fn)
+    # Only the weights tell whether float16 is meant without a scaler.
+    rehearsal.scaling.scales_itself = precision is not None
+    model.zero_grad(set_to_none=True)
+    of_batch: list[Risk] = []
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), rehearsal.recorder:
+        with _autocast(model, precision):
+            output = call(model, inputs)
+            with rehearsal.recorder.paused():
+                of_batch = batch_risks(batch, classes=_classes(output, targets))
+            try:
+                loss = loss_of(output, targets, loss_fn)
+            except InputError:
+                raise
+            except Exception:
+                if any(risk.level == "high" for risk in of_batch):
+                    rehearsal.is_finite = False
+                    return of_batch
+                raise
+        rehearsal.going_back([loss], None)
+        if loss.requires_grad:
+            loss.backward()
+        if optimizer is not None:
+            rehearsal.updating(optimizer, is_scaled=False, place=None)
+    return of_batch if not rehearsal.is_finite else [_tolerated(risk) for risk in of_batch]
+
+
+def _tolerated(risk: Risk) -> Risk:
+    """A NaN in the batch that the loss does not see is worth knowing only."""
+    return lowered(risk) if risk.cause == "bad_input_data" else risk
+
+
+def _classes(output: Any, targets: Any) -> int | None:
+    """How many classes labels can have, if targets are labels."""
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+        return None
+    is_labels = not targets.is_floating_point() and targets.dim() == output.dim() - 1
+    return output.shape[1] if is_labels and output.dim() > 1 else None
+
+
+def _probed(
+    rehearsal: Rehearsal,
+    modules: list[nn.Module],
+    batch: Any,
+    loss_fn: LossFunction | None,
+    precision: Precision | None,
+) -> list[Risk]:
+    if not rehearsal.is_finite:
+        return []
+    inputs, targets = parted(batch, loss_fn)
+    plain = loss_run(modules[0], targets, loss_fn)
+
+    def run(value: Any) -> Tensor:
+        with _autocast(modules[0], precision):
+            return plain(value)
+
+    in_half = rehearsal.recorder.heights.trains_in_half
+    return probe(modules, inputs, run, scene=rehearsal.scene, in_half=in_half)
+
+
+def parted(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+    """Inputs and targets of a batch."""
+    if loss_fn is not None and isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    return batch, None
+
+
+def _autocast(
+    model: nn.Module, precision: Precision | None
+) -> contextlib.AbstractContextManager[Any]:
+    if precision not in _DTYPES:
+        return contextlib.nullcontext()
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return torch.autocast(device, dtype=_DTYPES[precision])

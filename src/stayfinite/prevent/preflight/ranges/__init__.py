@@ -1,0 +1,1 @@
+"""What values can be: intervals, and how operations change them."""

@@ -1,0 +1,212 @@
+"""Accelerate: one call after `accelerator.prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.entrypoints import together
+from stayfinite.detect.hooks import Attachment
+from stayfinite.errors import InputError
+from stayfinite.guard.guard import Guard
+from stayfinite.guard.job import Job
+from stayfinite.guard.watch import Sink
+from stayfinite.guard.watch import watch as watch_loop
+from stayfinite.integrations.answers import OnNaN, answered_by
+from stayfinite.integrations.calls import RecordedCalls
+from stayfinite.integrations.clipping import keep_bad_gradients
+from stayfinite.integrations.packages import check_package
+from stayfinite.records import Incident
+from stayfinite.recover.config import RecoveryConfig
+from stayfinite.recover.manager import NaNRecoveryManager
+
+check_package("accelerate", extra="hf")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+_SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+
+
+def watch(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    *,
+    ema: Any = None,
+    config: RecoveryConfig | None = None,
+    on_nan: OnNaN = "recover",
+    sinks: Iterable[Sink] | None = None,
+) -> AcceleratorGuard:
+    """A guard over training with Accelerate, until `close()` or the end of a `with` block.
+
+    Give it what `accelerator.prepare` returned. A bad update is vetoed, and
+    `accelerator.optimizer_step_was_skipped` says so. "stop" raises TrainingAbortedError at the
+    first bad step, "warn" only tells. The other options are those of `stayfinite.watch`.
+    """
+    guard = guard_over(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        ema=ema,
+        config=config,
+        on_nan=on_nan,
+        sinks=sinks,
+    )
+    return AcceleratorGuard(guard, accelerator, model, optimizer)
+
+
+def guard_over(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any,
+    *,
+    ema: Any = None,
+    config: RecoveryConfig | None,
+    on_nan: OnNaN,
+    sinks: Iterable[Sink] | None,
+) -> Guard:
+    """A guard over the parts of torch inside those of Accelerate; it is attached already."""
+    _check(accelerator, model)
+    return watch_loop(
+        model,
+        inner_optimizer(optimizer),
+        scaler=accelerator.scaler,
+        scheduler=inner_schedulers(scheduler),
+        ema=ema,
+        sinks=sinks,
+        **answered_by(config, on_nan),
+    )
+
+
+def _check(accelerator: Any, model: Any) -> None:
+    if not isinstance(accelerator, Accelerator):
+        raise InputError(
+            f"accelerator is a {type(accelerator).__name__}; it must be an accelerate.Accelerator."
+        )
+    if accelerator.distributed_type in _SHARDED:
+        kind = accelerator.distributed_type.value
+        raise InputError(
+            f"training is sharded by {kind}, whose updates cannot be vetoed from here."
+        )
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer of torch inside those of Accelerate."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def inner_schedulers(schedulers: Any) -> list[Any]:
+    """The schedulers of torch inside those of Accelerate; None, one or several."""
+    given = schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]
+    return [getattr(each, "scheduler", each) for each in given if each is not None]
+
+
+class AcceleratorGuard:
+    """A guard that knows what Accelerate counts; `guard` is the one inside."""
+
+    def __init__(
+        self, guard: Guard, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+    ) -> None:
+        self.guard = guard
+        self._accelerator = accelerator
+        inner = inner_optimizer(optimizer)
+        job = guard.jobs.get(id(inner))
+        if job is None:  # it only warns
+            self._attachment = Attachment(lambda: None)
+            return
+        calls = RecordedCalls(model, job, accelerator.backward)
+        guard.replay_with(calls.again)
+        self._attachment = together(
+            calls.attach(), keep_bad_gradients(inner), tell_skips(optimizer, job)
+        )
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return self.guard.incidents
+
+    @property
+    def manager(self) -> NaNRecoveryManager:
+        """Counts, history and recommendations of the recoveries."""
+        return self.guard.manager
+
+    def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
+        """`fn(batch)`, or None when its update was bad and left out; see `Guard.step`.
+
+        `fn` may use `accelerator.accumulate`: when it is called again, Accelerate counts as it
+        did the first time.
+        """
+        counters = _Counters(self._accelerator)
+
+        def counted(given: Batch) -> Result:
+            counters.put_back()
+            return fn(given)
+
+        return self.guard.step(counted, batch)
+
+    def close(self) -> None:
+        """Leave torch and Accelerate as they were."""
+        self.guard.close()
+        self._attachment.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def tell_skips(optimizer: Optimizer, job: Job) -> Attachment:
+    """Let `step_was_skipped` be true after a vetoed update, so that no scheduler steps."""
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        return Attachment(lambda: None)
+
+    def stepped(inner: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer.scaler is None:
+            optimizer._is_overflow = not job.was_good
+        elif not job.was_good:
+            optimizer._accelerate_step_called = False  # from which it is concluded there
+
+    def forget() -> None:
+        handle.remove()
+        if optimizer.scaler is None:  # nobody else would ever take it back
+            optimizer._is_overflow = False
+
+    handle = inner_optimizer(optimizer).register_step_post_hook(stepped)
+    return Attachment(forget)
+
+
+class _Counters:
+    """Where `accelerator.accumulate` was."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._state = accelerator.gradient_state
+        self._step, self._syncs = accelerator.step, self._state.sync_gradients
+        self._loader = self._state.active_dataloader
+        self._is_last = self._state.end_of_dataloader
+
+    def put_back(self) -> None:
+        self._accelerator.step = self._step
+        self._state.sync_gradients = self._syncs
+        if self._loader is not None:
+            self._loader.end_of_dataloader = self._is_last

@@ -1,0 +1,200 @@
+"""Ignite: a handler for the Engine that trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.entrypoints import together
+from stayfinite.detect.hooks import Attachment
+from stayfinite.errors import InputError
+from stayfinite.guard.guard import Guard
+from stayfinite.guard.job import Job
+from stayfinite.guard.watch import Sink
+from stayfinite.guard.watch import watch as watch_loop
+from stayfinite.integrations.answers import OnNaN, answered_by
+from stayfinite.integrations.clipping import keep_bad_gradients
+from stayfinite.integrations.harmless import harmless, wrapped_method
+from stayfinite.integrations.packages import check_package
+from stayfinite.records import Incident
+from stayfinite.recover.config import RecoveryConfig
+
+check_package("pytorch-ignite", extra="ignite")
+
+from ignite.engine import Engine, Events  # noqa: E402
+
+logger = logging.getLogger("stayfinite")
+Update = Callable[[Engine, Any], Any]
+_watched: WeakSet[Any] = WeakSet()  # engines
+
+
+class StayFinite:
+    """Keeps an Engine's training finite: `StayFinite(model, optimizer).attach(trainer)`.
+
+    A bad step is undone, run again under the tracer by the engine's own update function, so
+    that its report has the line, and left out. Give it the scheduler too, of torch or of
+    Ignite. A step that was left out has the output of the one before it, so that averages and
+    TerminateOnNan do not see it. on_nan="stop" raises TrainingAbortedError at the first bad
+    step, "warn" only tells. The other options are those of `stayfinite.watch`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any = None,
+        *,
+        scaler: Any = None,
+        ema: Any = None,
+        config: RecoveryConfig | None = None,
+        on_nan: OnNaN = "recover",
+        sinks: Iterable[Sink] | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._options: dict[str, Any] = {
+            "scheduler": scheduler,
+            "ema": ema,
+            "sinks": None if sinks is None else list(sinks),
+            **answered_by(config, on_nan),
+        }
+        self.guard: Guard | None = None
+        self._past: list[Incident] = []
+        self._engine: Any = None
+        self._handles: list[Any] = []
+        self._attachment = Attachment(lambda: None)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All that happened, over all runs of the engine."""
+        return [*self._past, *(self.guard.incidents if self.guard is not None else ())]
+
+    def attach(self, engine: Engine) -> Self:
+        """Watch each run of this engine, until `detach()` or the end of a `with` block."""
+        if not isinstance(engine, Engine):
+            raise InputError(
+                f"engine is a {type(engine).__name__}; it must be an ignite.engine.Engine."
+            )
+        if self._handles:
+            raise InputError("this handler is attached already; detach() it first.")
+        for event, handler in (
+            (Events.STARTED, self._started),
+            (Events.TERMINATE, self._ended),
+            (Events.COMPLETED, self._ended),
+        ):
+            self._handles.append(engine.add_event_handler(event, handler))
+        return self
+
+    def detach(self) -> None:
+        """Leave torch and the engine as they were."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._ended()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _started(self, engine: Engine) -> None:
+        self._ended()
+        if engine in _watched:
+            logger.warning("StayFinite does nothing here: another one watches this engine")
+            return
+        scaler = self._scaler if self._scaler is not None else getattr(engine.state, "scaler", None)
+        with harmless("attaching to an engine"):
+            self.guard = watch_loop(self._model, self._optimizer, scaler=scaler, **self._options)
+            self._engine = engine
+            _watched.add(engine)
+            for job in self.guard.jobs.values():
+                self._attachment = _around(engine, self.guard, job)
+
+    def _ended(self) -> None:
+        guard, self.guard = self.guard, None
+        if guard is None:
+            return
+        _watched.discard(self._engine)
+        self._engine = None
+        with harmless("leaving an engine"):
+            guard.close()
+            self._attachment.remove()
+        self._past += guard.incidents
+
+
+def _around(engine: Engine, guard: Guard, job: Job) -> Attachment:
+    steps = _Steps(guard, job)
+    # Handlers that are added now come after those of the user.
+    handles = [
+        engine.add_event_handler(Events.ITERATION_COMPLETED, steps.iteration_ended),
+        engine.add_event_handler(Events.EPOCH_STARTED, steps.goes_on_from_here),
+        engine.add_event_handler(Events.EPOCH_COMPLETED, steps.goes_on_from_here),
+    ]
+    return together(
+        keep_bad_gradients(job.parts.optimizer),
+        wrapped_method(engine, "_process_function", steps.around_update),
+        *(Attachment(handle.remove) for handle in handles),
+    )
+
+
+class _Steps:
+    """The updates of one engine."""
+
+    def __init__(self, guard: Guard, job: Job) -> None:
+        self._guard, self._job = guard, job
+        self._outputs: list[Any] = []  # the last good one
+        self._was_left_out = False
+
+    def around_update(self, original: Update) -> Update:
+        def update(engine: Engine, batch: Any) -> Any:
+            made: list[Any] = []
+            iteration = engine.state.iteration
+
+            def at_its_time(given: Any) -> Any:
+                """The update as the engine called it first, which may be some iterations ago."""
+                now, engine.state.iteration = engine.state.iteration, iteration
+                try:
+                    made.append(original(engine, given))
+                finally:
+                    engine.state.iteration = now
+                return made[-1]
+
+            output = self._guard.step(at_its_time, batch)
+            return self._told(output, made)
+
+        return update
+
+    def _told(self, output: Any, made: list[Any]) -> Any:
+        """The output; of a step that is bad, that of the last good one."""
+        job = self._job
+        self._was_left_out = not job.has_begun and not job.was_good
+        if self._was_left_out:
+            job.hold()
+        if job.trouble is None and not self._was_left_out:
+            self._outputs = [output]
+            return output
+        return (self._outputs or made or [None])[0]
+
+    def iteration_ended(self) -> None:
+        """What handlers did after a step that was left out is taken back."""
+        if self._was_left_out:
+            with harmless("ending an iteration"):
+                self._job.settle()
+                self._job.hold()
+
+    def goes_on_from_here(self) -> None:
+        """What handlers do at the end or the beginning of an epoch is to stay."""
+        if self._was_left_out:
+            with harmless("ending an epoch"):
+                self._job.forget_held()
+                self._job.hold()

@@ -1,0 +1,211 @@
+"""One Trainer of transformers while it trains, under watch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stayfinite.detect.entrypoints import together
+from stayfinite.detect.hooks import Attachment
+from stayfinite.detect.scan import all_finite
+from stayfinite.detect.walk import named_tensors
+from stayfinite.distributed import agree
+from stayfinite.guard.watch import Sink
+from stayfinite.integrations.accelerate import guard_over, inner_optimizer, tell_skips
+from stayfinite.integrations.answers import OnNaN
+from stayfinite.integrations.clipping import keep_bad_gradients
+from stayfinite.integrations.harmless import harmless, wrapped_method
+from stayfinite.recover.config import RecoveryConfig
+
+logger = logging.getLogger("stayfinite")
+Method = Callable[..., Any]
+Named = tuple[str, Tensor]
+
+
+class WatchedTrainer:
+    """Marks where steps begin, replays bad ones, and keeps logs and checkpoints true.
+
+    Four methods of the trainer are wrapped until `close()`: training_step, log,
+    _save_checkpoint, and _run_epoch where there is one.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        config: RecoveryConfig | None,
+        on_nan: OnNaN,
+        sinks: Iterable[Sink] | None,
+    ) -> None:
+        self._trainer = trainer
+        wrapper = trainer.model_wrapped
+        is_distributed = isinstance(wrapper, DistributedDataParallel)
+        self.guard = guard_over(
+            trainer.accelerator,
+            wrapper if is_distributed else trainer.model,
+            trainer.optimizer,
+            trainer.lr_scheduler,
+            config=config,
+            on_nan=on_nan,
+            sinks=sinks,
+        )
+        self._inner = inner_optimizer(trainer.optimizer)
+        self._job = self.guard.jobs.get(id(self._inner))
+        self._calls: list[tuple[Method, tuple[Any, ...], dict[str, Any]]] = []
+        self._losses = Losses()
+        self._infinite = {name for name, tensor in self._buffers() if not all_finite([tensor])}
+        self._attachment = together(*self._attachments())
+        self.guard.replay_with(self._again)
+
+    def _attachments(self) -> Iterable[Attachment]:
+        trainer, job = self._trainer, self._job
+        if job is not None:
+            yield keep_bad_gradients(self._inner)
+            yield tell_skips(trainer.optimizer, job)
+        yield wrapped_method(trainer, "training_step", self._around_training_step)
+        yield wrapped_method(trainer, "log", self._around_log)
+        yield wrapped_method(trainer, "_save_checkpoint", self._around_saving)
+        if hasattr(trainer, "_run_epoch"):
+            yield wrapped_method(trainer, "_run_epoch", self._around_epoch)
+
+    def close(self) -> None:
+        """Leave torch and the trainer as they were."""
+        self.guard.close()
+        self._attachment.remove()
+        self._calls.clear()
+
+    def step_ended(self) -> None:
+        """Take back what followed a vetoed update, before anybody evaluates or saves."""
+        if self._job is not None:
+            self._job.settle()
+        self._losses.step_ended(is_good=self._job is None or self._job.was_good)
+
+    def may_save(self) -> bool:
+        """Whether all that a checkpoint would hold is finite; says so if it is not."""
+        bad = self._bad_name()
+        if not agree(bad is not None):
+            return True
+        step = self._trainer.state.global_step
+        where = f"{bad} is" if bad is not None else "a value of another rank is"
+        logger.error("no checkpoint is saved at step %d: %s not finite", step, where)
+        return False
+
+    def _bad_name(self) -> str | None:
+        buffers = [(name, tensor) for name, tensor in self._buffers() if name not in self._infinite]
+        named: list[Named] = [
+            *((f"parameters.{name}", p) for name, p in self._trainer.model.named_parameters()),
+            *((f"buffers.{name}", buffer) for name, buffer in buffers),
+            *named_tensors(list(self._inner.state.values()), "optimizer"),
+        ]
+        if all_finite(tensor for _, tensor in named):
+            return None
+        return next((name for name, tensor in named if not all_finite([tensor])), None)
+
+    def _buffers(self) -> list[Named]:
+        return list(self._trainer.model.named_buffers())
+
+    def _again(self) -> None:
+        for training_step, args, kwargs in self._calls:
+            training_step(*args, **kwargs)
+
+    def _around_training_step(self, original: Method) -> Method:
+        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with harmless("noting a step of the trainer"):
+                self._begin(original, (model, copy.copy(inputs), *args), kwargs)
+            loss = original(model, inputs, *args, **kwargs)
+            with harmless("looking at a loss of the trainer"):
+                self._losses.saw(loss)
+            return loss
+
+        return training_step
+
+    def _begin(self, original: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._job is None:
+            return
+        if not self._job.has_begun:
+            self._calls.clear()
+            self.guard.begin_step(self._job)
+        self._calls.append((original, args, kwargs))
+
+    def _around_log(self, original: Method) -> Method:
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            with harmless("looking at a log of the trainer"):
+                if "loss" in logs:
+                    logs = self._losses.added_to(logs)
+                    self._mend_sum()
+            return original(logs, *args, **kwargs)
+
+        return log
+
+    def _mend_sum(self) -> None:
+        """A NaN in the sum of losses would stay there: what is left after a log must be 0."""
+        total = getattr(self._trainer, "_tr_loss", None)
+        if isinstance(total, Tensor) and not all_finite([total]):
+            total.zero_()
+
+    def _around_saving(self, original: Method) -> Method:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            is_fine = True
+            with harmless("looking at what a checkpoint would hold"):
+                is_fine = self.may_save()
+            return original(*args, **kwargs) if is_fine else None
+
+        return save
+
+    def _around_epoch(self, original: Method) -> Method:
+        def run_epoch(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except BaseException:  # on_train_end will not come
+                with harmless("leaving a trainer that failed"):
+                    self.close()
+                raise
+
+        return run_epoch
+
+
+class Losses:
+    """The losses since the last log; the trainer's own mean of them is wrong if some are bad."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen = self._steps = self._skipped = 0
+        self._bad: Any = 0
+        self._sum: Any = 0.0
+
+    def saw(self, loss: Tensor) -> None:
+        """One of a micro-batch; nothing is read from the device here."""
+        is_bad = ~torch.isfinite(loss)
+        self._seen += 1
+        self._bad = self._bad + is_bad
+        self._sum = self._sum + loss.masked_fill(is_bad, 0.0)
+
+    def step_ended(self, *, is_good: bool) -> None:
+        self._steps += 1
+        self._skipped += not is_good
+
+    def added_to(self, logs: dict[str, float]) -> dict[str, float]:
+        """The log with what it hides; as it is when there was nothing bad."""
+        more: dict[str, float] = {}
+        if bad := int(self._bad):  # host sync
+            more["loss"] = self._mean(self._seen - bad)
+            more["nonfinite_losses"] = bad
+        if self._skipped:
+            more["skipped_steps"] = self._skipped
+        self._forget()
+        return {**logs, **more}
+
+    def _mean(self, good: int) -> float:
+        """Of the good losses, for a whole step; NaN without any."""
+        if not good or not self._steps:
+            return math.nan
+        return float(self._sum) / good * self._seen / self._steps

@@ -1,5 +1,7 @@
 """The state of training, captured and put back in place, bit for bit."""
 
+from stayfinite.snapshot.batches import KeptBatch as KeptBatch
+from stayfinite.snapshot.batches import RecentBatches as RecentBatches
 from stayfinite.snapshot.mark import Mark as Mark
 from stayfinite.snapshot.record import Snapshot as Snapshot
 from stayfinite.snapshot.ring import SnapshotRing as SnapshotRing

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import nn
@@ -14,13 +12,11 @@ from torch.optim import Optimizer
 from stayfinite.errors import InputError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
-from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.sinks import Sink as Sink
+from stayfinite.report.sinks import told_to as told_to
 from stayfinite.settings import GuardSettings
-
-logger = logging.getLogger("stayfinite")
-Sink = Callable[[Incident], None]
 
 
 def watch(
@@ -39,7 +35,8 @@ def watch(
 
     A loop that knows nothing of it has its bad updates vetoed, as if their batches had not
     been; `guard.step(fn, batch)` can also replay and retry. `scheduler` and `ema` may be
-    several. Each incident goes to all `sinks`; without any, its report goes to stderr.
+    several. Each incident goes to all `sinks`; without any, its report goes to
+    stderr, and to the trackers that run in this process.
 
     >>> import torch, stayfinite
     >>> model = torch.nn.Linear(2, 1)
@@ -70,11 +67,6 @@ def watch(
     return guard
 
 
-def told_to(sinks: Iterable[Sink] | None) -> Sink:
-    """Tells all of them; without any, shows the report. One that fails keeps nobody."""
-    return _fan_out([_show] if sinks is None else list(sinks))
-
-
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
@@ -88,26 +80,3 @@ def _several(given: Any) -> tuple[Any, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
-
-
-def _show(incident: Incident) -> None:
-    state = random.getstate()  # which rich draws from, even when it is loaded
-    from stayfinite.report.terminal import show
-
-    show(incident)
-    random.setstate(state)
-
-
-def _fan_out(sinks: Sequence[Sink]) -> Sink:
-    failed: set[int] = set()
-
-    def tell(incident: Incident) -> None:
-        for number, sink in enumerate(sinks):
-            try:
-                sink(incident)
-            except Exception:
-                if number not in failed:
-                    failed.add(number)
-                    logger.exception("a sink failed; it is told of later incidents all the same")
-
-    return tell

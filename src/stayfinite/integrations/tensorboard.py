@@ -1,0 +1,67 @@
+"""TensorBoard: incidents as scalars, text, and a histogram of the guilty tensor."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from stayfinite.integrations.packages import check_package
+from stayfinite.records import Incident, TensorSummary
+from stayfinite.report.described import guilty_tensor
+from stayfinite.report.terminal import as_text
+
+check_package("tensorboard", extra="tensorboard")
+
+from torch.utils.tensorboard import SummaryWriter  # noqa: E402
+
+
+class TensorBoardSink:
+    """Writes each incident at the step that it happened in."""
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        self.writer = writer
+        self._count = 0
+
+    def __call__(self, incident: Incident) -> None:
+        self._count += 1
+        writer, step = self.writer, incident.step
+        writer.add_scalar("stayfinite/incidents", self._count, step)
+        writer.add_text("stayfinite/incident", f"```\n{as_text(incident)}\n```", step)
+        guilty = guilty_tensor(incident)
+        if guilty is not None:
+            writer.add_scalar("stayfinite/bad_elements", guilty.bad_count, step)
+            if guilty.histogram:
+                self._add_histogram(guilty, step)
+        writer.flush()
+
+    def _add_histogram(self, tensor: TensorSummary, step: int) -> None:
+        """Of its finite values."""
+        count = sum(number for _, number in tensor.histogram)
+        mean, std = tensor.mean or 0.0, tensor.std or 0.0
+        self.writer.add_histogram_raw(
+            "stayfinite/guilty tensor",
+            min=tensor.min,
+            max=tensor.max,
+            num=count,
+            sum=mean * count,
+            sum_squares=(std * std + mean * mean) * count,
+            bucket_limits=[limit for limit, _ in tensor.histogram],
+            bucket_counts=[number for _, number in tensor.histogram],
+            global_step=step,
+        )
+
+
+_sinks: dict[int, TensorBoardSink] = {}
+
+
+def running() -> TensorBoardSink | None:
+    """A sink for the writer that the script has opened last, if it is still open."""
+    writers: list[Any] = [each for each in gc.get_objects() if type(each) is SummaryWriter]
+    open_ones = [writer for writer in writers if writer.all_writers]
+    if not open_ones:
+        return None
+    writer = open_ones[-1]
+    sink = _sinks.get(id(writer))
+    if sink is None or sink.writer is not writer:
+        sink = _sinks[id(writer)] = TensorBoardSink(writer)
+    return sink

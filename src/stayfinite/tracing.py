@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 from stayfinite.detect.walk import named_tensors
@@ -52,7 +53,7 @@ class trace:  # noqa: N801  (reads like torch.no_grad)
     ) -> None:
         try:
             if error is None and not self.incidents:
-                self._look_at_variables(sys._getframe(1))
+                self.look_at(sys._getframe(1).f_locals)  # what the block leaves behind
         except TrainingAbortedError as stop:
             error = stop
         finally:
@@ -65,7 +66,7 @@ class trace:  # noqa: N801  (reads like torch.no_grad)
                 as_text(incident, folder=Path.cwd()), report=report, incident=incident
             ) from None
 
-    def _look_at_variables(self, frame: FrameType) -> None:
-        """What the block leaves behind in the variables of its function."""
-        held: dict[str, Any] = {k: v for k, v in frame.f_locals.items() if not k.startswith("_")}
+    def look_at(self, values: Mapping[str, Any]) -> None:
+        """Judge these values now, by their names; those that begin with _ are left out."""
+        held = {name: value for name, value in values.items() if not name.startswith("_")}
         self._guard.judge_values(list(named_tensors(held, "")))

@@ -9,12 +9,24 @@ import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
 from scenes import guarded
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam
 
 import stayfinite
 from stayfinite.errors import TrainingAbortedError
+
+
+class Amplified(torch.autograd.Function):
+    """Its gradient overflows at any scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3e38 * 3e38
 
 
 class Training:
@@ -28,9 +40,9 @@ class Training:
     def step(self, *, overflow: bool = False) -> None:
         self.optimizer.zero_grad()
         loss = (self.weight * 0.1).sum()
-        self.scaler.scale(loss).backward()
         if overflow:
-            self.weight.grad.mul_(math.inf)
+            loss = Amplified.apply(loss)
+        self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
 

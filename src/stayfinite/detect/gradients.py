@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from torch import Tensor
@@ -29,6 +30,12 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def pairs_of(optimizer: Optimizer) -> Pairs:
     """The same, each with its parameter."""
     return [(p, grad) for p in params_of(optimizer) if (grad := p.grad) is not None]
+
+
+def put_gradients(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Give each parameter its gradient, or none."""
+    for param, gradient in pairs:
+        param.grad = gradient
 
 
 class HiddenGradients:

@@ -6,18 +6,17 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stayfinite.detect.gradients import Pairs, params_of
+from stayfinite.detect.gradients import Pairs, put_gradients
 from stayfinite.detect.leaves import leaves_of
-from stayfinite.detect.scan import all_finite
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard.afterwards import Afterwards
-from stayfinite.guard.job import Job, finding_of, put_gradients
+from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.replay import Replay
 from stayfinite.guard.watcher import Watcher
 from stayfinite.guard.window import Window
@@ -87,8 +86,7 @@ class Guard(Watcher):
         """
         if self._window is None:
             self._window = Window(self, self._sole_job())
-        result: Result | None = self._window.step(fn, batch)
-        return result
+        return cast("Result | None", self._window.step(fn, batch))
 
     def _sole_job(self) -> Job:
         if len(self.jobs) != 1:
@@ -243,6 +241,8 @@ class Guard(Watcher):
         detail = f"{done}; {recovery.detail}" if done else "there is no snapshot to go back to"
         recovery = dataclasses.replace(recovery, succeeded=succeeded, detail=detail)
         self.conclude(job, incident, recovery)
+        if self._window is None:  # what the loop does after its update is taken back
+            job.hold()
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
@@ -276,7 +276,7 @@ class Guard(Watcher):
 
     def mended_harm(self, job: Job) -> bool:
         """Whether parameters were bad, on any rank; they have been put back then."""
-        if not job.any_rank(not all_finite(params_of(job.parts.optimizer))):
+        if not job.any_rank(not job.is_finite()):
             return False
         self._harmed(parameters_found(job.parts.optimizer))
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -139,6 +139,12 @@ class Job:
             return False
         return True
 
+    @property
+    def snapshot_step(self) -> int:
+        """How many good steps there had been at the newest snapshot; 0 without one."""
+        newest = self.ring.back(0)
+        return newest.step if newest is not None else 0
+
     def undo(self) -> None:
         """Everything but parameters and optimizer state as at the beginning of this step.
 
@@ -159,14 +165,15 @@ class Job:
         if self._mark is not None:
             self._mark = self.state.mark()
 
-    def end(self, *, is_good: bool) -> None:
-        """The update of this step was attempted."""
+    def end(self, *, is_good: bool, is_new: bool = True) -> None:
+        """The update of this step was attempted; it is not new when it was counted before."""
         self._mark = self.trouble = None
         self.was_good = is_good
         if is_good:
             self.good_steps += 1
             self._good_rates = self._rates()
-            self.manager.record_good_step(**self.seen)
+            if is_new:
+                self.manager.record_good_step(**self.seen)
 
     def hold(self) -> None:
         """Remember what a loop updates after its step, to take that back in `settle`."""
@@ -191,7 +198,11 @@ class Job:
         if not len(self.ring):
             return None
         self._mark = None
+        optimizer: Any = self.parts.optimizer
+        called = getattr(optimizer, "_opt_called", None)
         snapshot = self.ring.restore(rewind_loader=False)  # the loop goes on with its next batch
+        if called:  # else the scheduler of a loop that has called it warns
+            optimizer._opt_called = called
         return f"the state of {self._ago(snapshot)} was put back"
 
     def _ago(self, snapshot: Snapshot) -> str:
@@ -227,17 +238,15 @@ class Job:
     def _rates(self) -> list[Any]:
         return [group.get("lr") for group in self.parts.optimizer.param_groups]
 
+    def is_finite(self) -> bool:
+        """Whether all parameters are."""
+        return all_finite(params_of(self.parts.optimizer))
+
     def is_finite_after_update(self) -> bool:
         """Whether the parameters that an update has just changed are finite."""
-        updated = [
-            param
-            for group in self.parts.optimizer.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        return surely_finite(updated, of=self) or all_finite(
-            updated or params_of(self.parts.optimizer)
-        )
+        params = params_of(self.parts.optimizer)
+        updated = [param for param in params if param.grad is not None]
+        return surely_finite(updated, of=self) or all_finite(updated or params)
 
     def bad_rates(self) -> Finding | None:
         """Learning rates that are not finite; those that are tensors are not looked at."""
@@ -275,11 +284,6 @@ class Job:
 
 def is_bad_rate(rate: Any) -> bool:
     return isinstance(rate, float) and rate - rate != 0
-
-
-def put_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    for param, gradient in pairs:
-        param.grad = gradient
 
 
 def finding_of(job: Job, gradients: Pairs) -> Finding:

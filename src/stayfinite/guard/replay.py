@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stayfinite.detect.gradients import params_of
+from stayfinite.detect.gradients import params_of, put_gradients
 from stayfinite.detect.repeats import run_again
-from stayfinite.guard.job import Job, finding_of, put_gradients
+from stayfinite.guard.job import Job, finding_of
 from stayfinite.records import Diagnosis, Incident
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from stayfinite.guard.replay import CLEAN_AGAIN
 from stayfinite.incidents import Finding
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryStrategy
+from stayfinite.snapshot import RandomState, RecentBatches
 
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
@@ -31,6 +32,7 @@ class Window:
         self._mode: Literal["idle", "first", "traced", "clip", "again"] = "idle"
         self._calls: list[Call] = []
         self._trouble: Incident | None = None
+        self._recent = RecentBatches()
         self._traces = 0
 
     @property
@@ -58,15 +60,26 @@ class Window:
             self._calls.clear()
             if job.manager.take_skipped_batch():
                 return None
-            self._guard.begin_step(job)
+            self._begin()
+            self._recent.forget(before=job.snapshot_step)
+        number = job.good_steps
         self._calls.append((fn, batch))
+        self._recent.keep(self._calls[-1], step=number)
         result = self._run(self._calls[-1:], "first")
         if self._ended is None:
             return result
-        if self._trouble is None:
-            self._end(is_good=self._ended)
+        if self._trouble is not None:
+            return self._recover(number)
+        if self._ended:
+            self._end(is_good=True)
             return result
-        return self._recover()
+        job.roll_back()  # once more: what `fn` did after its update was done to the old state
+        before = self._recent.since(number)
+        self._catch_up(number)
+        if before:
+            before[0].restore_random()
+        self._end(is_good=False)
+        return None
 
     def saw(self, finding: Finding) -> None:
         """A bad value in this step; the first one counts."""
@@ -100,7 +113,7 @@ class Window:
         finally:
             self._mode = "idle"
 
-    def _recover(self) -> Any:
+    def _recover(self, number: int) -> Any:
         """Undo, locate, let the policy choose; again and again while a new try is bad too."""
         job, guard = self._job, self._guard
         tries, step = 0, self._trouble.step if self._trouble is not None else 0
@@ -108,11 +121,13 @@ class Window:
         while self._trouble is not None:
             self._undo()
             if guard.mended_harm(job):
+                self._catch_up(number)
                 mode = self._next(RecoveryStrategy.RESET_MODEL, tries)
                 job.begin()
             else:
                 mode = self._answer(self._trouble, tries, step)
             if mode is None:
+                self._recent.take_back(job.good_steps)
                 self._end(is_good=False)
                 return None
             tries += 1
@@ -154,6 +169,37 @@ class Window:
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
         return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+
+    def _begin(self) -> None:
+        """Begin a step; weights that turn out to be bad are those of the last snapshot then."""
+        number = self._job.good_steps
+        self._guard.begin_step(self._job)
+        if self._job.good_steps < number:
+            self._catch_up(number)
+            self._guard.begin_step(self._job)
+
+    def _catch_up(self, number: int) -> None:
+        """From the snapshot that was put back, run the good steps before this one again."""
+        job = self._job
+        random = RandomState.capture()
+        kept = self._recent.take_back(job.good_steps)
+        ours, self._calls = self._calls, []
+        for each in [] if job.any_rank(kept is None) else kept or []:
+            if each.step >= number:
+                break
+            job.begin()
+            each.restore_random()
+            call = each.value()
+            self._recent.keep(call, step=job.good_steps)
+            self._run([call], "again")
+            if self._trouble is not None:
+                break  # it is not the same again
+            if self._ended:
+                job.end(is_good=True, is_new=False)
+        self._trouble, self._calls = None, ours
+        random.restore()
+        if not job.is_finite():
+            job.roll_back()
 
     def _undo(self) -> None:
         self._job.settle()

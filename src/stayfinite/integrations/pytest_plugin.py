@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     pass
 
 # Nothing else of ours is imported here: pytest loads this in every project that has stayfinite.
-_TRACE = pytest.StashKey["trace"]()
+_TRACE = pytest.StashKey[Any]()  # of a stayfinite.trace
 
 
 def pytest_configure(config: pytest.Config) -> None:

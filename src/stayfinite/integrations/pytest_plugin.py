@@ -6,12 +6,9 @@ import inspect
 import sys
 from collections.abc import Callable, Generator
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
-
-if TYPE_CHECKING:
-    pass
 
 # Nothing else of ours is imported here: pytest loads this in every project that has stayfinite.
 _TRACE = pytest.StashKey[Any]()  # of a stayfinite.trace

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stayfinite.detect.known import known_norm
 from stayfinite.detect.norms import finite_norm
 from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite, largest
@@ -131,6 +132,9 @@ class Evidence:
 
     def saw_finite(self, optimizer: Optimizer, gradients: list[Tensor]) -> bool:
         """Whether all gradients are known to be finite; some steps by their norm, which is kept."""
+        self.grad_norm = known_norm(gradients)
+        if self.grad_norm is not None:  # clipping has just read them
+            return True
         step = self.count(optimizer)
         if step > _EVERY_NORM and step % _SOME_NORMS and gradients:
             return surely_finite(gradients, of=optimizer)

@@ -9,8 +9,9 @@ import torch
 
 from stayfinite.clip.memory import Drop, drop_bad, scale_down
 from stayfinite.clip.norms import quick_norm, true_norm
-from stayfinite.clip.result import ClipResult, result_of
+from stayfinite.clip.result import ClipResult, left_alone, result_of
 from stayfinite.clip.targets import Gradient, Target, gradients_in
+from stayfinite.detect.known import note_finite
 from stayfinite.errors import ConfigError
 
 Allowed = Callable[[float, bool], float]
@@ -58,11 +59,12 @@ def clip_whole(
     if norm is None:
         found = drop_bad(gradients, drop)
         if found is None:
-            return result_of(float("nan"), {}, elements, was_clipped=False)
+            return left_alone(elements)
         norm, dropped = true_norm(parts, norm_type), found
     max_norm = allowed(float(norm), not dropped)
     if norm > max_norm:
         scale_down(parts, norm, max_norm)
+    note_finite([gradient.tensor for gradient in gradients], min(norm, max_norm))
     return result_of(float(norm), dropped, elements, was_clipped=norm > max_norm, max_norm=max_norm)
 
 

@@ -59,6 +59,27 @@ def scale_down(parts: list[Tensor], norm: Norm, max_norm: float) -> None:
             torch._foreach_mul_(memory, torch.tensor(factor, dtype=dtype, device=device))
 
 
+def scale_each(parts: Sequence[tuple[list[Tensor], Norm, float]]) -> None:
+    """Bring the norm of each list of parts down to its own limit, in few calls."""
+    factors: dict[int, float] = {}
+    plain: list[Tensor] = []
+    for own, norm, max_norm in parts:
+        first, second = _factors(norm, max_norm)
+        if all(_is_plain(part, first * second) for part in own):
+            plain += own
+            factors.update((id(part), first * second) for part in own)
+        else:
+            scale_down(own, norm, max_norm)
+    for group in by_kind(plain):
+        memory = [compact(part) for part in group]
+        torch._foreach_mul_(memory, [factors[id(part)] for part in group])
+
+
+def _is_plain(part: Tensor, factor: float) -> bool:
+    """Whether it can be multiplied by a plain number."""
+    return exact_dtype(part) is part.dtype and factor > torch.finfo(part.dtype).tiny
+
+
 def _factors(norm: Norm, max_norm: float) -> tuple[float, float]:
     """Two whose product brings it down; the first is exact."""
     _, exponent = math.frexp(norm.largest)

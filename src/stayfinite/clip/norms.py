@@ -45,19 +45,22 @@ def quick_norm(parts: list[Tensor], power: float) -> Norm | None:
 
 
 def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
-    """The same for each list of parts by itself, with power 2 and one host read for each kind."""
-    squares = [0.0] * len(memories)
+    """The same for each list of parts by itself, with power 2; one host read for each dtype."""
+    norms = [0.0] * len(memories)
     owners = {id(part): number for number, parts in enumerate(memories) for part in parts}
     for group in by_kind([part for parts in memories for part in parts]):
         chunks = [(owners[id(part)], chunk) for part in group for chunk in _chunks(part)]
-        if group[0].is_complex():
-            norms = [math.nan] * len(chunks)
-        else:
-            norms = torch.stack(_foreach_norm([c for _, c in chunks], 2.0)).tolist()  # host sync
-        for (number, _), norm in zip(chunks, norms, strict=True):
-            squares[number] = math.hypot(squares[number], norm)
-    is_exact = [math.isfinite(norm) and norm > _SAFE_NORM for norm in squares]
-    return [Norm(norm) if ok else None for norm, ok in zip(squares, is_exact, strict=True)]
+        values = _each_norm([chunk for _, chunk in chunks])
+        for (number, _), value in zip(chunks, values, strict=True):
+            norms[number] = math.hypot(norms[number], value)
+    return [Norm(n) if math.isfinite(n) and n > _SAFE_NORM else None for n in norms]
+
+
+def _each_norm(parts: list[Tensor]) -> list[float]:
+    if parts[0].is_complex():
+        return [math.nan] * len(parts)
+    values: list[float] = torch.stack(_foreach_norm(parts, 2.0)).tolist()  # host sync
+    return values
 
 
 def true_norm(parts: list[Tensor], power: float) -> Norm:
@@ -68,6 +71,14 @@ def true_norm(parts: list[Tensor], power: float) -> Norm:
     ratios = [value for part in parts for value in _ratios(part, largest, power)]
     together = torch.tensor([float(ratio) for ratio in ratios], dtype=torch.float64)  # host sync
     return Norm(largest, float(vector_norm(together, power)))
+
+
+def joint(norms: Sequence[Norm]) -> Norm:
+    """The norm of all from the norm of each, with power 2."""
+    largest = max((norm.largest for norm in norms), default=0.0)
+    if largest == 0:
+        return Norm(0.0)
+    return Norm(largest, math.hypot(*(norm.largest / largest * norm.ratio for norm in norms)))
 
 
 def by_kind(parts: list[Tensor]) -> Iterable[list[Tensor]]:

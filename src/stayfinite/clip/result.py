@@ -50,3 +50,8 @@ def result_of(
         max_norm=max_norm,
         clipped=clipped,
     )
+
+
+def left_alone(elements: int) -> ClipResult:
+    """The result where something is bad, and nothing may be dropped."""
+    return result_of(math.nan, {}, elements, was_clipped=False)

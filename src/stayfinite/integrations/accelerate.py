@@ -20,6 +20,7 @@ from stayfinite.integrations.answers import OnNaN, answered_by
 from stayfinite.integrations.calls import RecordedCalls
 from stayfinite.integrations.clipping import keep_bad_gradients
 from stayfinite.integrations.packages import check_package
+from stayfinite.integrations.sharing import guard_of
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -52,7 +53,8 @@ def watch(
     `accelerator.optimizer_step_was_skipped` says so. "stop" raises TrainingAbortedError at the
     first bad step, "warn" only tells. The other options are those of `stayfinite.watch`.
     """
-    guard = guard_over(
+    shared = guard_of(inner_optimizer(optimizer))
+    guard = shared or guard_over(
         accelerator,
         model,
         optimizer,
@@ -62,7 +64,7 @@ def watch(
         on_nan=on_nan,
         sinks=sinks,
     )
-    return AcceleratorGuard(guard, accelerator, model, optimizer)
+    return AcceleratorGuard(guard, accelerator, model, optimizer, is_shared=shared is not None)
 
 
 def guard_over(
@@ -117,12 +119,23 @@ def inner_schedulers(schedulers: Any) -> list[Any]:
 
 
 class AcceleratorGuard:
-    """A guard that knows what Accelerate counts; `guard` is the one inside."""
+    """A guard that knows what Accelerate counts; `guard` is the one inside.
+
+    That may be shared with somebody who watched the optimizer before (`stayfinite run`): then
+    its settings count, and it stays when this one is closed.
+    """
 
     def __init__(
-        self, guard: Guard, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+        self,
+        guard: Guard,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.guard = guard
+        self._is_shared = is_shared
         self._accelerator = accelerator
         inner = inner_optimizer(optimizer)
         job = guard.jobs.get(id(inner))
@@ -150,6 +163,8 @@ class AcceleratorGuard:
         `fn` may use `accelerator.accumulate`: when it is called again, Accelerate counts as it
         did the first time.
         """
+        if self._is_shared:
+            return fn(batch)
         counters = _Counters(self._accelerator)
 
         def counted(given: Batch) -> Result:
@@ -160,7 +175,8 @@ class AcceleratorGuard:
 
     def close(self) -> None:
         """Leave torch and Accelerate as they were."""
-        self.guard.close()
+        if not self._is_shared:
+            self.guard.close()
         self._attachment.remove()
 
     def __enter__(self) -> Self:

@@ -32,7 +32,12 @@ class RecordedCalls:
 
     def attach(self) -> Attachment:
         hook = self._model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        return Attachment(hook.remove)
+
+        def remove() -> None:
+            hook.remove()
+            self._calls.clear()
+
+        return Attachment(remove)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_dynamo_compiling() or is_run_again() or not torch.is_grad_enabled():

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from stayfinite.integrations.answers import OnNaN, answered_by
 from stayfinite.integrations.clipping import keep_bad_gradients
 from stayfinite.integrations.harmless import harmless, wrapped_method
 from stayfinite.integrations.packages import check_package
+from stayfinite.integrations.sharing import guard_of
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 
@@ -31,7 +31,6 @@ from ignite.engine import Engine, Events  # noqa: E402
 
 logger = logging.getLogger("stayfinite")
 Update = Callable[[Engine, Any], Any]
-_watched: WeakSet[Any] = WeakSet()  # engines
 
 
 class StayFinite:
@@ -65,7 +64,6 @@ class StayFinite:
         }
         self.guard: Guard | None = None
         self._past: list[Incident] = []
-        self._engine: Any = None
         self._handles: list[Any] = []
         self._attachment = Attachment(lambda: None)
 
@@ -109,31 +107,26 @@ class StayFinite:
 
     def _started(self, engine: Engine) -> None:
         self._ended()
-        if engine in _watched:
-            logger.warning("StayFinite does nothing here: another one watches this engine")
+        if guard_of(self._optimizer) is not None:
+            logger.warning("StayFinite does nothing here: this optimizer has a guard already")
             return
         scaler = self._scaler if self._scaler is not None else getattr(engine.state, "scaler", None)
         with harmless("attaching to an engine"):
             self.guard = watch_loop(self._model, self._optimizer, scaler=scaler, **self._options)
-            self._engine = engine
-            _watched.add(engine)
             for job in self.guard.jobs.values():
-                self._attachment = _around(engine, self.guard, job)
+                self._attachment = _around(engine, _Steps(self.guard, job, self._ended), job)
 
     def _ended(self) -> None:
         guard, self.guard = self.guard, None
         if guard is None:
             return
-        _watched.discard(self._engine)
-        self._engine = None
         with harmless("leaving an engine"):
             guard.close()
             self._attachment.remove()
         self._past += guard.incidents
 
 
-def _around(engine: Engine, guard: Guard, job: Job) -> Attachment:
-    steps = _Steps(guard, job)
+def _around(engine: Engine, steps: _Steps, job: Job) -> Attachment:
     # Handlers that are added now come after those of the user.
     handles = [
         engine.add_event_handler(Events.ITERATION_COMPLETED, steps.iteration_ended),
@@ -148,10 +141,10 @@ def _around(engine: Engine, guard: Guard, job: Job) -> Attachment:
 
 
 class _Steps:
-    """The updates of one engine."""
+    """The updates of one engine; `fails` is called when an error will end its run."""
 
-    def __init__(self, guard: Guard, job: Job) -> None:
-        self._guard, self._job = guard, job
+    def __init__(self, guard: Guard, job: Job, fails: Callable[[], None]) -> None:
+        self._guard, self._job, self._fails = guard, job, fails
         self._outputs: list[Any] = []  # the last good one
         self._was_left_out = False
 
@@ -169,7 +162,12 @@ class _Steps:
                     engine.state.iteration = now
                 return made[-1]
 
-            output = self._guard.step(at_its_time, batch)
+            try:
+                output = self._guard.step(at_its_time, batch)
+            except BaseException:
+                if Events.EXCEPTION_RAISED not in engine._event_handlers:  # as the engine asks
+                    self._fails()
+                raise
             return self._told(output, made)
 
         return update

@@ -60,7 +60,7 @@ class StayFiniteCallback(TrainerCallback):
     @property
     def incidents(self) -> list[Incident]:
         """All that happened, over all calls of `train()`."""
-        return [*self._past, *(self.guard.incidents if self.guard is not None else ())]
+        return [*self._past, *(self._watch.incidents if self._watch is not None else ())]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -108,7 +108,7 @@ class StayFiniteCallback(TrainerCallback):
             self._trainer = None
             with harmless("leaving a trainer"):
                 watch.close()
-            self._past += watch.guard.incidents
+            self._past += watch.incidents
 
 
 def _calling_trainer() -> Any:

@@ -17,11 +17,14 @@ from stayfinite.detect.hooks import Attachment
 from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_tensors
 from stayfinite.distributed import agree
+from stayfinite.guard.replay import CannotReplayError
 from stayfinite.guard.watch import Sink
 from stayfinite.integrations.accelerate import guard_over, inner_optimizer, tell_skips
 from stayfinite.integrations.answers import OnNaN
 from stayfinite.integrations.clipping import keep_bad_gradients
 from stayfinite.integrations.harmless import harmless, wrapped_method
+from stayfinite.integrations.sharing import guard_of
+from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 
 logger = logging.getLogger("stayfinite")
@@ -31,6 +34,9 @@ Named = tuple[str, Tensor]
 
 class WatchedTrainer:
     """Marks where steps begin, replays bad ones, and keeps logs and checkpoints true.
+
+    If its optimizer has a guard already (`stayfinite run`), that one is used, and it says what
+    is done and who is told.
 
     Four methods of the trainer are wrapped until `close()`: training_step, log,
     _save_checkpoint, and _run_epoch where there is one.
@@ -45,18 +51,19 @@ class WatchedTrainer:
         sinks: Iterable[Sink] | None,
     ) -> None:
         self._trainer = trainer
-        wrapper = trainer.model_wrapped
-        is_distributed = isinstance(wrapper, DistributedDataParallel)
-        self.guard = guard_over(
+        self._inner = inner_optimizer(trainer.optimizer)
+        shared = guard_of(self._inner)
+        self._is_shared = shared is not None
+        self.guard = shared or guard_over(
             trainer.accelerator,
-            wrapper if is_distributed else trainer.model,
+            _module_of(trainer),
             trainer.optimizer,
             trainer.lr_scheduler,
             config=config,
             on_nan=on_nan,
             sinks=sinks,
         )
-        self._inner = inner_optimizer(trainer.optimizer)
+        self._earlier = len(self.guard.incidents)
         self._job = self.guard.jobs.get(id(self._inner))
         self._calls: list[tuple[Method, tuple[Any, ...], dict[str, Any]]] = []
         self._losses = Losses()
@@ -75,9 +82,15 @@ class WatchedTrainer:
         if hasattr(trainer, "_run_epoch"):
             yield wrapped_method(trainer, "_run_epoch", self._around_epoch)
 
+    @property
+    def incidents(self) -> list[Incident]:
+        """Those since this training began."""
+        return self.guard.incidents[self._earlier :]
+
     def close(self) -> None:
-        """Leave torch and the trainer as they were."""
-        self.guard.close()
+        """Leave torch and the trainer as they were; a guard that is somebody else's stays."""
+        if not self._is_shared:
+            self.guard.close()
         self._attachment.remove()
         self._calls.clear()
 
@@ -112,6 +125,8 @@ class WatchedTrainer:
         return list(self._trainer.model.named_buffers())
 
     def _again(self) -> None:
+        if not self._calls:  # a guard that is shared may ask for the step of another
+            raise CannotReplayError("no step of the trainer is under way")
         for training_step, args, kwargs in self._calls:
             training_step(*args, **kwargs)
 
@@ -169,6 +184,12 @@ class WatchedTrainer:
                 raise
 
         return run_epoch
+
+
+def _module_of(trainer: Any) -> Any:
+    """The model, or what makes all ranks agree around it."""
+    wrapper = trainer.model_wrapped
+    return wrapper if isinstance(wrapper, DistributedDataParallel) else trainer.model
 
 
 class Losses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,6 +98,26 @@ def test_value_and_gradients_are_finite(name: str, dtype: torch.dtype, data: st.
         assert gradient.dtype == dtype
         assert gradient.shape == each.shape
         assert gradient.isfinite().all(), gradient
+
+
+PAIRS = list(itertools.permutations(DTYPES, 2))
+
+
+@pytest.mark.parametrize("name", ["safe_div", "safe_pow", "safe_atan2", "giou", "ciou"])
+@settings(deadline=None)
+@given(dtypes=st.sampled_from(PAIRS), data=st.data())
+def test_operands_of_two_dtypes(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype], data: st.DataObject
+) -> None:
+    function = FUNCTIONS[name]
+    inputs = [
+        data.draw(tensors(dtype, *shape))
+        for dtype, shape in zip(dtypes, function.shapes, strict=True)
+    ]
+    value, found = gradients(function.call, *inputs)
+    assert value.isfinite().all(), value
+    assert [gradient.dtype for gradient in found] == list(dtypes)
+    assert all(gradient.isfinite().all() for gradient in found), found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +70,14 @@ def test_compiled_is_the_same(name: str) -> None:
 
 def test_the_backward_pass_is_compiled_too() -> None:
     same_when_compiled(lambda x: safe_sqrt(x) + safe_pow(x, 0.5), "aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_for_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the default backend, whose expm1 and tanh of small numbers are 0."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    same_when_compiled(log1mexp, "inductor")
 
 
 def test_compiled_without_gradients() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stayfinite.errors import InputError
-from stayfinite.prevent.curves import curve, eps_of, floating, widened
+from stayfinite.prevent.curves import curve, eps_of, floating, narrowest, widened
 from stayfinite.prevent.masked import Reduction, reduced
 from stayfinite.prevent.ops import safe_atan2, safe_div
 
@@ -137,6 +137,5 @@ def _near(boxes: Tensor, target: Tensor, eps: float | None, steepness: float) ->
             f"boxes are {tuple(boxes.shape)} and {tuple(target.shape)}; "
             "both must be (..., 4) with the same shape."
         )
-    dtypes = floating(boxes).dtype, floating(target).dtype
-    smaller = min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
-    return eps_of(smaller, eps, steepness=steepness)
+    dtype = narrowest(floating(boxes).dtype, floating(target).dtype)
+    return eps_of(dtype, eps, steepness=steepness)

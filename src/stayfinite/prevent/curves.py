@@ -38,6 +38,11 @@ def steepest(dtype: torch.dtype) -> float:
     return 2.0**14 if dtype == torch.float16 else 2.0 ** (62 if dtype != torch.float64 else 510)
 
 
+def narrowest(*dtypes: torch.dtype) -> torch.dtype:
+    """The one with the smallest largest number."""
+    return min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
+
+
 def floating(x: Tensor) -> Tensor:
     """The tensor itself, or for integers and bools the same numbers as floats."""
     if x.is_complex():

@@ -58,14 +58,15 @@ def focal(
 def _focal_of(logits: Tensor, gamma: float) -> Tensor:
     """The focal loss where the truth is 1, and its derivative, both with p in log space."""
 
+    # Not softplus, which leaves out what is below exp(-20).
     def weight(x: Tensor) -> Tensor:
         return (gamma * functional.logsigmoid(-x)).exp() if gamma else torch.ones_like(x)
 
     def slope(x: Tensor) -> Tensor:
-        growth = functional.softplus(-x) * torch.sigmoid(x)
-        return -weight(x) * (torch.sigmoid(-x) + gamma * growth)
+        growth = functional.logsigmoid(x) * torch.sigmoid(x)
+        return weight(x) * (gamma * growth - torch.sigmoid(-x))
 
-    return curve(lambda x: weight(x) * functional.softplus(-x), (slope,), logits)
+    return curve(lambda x: -weight(x) * functional.logsigmoid(x), (slope,), logits)
 
 
 def dice(

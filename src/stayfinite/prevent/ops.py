@@ -6,18 +6,19 @@ largest finite one. The gradient is the true one too, and 0 where the input was 
 than eps to a singularity. 0 rather than the steep 1 / eps, because one such step ruins a run:
 benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite input is not
 covered. eps is 1e-8 unless given, but never so small that 1 / eps is too large for the dtype
-(6e-5 in float16).
+(6e-5 in float16), or of two operands for the narrower one.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from stayfinite.errors import InputError
-from stayfinite.prevent.curves import curve, eps_of, floating, steepest, widened
+from stayfinite.prevent.curves import curve, eps_of, floating, narrowest, steepest, widened
 
 
 def safe_log(x: Tensor, eps: float | None = None) -> Tensor:
@@ -57,8 +58,8 @@ def safe_div(
     >>> safe_div(torch.tensor([1.0, 0.0, 3e38]), torch.tensor([4.0, 0.0, 0.1]))
     tensor([2.5000e-01, 0.0000e+00, 3.4028e+38])
     """
-    a, b = _together(numerator, denominator)
-    near, limit, steep = eps_of(a.dtype, eps), torch.finfo(a.dtype).max, steepest(a.dtype)
+    a, b, narrow = _together(numerator, denominator)
+    near, limit, steep = eps_of(narrow, eps), torch.finfo(a.dtype).max, steepest(narrow)
 
     def quotient(a: Tensor, b: Tensor) -> Tensor:
         return (a / _kept_away(b, near)).clamp(-limit, limit)
@@ -84,13 +85,14 @@ def safe_pow(base: Tensor, exponent: Tensor | float, eps: float | None = None) -
     """
     if not isinstance(exponent, Tensor):
         x, p = floating(base), float(exponent)
-        near = eps_of(x.dtype, eps)
-        return curve(lambda x: _power(x, p, near), (lambda x: _power_by_base(x, p, near),), x)
-    base, exponent = _together(base, exponent)
-    near = eps_of(base.dtype, eps)
+        near, steep = eps_of(x.dtype, eps), steepest(x.dtype)
+        slope = partial(_power_by_base, p=p, near=near, steep=steep)
+        return curve(lambda x: _power(x, p, near), (slope,), x)
+    base, exponent, narrow = _together(base, exponent)
+    near, steep = eps_of(narrow, eps), steepest(narrow)
     slopes = (
-        lambda x, p: _power_by_base(x, p, near),
-        lambda x, p: _power_by_exponent(x, p, near),
+        lambda x, p: _power_by_base(x, p, near, steep),
+        lambda x, p: _power_by_exponent(x, p, near, steep),
     )
     return curve(lambda x, p: _power(x, p, near), slopes, base, exponent)
 
@@ -121,8 +123,8 @@ def safe_atan2(y: Tensor | float, x: Tensor | float, eps: float | None = None) -
     >>> safe_atan2(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
     tensor([0.0000, 0.7854])
     """
-    y, x = _together(y, x)
-    near = eps_of(x.dtype, eps)
+    y, x, narrow = _together(y, x)
+    near = eps_of(narrow, eps)
 
     def by_first(first: Tensor, second: Tensor) -> Tensor:
         is_near = torch.hypot(first, second) < near
@@ -144,14 +146,16 @@ def log1mexp(x: Tensor, eps: float | None = None) -> Tensor:
     x = floating(x)
     near = eps_of(x.dtype, eps)
 
+    # By sinh, for expm1 that torch.compile makes for a CPU is exp(x) - 1, which is 0 for small x.
     def value(x: Tensor) -> Tensor:
-        x = -x.abs().clamp_min(near)
-        return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
+        size = x.abs().clamp_min(near)
+        small = (2 * (size / 2).sinh()).log() - size / 2
+        return torch.where(size < math.log(2), small, (-(-size).exp()).log1p())
 
     def slope(x: Tensor) -> Tensor:
         is_near = x.abs() < near
         size = torch.where(is_near, 1.0, x).abs()
-        return torch.where(is_near, 0.0, x.sign() * (-size).exp() / -(-size).expm1())
+        return torch.where(is_near, 0.0, x.sign() * (-size / 2).exp() / (2 * (size / 2).sinh()))
 
     return curve(value, (slope,), x)
 
@@ -163,19 +167,19 @@ def _power(x: Tensor, p: Tensor | float, near: float) -> Tensor:
     return torch.pow(x, p).clamp(-limit, limit).to(dtype)
 
 
-def _power_by_base(x: Tensor, p: Tensor | float, near: float) -> Tensor:
-    limit, dtype = steepest(x.dtype), x.dtype
+def _power_by_base(x: Tensor, p: Tensor | float, near: float, steep: float) -> Tensor:
+    dtype = x.dtype
     x, p = _finer(x, p)
     is_near = (x.abs() < near) & (p < 1)
     slope = p * torch.pow(torch.where(is_near, 1.0, x), p - 1)
-    return torch.where(is_near, 0.0, slope.clamp(-limit, limit)).to(dtype)
+    return torch.where(is_near, 0.0, slope.clamp(-steep, steep)).to(dtype)
 
 
-def _power_by_exponent(x: Tensor, p: Tensor, near: float) -> Tensor:
-    limit, dtype, is_positive = steepest(x.dtype), x.dtype, x > 0
+def _power_by_exponent(x: Tensor, p: Tensor, near: float, steep: float) -> Tensor:
+    dtype, is_positive = x.dtype, x > 0
     x, p = widened(x), widened(p)
     x = torch.where((x < near) & (p < 0), near, torch.where(is_positive, x, 1.0))
-    slope = (torch.pow(x, p) * x.log()).clamp(-limit, limit)
+    slope = (torch.pow(x, p) * x.log()).clamp(-steep, steep)
     return torch.where(is_positive, slope, 0.0).to(dtype)
 
 
@@ -193,20 +197,23 @@ def _kept_away(x: Tensor, near: float) -> Tensor:
     return x.abs().clamp_min(near).copysign(x)
 
 
-def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Both as floating tensors of one shape and dtype; at least one is a tensor."""
-    tensors = [value for value in (first, second) if isinstance(value, Tensor)]
+def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Both as floating tensors of one shape and dtype, and the dtype that all gradients fit into.
+
+    At least one is a tensor.
+    """
+    tensors = [floating(value) for value in (first, second) if isinstance(value, Tensor)]
     if not tensors:
         raise InputError(
             f"got two {type(first).__name__}s; at least one must be a tensor. "
             "For plain numbers use the math module."
         )
     # As in torch, numbers and 0-d tensors take the dtype of the other.
-    dtypes = [floating(tensor).dtype for tensor in tensors if tensor.ndim or len(tensors) == 1]
-    dtypes = dtypes or [floating(tensor).dtype for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors if tensor.ndim or len(tensors) == 1]
+    dtypes = dtypes or [tensor.dtype for tensor in tensors]
     dtype, device = torch.promote_types(dtypes[0], dtypes[-1]), tensors[0].device
     a, b = torch.broadcast_tensors(
         torch.as_tensor(first, dtype=dtype, device=device),
         torch.as_tensor(second, dtype=dtype, device=device),
     )
-    return a, b
+    return a, b, narrowest(dtype, *(tensor.dtype for tensor in tensors))

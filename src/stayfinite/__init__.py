@@ -78,6 +78,10 @@ _HOME = {
     "check_init": "prevent.init",
     "InitProblem": "prevent.init",
     "TrainingState": "snapshot",
+    "preflight": "prevent.preflight.checking",
+    "Risk": "prevent.risks",
+    "check_data": "prevent.data.check",
+    "AdaptiveClipper": "prevent.clipping.clipper",
 }
 
 __all__ = sorted(["__version__", *_HOME])
@@ -117,6 +121,8 @@ if TYPE_CHECKING:
     from stayfinite.prevent.boxes import giou as giou
     from stayfinite.prevent.clamp import ActivationClamp as ActivationClamp
     from stayfinite.prevent.clamp import clamp_activations as clamp_activations
+    from stayfinite.prevent.clipping.clipper import AdaptiveClipper as AdaptiveClipper
+    from stayfinite.prevent.data.check import check_data as check_data
     from stayfinite.prevent.distributions import info_nce as info_nce
     from stayfinite.prevent.distributions import kl as kl
     from stayfinite.prevent.init import InitProblem as InitProblem
@@ -136,6 +142,8 @@ if TYPE_CHECKING:
     from stayfinite.prevent.ops import safe_log as safe_log
     from stayfinite.prevent.ops import safe_pow as safe_pow
     from stayfinite.prevent.ops import safe_sqrt as safe_sqrt
+    from stayfinite.prevent.preflight.checking import preflight as preflight
+    from stayfinite.prevent.risks import Risk as Risk
     from stayfinite.records import Diagnosis as Diagnosis
     from stayfinite.records import Incident as Incident
     from stayfinite.records import NaNReport as NaNReport

@@ -15,10 +15,12 @@ import pytest
 import torch
 from checkpoints import Job, Net
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch import nn
 
 import stayfinite
 from stayfinite.checkpoint import save_checkpoint
+from stayfinite.checkpoint.checking import check, size_on_disk
 from stayfinite.cli import main
 from stayfinite.cli.check import command
 
@@ -83,8 +85,10 @@ def test_good_checkpoint_is_0(folder: Path) -> None:
     path = job.save(folder / "last.ckpt")
     done = run(path)
     assert done.exit_code == 0
-    assert done.stdout.startswith("good")
-    assert "stayfinite, step 1, " in done.stdout
+    *table, verdict = done.stdout.splitlines()
+    assert verdict == f"good  {path}: stayfinite, step 1"
+    for part in ("model", "optimizer", "scheduler", "scaler", "ema", "random"):
+        assert any(line.startswith(f"│ {part} ") for line in table)
     assert done.stderr == ""
 
 
@@ -167,14 +171,18 @@ def test_json_has_everything(folder: Path) -> None:
         "good": False,
         "layout": "stayfinite",
         "step": 4,
-        "parts": ["models", "random"],
-        "tensors": 10,
-        "bytes": found["bytes"],
+        "parts": found["parts"],
         "comparison": None,
     }
-    assert found["bytes"] == sum(
-        t.nbytes for t in (*Net().parameters(), *Net().buffers(), torch.ones(1))
-    )
+    tensors = (*Net().parameters(), *Net().buffers(), torch.ones(1))
+    assert found["parts"][0] == {
+        "name": "model",
+        "tensors": len(tensors),
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "dtypes": ["float32", "int64"],
+        "largest": 1.0,
+    }
+    assert [part["name"] for part in found["parts"]] == ["model", "random"]
 
 
 def test_against_tells_what_differs(folder: Path) -> None:
@@ -208,6 +216,21 @@ def test_against_tells_what_differs(folder: Path) -> None:
 def test_against_something_unreadable_is_2(folder: Path) -> None:
     save_checkpoint(folder / "a.ckpt", model=nn.Linear(2, 1))
     assert run("a.ckpt", "--against", "none.ckpt").exit_code == 2
+
+
+@pytest.mark.parametrize("layout", ["ours", "torch", "safetensors"])
+def test_progress_comes_as_the_file_is_read(folder: Path, layout: str) -> None:
+    model, path = nn.Linear(1500, 700), folder / "a"
+    if layout == "ours":
+        save_checkpoint(path, model=model)
+    elif layout == "torch":
+        torch.save(model.state_dict(), path)
+    else:
+        save_file(model.state_dict(), path)
+    told: list[int] = []
+    check(path, progress=told.append)
+    assert len(told) > 3
+    assert 0.99 < sum(told) / size_on_disk(path) <= 1
 
 
 def test_progress_bar_is_shown_on_a_terminal_only(folder: Path, monkeypatch: Any) -> None:

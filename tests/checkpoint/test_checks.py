@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Job, Net, fingerprint, values_only
+from safetensors.torch import save_file
 from torch import nn
 
 from stayfinite.checkpoint import Problem, load_checkpoint, save_checkpoint, validate_checkpoint
@@ -68,6 +69,28 @@ def test_plain_attribute_that_the_file_lacks_is_an_error(tmp_path: Path) -> None
     problems = found(tmp_path / "a.pt", model=Lost())
     assert list(problems) == ["model.scale_factor"]
     assert "plain attribute" in problems["model.scale_factor"].message
+
+
+def test_attribute_that_the_model_lacks_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.last_attention = torch.ones(3)
+    path = saved(tmp_path, model)
+    (problem,) = found(path, model=nn.Linear(2, 2)).values()
+    assert (problem.kind, problem.key) == ("unexpected", "model.last_attention")
+    assert problem.message.endswith('if nothing needs it, pass ignore=["last_attention"].')
+    load_checkpoint(path, model=nn.Linear(2, 2), ignore=["last_attention"])
+
+
+def test_entry_that_is_no_tensor_is_an_error(tmp_path: Path) -> None:
+    torch.save({"model": {**nn.Linear(2, 2).state_dict(), "scale": 0.18}}, tmp_path / "a.pt")
+    (problem,) = found(tmp_path / "a.pt", model=nn.Linear(2, 2)).values()
+    assert (problem.kind, problem.key) == ("unexpected", "model.scale")
+    load_checkpoint(tmp_path / "a.pt", model=nn.Linear(2, 2), ignore=["scale"])
+
+
+def test_ignored_tensors_may_hold_anything(tmp_path: Path) -> None:
+    torch.save({**nn.Linear(1, 1).state_dict(), "old": torch.tensor(math.nan)}, tmp_path / "a.pt")
+    load_checkpoint(tmp_path / "a.pt", model=nn.Linear(1, 1), ignore=["old"])
 
 
 def test_unexpected_and_missing_are_warnings_when_not_strict(tmp_path: Path) -> None:
@@ -268,6 +291,7 @@ def test_what_is_there_and_not_asked_for_is_a_warning_of_those_who_go_on(tmp_pat
     assert [(p.key, p.kind) for p in loaded.warnings] == [
         ("scheduler", "not_loaded"),
         ("scaler", "not_loaded"),
+        ("ema", "not_loaded"),
     ]
     assert load_checkpoint(path, model=job.model).warnings == ()
 
@@ -359,11 +383,24 @@ def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> Non
     state = Net().state_dict()
     state["head.weight"] = state["head.weight"] + 1
     torch.save(state, tmp_path / "a.pt")
-    problems = found(
-        tmp_path / "a.pt",
-        model=Net(),
-    )
+    model = Net()
+    problems = found(tmp_path / "a.pt", model=model)
     assert problems["model.head.weight"].kind == "tied"
+    save_file({name: value.clone() for name, value in state.items()}, tmp_path / "a.safetensors")
+    model.scale = None
+    for name in ("a.pt", "a.safetensors"):
+        (problem,) = validate_checkpoint(tmp_path / name, model)
+        assert problem.kind == "tied"
+        assert problem.key in ("model.head.weight", "model.second.weight")
+
+
+def test_weights_that_the_model_ties_must_be_the_same_in_our_file_too(tmp_path: Path) -> None:
+    loose = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    path = saved(tmp_path, loose)
+    tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    tied[1].weight = tied[0].weight
+    assert found(path, model=tied)["model.1.weight"].kind == "tied"
+    assert [problem.kind for problem in validate_checkpoint(path, tied)] == ["tied"]
 
 
 def test_lazy_and_meta_models_are_told_what_to_do(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import struct
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import Job
@@ -12,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
-from stayfinite.checkpoint.format.digests import GRID, Digest, digest
+from stayfinite.checkpoint.format.digests import PIECE, digest
 from stayfinite.errors import CheckpointError
 
 # The whole count with --hypothesis-profile=prove, a tenth of it otherwise; the same ones each time.
@@ -54,7 +58,7 @@ def test_flipped_bits_are_detected_and_the_model_is_untouched(
 
 
 def test_flipped_bits_of_large_tensors_are_detected(tmp_path: Path) -> None:
-    model = torch.nn.Linear(600, 900)  # several pieces, many grids, and a rest
+    model = torch.nn.Linear(600, 900)  # several pieces, and a rest
     path = save_checkpoint(tmp_path / "a.ckpt", model=model)
     assert path is not None
     good = path.read_bytes()
@@ -150,36 +154,51 @@ def test_error_of_a_damaged_file_names_an_older_one_that_is_whole(tmp_path: Path
 
 # The digest: what digests.py promises.
 
-
-@st.composite
-def changes(draw: st.DrawFn) -> tuple[int, dict[int, int]]:
-    """A size, and up to three words of one grid with what is added to them."""
-    grids = draw(st.integers(1, 3))
-    grid = draw(st.integers(0, grids - 1))
-    words = st.integers(grid * 4096, grid * 4096 + 4095)
-    amounts = st.integers(1, 2**64 - 1)
-    return grids, draw(st.dictionaries(words, amounts, min_size=1, max_size=3))
+BURST = 16_304
+SECTOR = 512
 
 
-@given(changes())
-def test_up_to_three_changed_words_always_change_the_digest(
-    change: tuple[int, dict[int, int]],
+def noise(count: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+
+
+@given(st.integers(1, 2 * PIECE), st.integers(0, 99), st.data())
+def test_any_change_within_a_burst_changes_the_digest(
+    count: int, seed: int, data: st.DataObject
 ) -> None:
-    grids, words = change
-    data = torch.arange(grids * GRID, dtype=torch.int64).mul(2654435761).to(torch.uint8)
-    before = digest(data)
-    for word, amount in words.items():
-        value = int.from_bytes(data[word * 8 : word * 8 + 8].numpy().tobytes(), "little")
-        changed = ((value + amount) % 2**64).to_bytes(8, "little")
-        data[word * 8 : word * 8 + 8] = torch.tensor(list(changed), dtype=torch.uint8)
-    assert digest(data) != before
+    content = noise(count, seed)
+    before = digest(content)
+    start = data.draw(st.integers(0, count - 1))
+    burst = content[start : start + data.draw(st.integers(1, BURST))]
+    change = data.draw(st.sampled_from([noise(len(burst), seed + 1), np.full(len(burst), 255)]))
+    burst ^= np.maximum(change, 1).astype(np.uint8)
+    assert digest(content) != before
 
 
-@given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 999))
-def test_digest_does_not_depend_on_the_pieces(pieces: list[int], rest: int) -> None:
-    sizes = [piece * GRID for piece in pieces] + [rest]
-    data = torch.arange(sum(sizes), dtype=torch.int64).mul(40503).to(torch.uint8)
-    whole = Digest()
-    for piece in data.split(sizes):
-        whole.update(piece)
-    assert whole.value() == digest(data)
+@given(st.integers(0, 99), st.integers(1, 16), st.data())
+def test_sectors_that_change_places_change_the_digest(
+    seed: int, sectors: int, data: st.DataObject
+) -> None:
+    content, size = noise(PIECE + 7 * SECTOR, seed), sectors * SECTOR
+    before = digest(content)
+    places = st.integers(0, (len(content) - size) // SECTOR).map(lambda place: place * SECTOR)
+    one = data.draw(places)
+    other = data.draw(places.filter(lambda place: abs(place - one) >= size))
+    here, there = content[one : one + size], content[other : other + size]
+    here[:], there[:] = there.copy(), here.copy()
+    assert digest(content) != before
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 16_311, 16_312, 16_313, PIECE - 1, PIECE, PIECE + 9])
+def test_digest_is_that_of_the_format(count: int) -> None:
+    """As docs/checkpoints.md describes it, with plain numbers."""
+    content, parts = noise(count, 0).tobytes(), []
+    for start in range(0, max(1, count), 64 * 16_312):
+        piece = content[start : start + 64 * 16_312]
+        rows = [piece[at : at + 16_312] for at in range(0, len(piece) // 16_312 * 16_312, 16_312)]
+        words = [struct.unpack("<2039Q", row) for row in rows]
+        sums = [sum(column) % 2**64 for column in zip(*words, strict=True)]
+        rest = piece[16_312 * len(rows) :]
+        parts.append(sha256(struct.pack(f"<{len(sums)}Q", *sums) + rest).digest()[:16])
+    expected = sha256(b"".join(parts)).digest()[:16]
+    assert digest(np.frombuffer(content, dtype=np.uint8)) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import fingerprint, values_only
+from hypothesis import settings
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
 from stayfinite.errors import CheckpointError
+
+DAMAGES = 500 if settings.default.max_examples >= 5_000 else 40
 
 
 def build(seed: int) -> tuple[nn.Module, Any, Any]:
@@ -143,6 +148,68 @@ def test_file_without_a_model_says_so(tmp_path: Path, content: Any) -> None:
     assert "\n" not in problem.message
 
 
+class Remembering(nn.Linear):
+    seen: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_extra_state_of_modules_in_a_state_dict(tmp_path: Path, prefix: str) -> None:
+    model = nn.Sequential(Remembering(2, 2))
+    model[0].seen = 5
+    state = {prefix + name: value for name, value in model.state_dict().items()}
+    torch.save(state, tmp_path / "a.pt")
+    other = nn.Sequential(Remembering(2, 2))
+    load_checkpoint(tmp_path / "a.pt", model=other)
+    assert other[0].seen == 5
+    with pytest.raises(CheckpointError, match=r"model\.0\._extra_state: has no place"):
+        load_checkpoint(tmp_path / "a.pt", model=nn.Sequential(nn.Linear(2, 2)))
+    torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"model\.0\._extra_state: is not in the file"):
+        load_checkpoint(tmp_path / "a.pt", model=other)
+
+
+def foreign_files(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """A checkpoint of each kind, with the file of it that gets damaged."""
+    model, optimizer, _ = build(2)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, folder / "zip.pt")
+    torch.save(state, folder / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(model.state_dict(), folder / "a.safetensors")
+    for name in ("zip.pt", "old.pt", "a.safetensors"):
+        yield folder / name, folder / name
+    hf_folder(folder / "hf", sharded=True)
+    yield folder / "hf", folder / "hf" / "model.safetensors.index.json"
+    dcp_folder(folder / "dcp")
+    yield folder / "dcp", folder / "dcp" / ".metadata"
+    yield folder / "dcp", next((folder / "dcp").glob("*.distcp"))
+
+
+def test_damaged_files_of_others_give_no_other_error_than_ours(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    for checkpoint, file in foreign_files(tmp_path):
+        good = file.read_bytes()
+        for number in range(DAMAGES):
+            data = bytearray(good)
+            for _ in range(number % 3 + 1):
+                data[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
+            file.write_bytes(data[: generator.randrange(len(good))] if number % 4 == 0 else data)
+            model = build(1)[0]
+            before = fingerprint(model)
+            try:
+                load_checkpoint(checkpoint, model=model)
+            except CheckpointError:
+                assert fingerprint(model) == before
+            validate_checkpoint(checkpoint, model)
+        file.write_bytes(good)
+        assert validate_checkpoint(checkpoint) == []
+
+
 # safetensors and Hugging Face
 
 
@@ -194,6 +261,18 @@ def test_hugging_face_folder(tmp_path: Path, sharded: bool, extension: str) -> N
         assert values_only(fingerprint(mine)) == values_only(fingerprint(theirs))
 
 
+def test_folder_of_accelerate_and_the_step_of_a_trainer(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-7"
+    hf_folder(folder, sharded=False)
+    for name in ("optimizer", "scheduler"):
+        (folder / f"{name}.pt").rename(folder / f"{name}.bin")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    model, optimizer, scheduler = build(1)
+    loaded = load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert (loaded.layout, loaded.step) == ("huggingface", 7)
+    assert values_only(fingerprint(optimizer)) == values_only(fingerprint(build(2)[1]))
+
+
 def test_shards_that_are_missing_or_incomplete(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     hf_folder(folder, sharded=True)
@@ -218,6 +297,29 @@ def test_index_that_points_outside_is_refused(tmp_path: Path, name: str) -> None
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     (problem,) = validate_checkpoint(index)
     assert "is not in its folder" in problem.message
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"__metadata__": {"stayfinite": "1"}},
+        {"__metadata__": {"stayfinite": "1", "state": "{}"}},
+        {"__metadata__": ["stayfinite"]},
+        {"__metadata__": "stayfinite"},
+        {"stayfinite.seal": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}},
+        {"a": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}},
+        {"a": {"dtype": ["U8"], "shape": [0], "data_offsets": [0, 0]}},
+        {"a": {"dtype": "U8", "shape": [2**70], "data_offsets": [0, 2**70]}},
+        [],
+        {"a": 3},
+    ],
+)
+def test_header_that_means_nothing_is_one_line(tmp_path: Path, header: Any) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text)
+    (problem,) = validate_checkpoint(tmp_path / "a")
+    assert problem.kind == "unreadable"
+    assert "\n" not in problem.message
 
 
 def test_damaged_header_of_a_safetensors_file(tmp_path: Path) -> None:
@@ -273,6 +375,22 @@ def test_dcp_folder(tmp_path: Path) -> None:
     assert found["param_groups"] == expected["param_groups"]
     for number, state in expected["state"].items():
         assert all(torch.equal(found["state"][number][key], state[key]) for key in state)
+
+
+def test_order_of_parameters_in_a_dcp_folder_is_compared(tmp_path: Path) -> None:
+    model, optimizer, _ = build(2)
+    parts: Any = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"model": parts[0], "optimizer": parts[1]}
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other, same, _ = build(1)
+    load_checkpoint(tmp_path / "dcp", model=other, optimizer=same)
+    first = next(iter(same.state.values()))["exp_avg"]
+    assert torch.equal(first, next(iter(optimizer.state.values()))["exp_avg"])
+    turned = torch.optim.Adam(reversed(list(other.parameters())))
+    with pytest.raises(CheckpointError, match="the order has changed"):
+        load_checkpoint(tmp_path / "dcp", model=other, optimizer=turned)
 
 
 def test_dcp_folder_with_parts_of_several_ranks(tmp_path: Path) -> None:

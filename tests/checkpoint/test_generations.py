@@ -71,6 +71,16 @@ def test_damaged_file_is_put_aside_and_pushes_no_good_one_out(tmp_path: Path) ->
     assert steps(path) == [4, 3]
 
 
+def test_file_that_we_cannot_read_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    path.write_bytes(b"somebody's life work")
+    save(path, 1)
+    spoil(path)
+    save(path, 2)
+    assert (tmp_path / "last.pt.damaged").read_bytes() == b"somebody's life work"
+    assert steps(path) == [2]
+
+
 def test_file_of_another_kind_at_the_path_is_kept_as_a_generation(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     torch.save(nn.Linear(1, 1).state_dict(), path)

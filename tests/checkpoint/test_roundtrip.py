@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -106,6 +107,26 @@ def test_extra_that_shares_memory_with_the_model_comes_back_whole(tmp_path: Path
     torch.save({"model": state, "best": {"weight": state["weight"]}}, tmp_path / "a.pt")
     loaded = load_checkpoint(tmp_path / "a.pt", model=nn.Linear(2, 2))
     assert torch.equal(loaded.extra["best"]["weight"], model.weight)
+
+
+def test_attributes_of_integers_are_saved_and_go_to_attributes_and_buffers(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        def __init__(self, *, is_buffer: bool) -> None:
+            super().__init__(1, 1)
+            seen = torch.tensor([0, 0])
+            if is_buffer:
+                self.register_buffer("seen", seen)
+            else:
+                self.seen = seen
+
+    for saved, loaded in ((False, False), (True, False), (False, True)):
+        model, other = Counting(is_buffer=saved), Counting(is_buffer=loaded)
+        model.seen += 5
+        load_checkpoint(save_checkpoint(tmp_path / "a.ckpt", model=model), model=other)
+        assert other.seen.tolist() == [5, 5]
+    torch.save(Counting(is_buffer=False).state_dict(), tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt", model=other, strict=False).warnings
+    load_checkpoint(tmp_path / "a.pt", model=Counting(is_buffer=False))
 
 
 def test_wrapped_models_have_the_names_of_the_model_inside(tmp_path: Path) -> None:
@@ -253,8 +274,21 @@ def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[
     path = save_checkpoint(tmp_path / "a.ckpt", model=model)
     other = nn.Module()
     other.register_buffer("x", torch.zeros(shape, dtype=torch.float32).to(dtype))
+    assert validate_checkpoint(path, other) == []
     load_checkpoint(path, model=other)
     assert values_only(fingerprint(other)) == values_only(fingerprint(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.float8_e4m3fnuz])
+def test_bad_values_of_every_dtype_are_seen_without_the_values(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = nn.Module()
+    model.register_buffer("x", torch.tensor([1.0, math.nan]).to(dtype))
+    path = save_checkpoint(tmp_path / "a.ckpt", model=model, if_bad="aside")
+    assert path is not None
+    (problem,) = validate_checkpoint(path)
+    assert (problem.kind, problem.key) == ("nonfinite", "model.x")
 
 
 @pytest.mark.parametrize(
@@ -425,6 +459,24 @@ def test_what_may_be_bad_is_remembered(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "a.ckpt", model=model)
     path = save_checkpoint(tmp_path / "a.ckpt", model=model, nonfinite_ok=["best"])
     load_checkpoint(path, model=model)
+
+
+def test_model_that_changes_while_it_is_saved_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    path = save_checkpoint(tmp_path / "a.ckpt", model=model)
+    assert path is not None
+    before, write = path.read_bytes(), os.write
+
+    def spoil_and_write(descriptor: int, data: memoryview) -> int:
+        model.weight.data.fill_(math.nan)  # as another thread might
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", spoil_and_write)
+    with pytest.raises(CheckpointError, match=r"model\.weight: its bytes are not those"):
+        save_checkpoint(path, model=model)
+    assert path.read_bytes() == before
 
 
 def test_ignored_tensors_are_not_saved(tmp_path: Path) -> None:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stayfinite.checkpoint.checks.dtypes import name_of
 from stayfinite.checkpoint.checks.judging import judge
-from stayfinite.checkpoint.comparing import Comparison, all_tensors, compare
+from stayfinite.checkpoint.comparing import Comparison, compare, tensors_of
 from stayfinite.checkpoint.foreign.huggingface import shards_of
+from stayfinite.checkpoint.format.held import Held
 from stayfinite.checkpoint.format.reading import Reading, nothing_told
 from stayfinite.checkpoint.members import gather
 from stayfinite.checkpoint.opening import open_checkpoint
-from stayfinite.checkpoint.problems import Problem, errors_in, sorted_problems
-from stayfinite.checkpoint.rules import Rules
+from stayfinite.checkpoint.problems import Problem, Rules, errors_in, sorted_problems
 from stayfinite.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a checkpoint, such as the optimizer; `largest` is a finite magnitude."""
+
+    name: str
+    tensors: int
+    bytes: int
+    dtypes: tuple[str, ...]
+    largest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +37,7 @@ class Check:
     path: Path
     layout: str | None = None
     step: int | None = None
-    parts: tuple[str, ...] = ()
-    tensors: int = 0
-    bytes: int = 0
+    parts: tuple[Part, ...] = ()
     problems: tuple[Problem, ...] = ()
     comparison: Comparison | None = None
 
@@ -51,7 +61,7 @@ def check(
 ) -> Check:
     """Stream through the file, and through the other one that it is compared with."""
     members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
-    reading = Reading(digests=against is not None, progress=progress)
+    reading = Reading(digests=against is not None or bool(members.models), progress=progress)
     try:
         contents, damage = open_checkpoint(path, reading)
         other = None if against is None else open_checkpoint(against, reading)[0]
@@ -61,17 +71,24 @@ def check(
     judged = judge(contents, members, rules or Rules())
     comparison = None if other is None else compare(contents, other)
     found = [*damage, *judged.problems, *(comparison.problems if comparison else ())]
-    tensors = all_tensors(contents)
-    parts = ("models", "optimizers", "schedulers", "scaler", "averages", "random", "extra")
     return Check(
         path=path,
         layout=contents.layout,
         step=contents.step,
-        parts=tuple(part for part in parts if getattr(contents, part)),
-        tensors=len(tensors),
-        bytes=sum(held.nbytes for held in tensors.values()),
+        parts=tuple(_part(*each) for each in tensors_of(contents).items()),
         problems=tuple(sorted_problems(found)),
         comparison=comparison,
+    )
+
+
+def _part(name: str, tensors: Mapping[str, Held]) -> Part:
+    values = tensors.values()
+    return Part(
+        name=name,
+        tensors=len(tensors),
+        bytes=sum(held.nbytes for held in values),
+        dtypes=tuple(sorted({name_of(held.dtype) for held in values})),
+        largest=max((held.tally.largest for held in values), default=0.0),
     )
 
 

@@ -14,7 +14,7 @@ from stayfinite.checkpoint.format.layout import NAMES, bytes_of
 from stayfinite.checkpoint.format.values import Tensors, encode
 from stayfinite.checkpoint.members import Members, parameter_names
 from stayfinite.checkpoint.modules import canonical, extra_states, identity, places
-from stayfinite.checkpoint.rules import matches
+from stayfinite.checkpoint.problems import matches
 from stayfinite.errors import CheckpointError
 from stayfinite.snapshot import RandomState
 
@@ -125,7 +125,9 @@ def _plain(tensor: Tensor, key: str) -> Tensor:
             "whole tensors first, or save with torch.distributed.checkpoint."
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        raise CheckpointError(f"{key} is not a dense tensor, and cannot be stored.")
+        raise CheckpointError(
+            f"{key} is not a dense tensor, and cannot be stored. Leave it out with `ignore`."
+        )
     return tensor.detach()
 
 

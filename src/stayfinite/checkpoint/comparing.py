@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from stayfinite.checkpoint.checks.dtypes import is_narrower, name_of
 from stayfinite.checkpoint.format.contents import Contents, ModuleRecord, part_name
-from stayfinite.checkpoint.format.digests import digest
-from stayfinite.checkpoint.format.held import Held, leaves
-from stayfinite.checkpoint.format.layout import bytes_of
+from stayfinite.checkpoint.format.held import Held, is_same
 from stayfinite.checkpoint.problems import Problem
 
 GROWTH = 100.0
@@ -27,9 +26,9 @@ class Comparison:
 
 def compare(contents: Contents, other: Contents) -> Comparison:
     """The first against the second, tensor by tensor; they must have been read with digests."""
-    ours, theirs = all_tensors(contents), all_tensors(other)
+    ours, theirs = _compared(contents), _compared(other)
     both = [key for key in ours if key in theirs]
-    same = [key for key in both if _value(ours[key]) == _value(theirs[key])]
+    same = [key for key in both if is_same(ours[key], theirs[key])]
     problems = [*_one_sided(ours, theirs)]
     for key in both:
         problems += _differences(key, ours[key], theirs[key])
@@ -38,35 +37,40 @@ def compare(contents: Contents, other: Contents) -> Comparison:
     return Comparison(same=len(same), changed=changed, problems=tuple(problems))
 
 
-def all_tensors(contents: Contents) -> dict[str, Held]:
+def tensors_of(contents: Contents) -> dict[str, dict[str, Held]]:
+    """The tensors of each part that is there, by their names in it."""
+    parts: dict[str, Any] = {}
+    several = {
+        "model": contents.models,
+        "ema": contents.averages,
+        "optimizer": [each.state_dict for each in contents.optimizers],
+        "scheduler": contents.schedulers,
+    }
+    for part, trees in several.items():
+        for number, tree in enumerate(trees):
+            parts[part_name(part, number, len(trees))] = tree
+    parts |= {"scaler": contents.scaler, "random": contents.random, "extra": contents.extra}
+    return {part: dict(_named(tree)) for part, tree in parts.items() if tree}
+
+
+def _named(tree: Any, above: str = "") -> Iterator[tuple[str, Held]]:
+    if isinstance(tree, Held):
+        yield above, tree
+    elif isinstance(tree, ModuleRecord):
+        yield from tree.tensors.items()
+    elif isinstance(tree, (dict, list, tuple)):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _named(item, f"{above}.{key}" if above else str(key))
+
+
+def _compared(contents: Contents) -> dict[str, Held]:
     """The tensors of models, averages and optimizers by their full names."""
-    found: dict[str, Held] = {}
-    for number, model in enumerate(contents.models):
-        found |= _of_module(model, part_name("model", number, len(contents.models)))
-    for number, average in enumerate(contents.averages):
-        part = part_name("ema", number, len(contents.averages))
-        if isinstance(average, ModuleRecord):
-            found |= _of_module(average, part)
-        else:
-            found |= {held.key: held for held in leaves(average)}
-    for number, optimizer in enumerate(contents.optimizers):
-        part = part_name("optimizer", number, len(contents.optimizers))
-        for index, state in optimizer.state_dict.get("state", {}).items():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Held):
-                    found[f"{part}.state.{index}.{name}"] = value
-    return found
-
-
-def _of_module(record: ModuleRecord, part: str) -> dict[str, Held]:
-    return {f"{part}.{name}": held for name, held in record.tensors.items()}
-
-
-def _value(held: Held) -> tuple[object, ...]:
-    known = held.digest
-    if known is None and held.tensor is not None:
-        known = digest(bytes_of(held.tensor))
-    return held.dtype, held.shape, known
+    return {
+        f"{part}.{name}": held
+        for part, tensors in tensors_of(contents).items()
+        if part.partition(".")[0] in ("model", "ema", "optimizer")
+        for name, held in tensors.items()
+    }
 
 
 def _one_sided(ours: Mapping[str, Held], theirs: Mapping[str, Held]) -> Iterator[Problem]:

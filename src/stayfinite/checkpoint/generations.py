@@ -38,18 +38,19 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
     """Make the temporary file the newest generation; at most `keep` stay.
 
     The one before is read again first. If it is damaged it is put aside as path.damaged, so that
-    it pushes no good one out.
+    it pushes no good one out; what is there already stays, since it may be anything.
     """
     is_good = os.path.lexists(path) and is_whole(path)
+    older = numbered(path, 1) if is_good else Path(f"{path}.damaged")
     with locked_folder(path.parent) as folder:
-        if os.path.lexists(path):
-            if is_good:
-                _make_room(path)
-            _step_back(path, numbered(path, 1) if is_good else Path(f"{path}.damaged"))
+        if is_good:
+            _make_room(path)
+        if os.path.lexists(path) and not os.path.lexists(older):
+            _step_back(path, older)
         try:
             os.replace(temporary, path)
         except OSError:
-            _undo_step_back(path, numbered(path, 1))
+            _undo_step_back(path, older)
             raise
         sync_folder(folder)
         if is_good:
@@ -69,10 +70,6 @@ def _make_room(path: Path) -> None:
 
 def _step_back(path: Path, older: Path) -> None:
     """Give the present file its older name too; where there are no links, instead."""
-    if _is_same(path, older):
-        return
-    if os.path.lexists(older):
-        os.unlink(older)
     try:
         os.link(path, older)
     except OSError as error:

@@ -16,8 +16,7 @@ from stayfinite.checkpoint.format.reading import Reading, header_of
 from stayfinite.checkpoint.generations import generations
 from stayfinite.checkpoint.members import gather
 from stayfinite.checkpoint.opening import open_checkpoint
-from stayfinite.checkpoint.problems import errors_in
-from stayfinite.checkpoint.rules import Rules
+from stayfinite.checkpoint.problems import Rules, errors_in
 from stayfinite.errors import CheckpointError
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".index.json")

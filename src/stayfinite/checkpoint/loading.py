@@ -16,11 +16,9 @@ from stayfinite.checkpoint.format.held import with_tensors
 from stayfinite.checkpoint.format.reading import Reading, nothing_told
 from stayfinite.checkpoint.generations import generations
 from stayfinite.checkpoint.members import Members, gather
-from stayfinite.checkpoint.opening import open_checkpoint
+from stayfinite.checkpoint.opening import is_whole, open_checkpoint
 from stayfinite.checkpoint.placing import Placing
-from stayfinite.checkpoint.problems import Problem, errors_in, refusal, sorted_problems
-from stayfinite.checkpoint.rules import Rules
-from stayfinite.checkpoint.verifying import is_whole
+from stayfinite.checkpoint.problems import Problem, Rules, errors_in, refusal, sorted_problems
 from stayfinite.errors import CheckpointError
 from stayfinite.snapshot import RandomState
 
@@ -101,8 +99,9 @@ def validate_checkpoint(
     """
     members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
     keep = None if forward is None else _wanted(members)
+    reading = Reading(keep=keep, digests=bool(members.models), progress=progress)
     try:
-        contents, damage = open_checkpoint(Path(path), Reading(keep=keep, progress=progress))
+        contents, damage = open_checkpoint(Path(path), reading)
     except CheckpointError as error:
         return [Problem(kind="unreadable", key="file", message=str(error))]
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
@@ -112,19 +111,14 @@ def validate_checkpoint(
 
 def _wanted(members: Members) -> Callable[[str], bool]:
     """Which tensors of our own files to keep: those of the parts that have a member."""
-    parts = {
-        "model": members.models,
-        "optimizer": members.optimizers,
-        "scheduler": members.schedulers,
-        "scaler": members.scaler,
-        "ema": members.averages,
+    has_member = {
+        "model": bool(members.models),
+        "optimizer": bool(members.optimizers),
+        "scheduler": bool(members.schedulers),
+        "scaler": members.scaler is not None,
+        "ema": bool(members.averages),
     }
-    unwanted = {part for part, owner in parts.items() if not owner and owner is not members.scaler}
-    if members.scaler is None:
-        unwanted.add("scaler")
-    if members.has_none:
-        unwanted = set()
-    return lambda name: name.partition(".")[0] not in unwanted
+    return lambda name: members.has_none or has_member.get(name.partition(".")[0], True)
 
 
 def _opened(file: Path, reading: Reading) -> tuple[Contents, list[Problem]]:
@@ -140,6 +134,7 @@ def _left_out(contents: Contents, members: Members) -> Iterator[Problem]:
     rest = {
         "scheduler": contents.schedulers and not members.schedulers,
         "scaler": contents.scaler and members.scaler is None,
+        "ema": contents.averages and not members.averages,
     }
     for part, is_left_out in rest.items():
         if members.optimizers and is_left_out:
@@ -164,8 +159,8 @@ def _place(contents: Contents, members: Members, judged: Judged, *, with_random:
             placing.state(members.scaler, contents.scaler)
         for average, state in judged.other_averages:
             placing.state(average, state)
-        for module, model_record, fit in judged.fits:
-            placing.extra_states(dict(model_record.extra_states), module)
+        for module, fit in judged.fits:
+            placing.extra_states(fit.extra_states, module)
             placing.tensors(fit.moves, module)
         if with_random and contents.random is not None:
             saved = RandomState(**with_tensors(contents.random))

@@ -27,6 +27,16 @@ class Place:
     tensor: Tensor | None
 
     @property
+    def is_made_anew(self) -> bool:
+        """Whether the module surely makes it when it is built, as files of others take for granted.
+
+        So it is for non-persistent buffers, and for indices and masks that are plain attributes.
+        """
+        if self.kind == "attribute" and self.tensor is not None:
+            return not (self.tensor.is_floating_point() or self.tensor.is_complex())
+        return self.kind == "non-persistent buffer"
+
+    @property
     def identity(self) -> tuple[Any, ...]:
         """The same for names that are tied to one tensor."""
         found = None if self.tensor is None else identity(self.tensor)
@@ -58,8 +68,8 @@ def canonical(name: str) -> str:
 def places(model: nn.Module) -> dict[str, Place]:
     """Every tensor of the model by name.
 
-    Of plain attributes those with floats count, unless they were computed with a graph or are
-    recomputed by a hook, like the weight of weight_norm.
+    Plain attributes count unless they were computed with a graph or are recomputed by a hook, like
+    the weight of weight_norm.
     """
     found: dict[str, Place] = {}
     for above, owner in named_owners(model):
@@ -84,12 +94,8 @@ def _tensors(owner: nn.Module) -> Iterator[tuple[PlaceKind, str, Tensor]]:
             is_kept = name not in owner._non_persistent_buffers_set
             yield "buffer" if is_kept else "non-persistent buffer", name, buffer
     for name, value in vars(owner).items():
-        if isinstance(value, Tensor) and _is_state(value) and not is_derived(owner, name):
+        if isinstance(value, Tensor) and not is_derived(owner, name):
             yield "attribute", name, value
-
-
-def _is_state(value: Tensor) -> bool:
-    return (value.is_floating_point() or value.is_complex()) and value.grad_fn is None
 
 
 def is_derived(owner: nn.Module, attribute: str) -> bool:

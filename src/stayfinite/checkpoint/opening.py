@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from stayfinite.checkpoint.foreign.dcp import is_dcp_folder, read_dcp
-from stayfinite.checkpoint.foreign.huggingface import folder_files, shards_of
+from stayfinite.checkpoint.foreign.huggingface import folder_files, shards_of, step_of
 from stayfinite.checkpoint.foreign.torch_files import (
     contents_of_sections,
-    contents_of_tensors,
     is_torch_file,
+    module_record,
     read_torch,
 )
 from stayfinite.checkpoint.format.contents import Contents
 from stayfinite.checkpoint.format.held import hold_all
 from stayfinite.checkpoint.format.own import own_contents, tree_of
-from stayfinite.checkpoint.format.reading import Reading, one_line_errors, read_safetensors
-from stayfinite.checkpoint.problems import Problem
+from stayfinite.checkpoint.format.reading import Reading, read_safetensors
+from stayfinite.checkpoint.format.source import one_line_errors
+from stayfinite.checkpoint.problems import Problem, refusal
 from stayfinite.errors import CheckpointError
 
 Opened = tuple[Contents, list[Problem]]
@@ -39,10 +40,26 @@ def open_checkpoint(path: Path, reading: Reading) -> Opened:
         return _open_safetensors(path, reading)
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint of any layout can be read and no checksum differs."""
+    try:
+        _, problems = open_checkpoint(path, Reading())
+    except CheckpointError:
+        return False
+    return not problems
+
+
+def verify(path: Path) -> None:
+    """Read one of our files back; CheckpointError if it is not to the byte what was written."""
+    file = read_safetensors(path, Reading(scan=True))
+    if file.problems or not file.is_ours:
+        raise refusal("the disk gave back something else than was written", file.problems)
+
+
 def _open_safetensors(path: Path, reading: Reading) -> Opened:
     file = read_safetensors(path, reading)
     if not file.is_ours:
-        return contents_of_tensors(file.held, "safetensors"), file.problems
+        return Contents(layout="safetensors", models=(module_record(file.held),)), file.problems
     return own_contents(tree_of(file.header.metadata), file.held), file.problems
 
 
@@ -57,7 +74,7 @@ def _open_shards(index: Path, reading: Reading) -> Opened:
             for name in names
             if name not in found
         ]
-    return contents_of_tensors(tensors, "huggingface"), problems
+    return Contents(layout="huggingface", models=(module_record(tensors),)), problems
 
 
 def _tensors_in(path: Path, reading: Reading, problems: list[Problem]) -> dict[str, Any]:
@@ -85,8 +102,4 @@ def _open_folder(path: Path, reading: Reading) -> Opened:
         sections[name], found = read_torch(file, reading)
         problems = problems + found
     rest = contents_of_sections(hold_all({"model": {}, **sections}, "file"), layout="huggingface")
-    return _with_model(rest, contents), problems
-
-
-def _with_model(rest: Contents, model: Contents) -> Contents:
-    return dataclasses.replace(rest, models=model.models)
+    return dataclasses.replace(rest, models=contents.models, step=step_of(path)), problems

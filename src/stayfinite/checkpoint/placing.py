@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -76,7 +76,7 @@ class Placing:
         self._undo.append(undo)
         slots[name] = value.to(device, copy=True)
 
-    def extra_states(self, states: dict[str, Any], model: nn.Module) -> None:
+    def extra_states(self, states: Mapping[str, Any], model: nn.Module) -> None:
         owners = dict(named_owners(model))
         for name, state in states.items():
             owner = owners[name]

@@ -1,9 +1,10 @@
-"""What can be wrong with a checkpoint."""
+"""What can be wrong with a checkpoint, and what of that a caller lets pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from stayfinite.errors import CheckpointError
@@ -42,6 +43,20 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How strict a check is; the sequences are patterns of tensor names."""
+
+    strict: bool = True
+    ignore: Sequence[str] = ()
+    nonfinite_ok: Sequence[str] = ()
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is meant by any pattern, such as "*.last_attention"."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def errors_in(problems: Iterable[Problem]) -> list[Problem]:

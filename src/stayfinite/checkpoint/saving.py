@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,10 @@ from stayfinite.checkpoint.files import written_beside
 from stayfinite.checkpoint.format.held import hold
 from stayfinite.checkpoint.format.own import STATE, own_contents
 from stayfinite.checkpoint.format.sealed import sealed_pieces
-from stayfinite.checkpoint.format.values import Tensors
 from stayfinite.checkpoint.generations import install
 from stayfinite.checkpoint.members import gather
+from stayfinite.checkpoint.opening import is_whole, verify
 from stayfinite.checkpoint.problems import Problem, errors_in, refusal
-from stayfinite.checkpoint.verifying import is_whole, verify
 from stayfinite.errors import CheckpointError, ConfigError, InputError, NonFiniteError
 
 logger = logging.getLogger("stayfinite")
@@ -69,13 +68,15 @@ def save_checkpoint(
     tree, tensors = collect(members, dict(extra or {}), ignore=ignore)
     stored, views = storable(tensors)
     tree |= {"step": step, "saved_at": time.time(), "nonfinite_ok": list(nonfinite_ok)}
-    problems = _problems({**tree, "views": {}}, tensors)
+    held = {key: hold(key, tensor) for key, tensor in tensors.items()}
+    problems = errors_in(own_problems(own_contents({**tree, "views": {}}, held)))
     tree["views"] = views
     metadata = {"format": "pt", STATE: json.dumps(tree, separators=(",", ":"), allow_nan=False)}
     if problems and if_bad == "refuse":
         raise _bad_state(target, problems)
     try:
-        return _write(_aside(target) if problems else target, stored, metadata, keep)
+        pieces = sealed_pieces(stored, {key: each.tally for key, each in held.items()}, metadata)
+        return _write(_aside(target) if problems else target, pieces, keep)
     except OSError as error:
         failure = _failure(target, error)
     except CheckpointError as error:
@@ -96,12 +97,6 @@ def _checked(path: str | os.PathLike[str], keep: int, if_bad: str, on_error: str
     return Path(os.path.realpath(path))  # a link goes on pointing to it
 
 
-def _problems(tree: Any, tensors: Tensors) -> list[Problem]:
-    """What loading would refuse, found before anything is written."""
-    held = {key: hold(key, tensor) for key, tensor in tensors.items()}
-    return errors_in(own_problems(own_contents(tree, held)))
-
-
 def _bad_state(target: Path, problems: Sequence[Problem]) -> Exception:
     error = refusal(f"{target} was not saved, because training could not go on from it", problems)
     if any(problem.kind == "nonfinite" for problem in problems):
@@ -113,11 +108,11 @@ def _aside(target: Path) -> Path:
     return target.with_name(target.name + ASIDE)
 
 
-def _write(target: Path, stored: Tensors, metadata: Mapping[str, str], keep: int) -> Path:
+def _write(target: Path, pieces: Iterable[memoryview], keep: int) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         raise InputError(f"{target} is a folder; give the path of a file in it.")
-    with written_beside(target, sealed_pieces(stored, metadata)) as temporary:
+    with written_beside(target, pieces) as temporary:
         verify(temporary)
         install(temporary, target, keep=keep, is_whole=is_whole)
     return target

@@ -123,9 +123,7 @@ def as_data(result: Check) -> dict[str, Any]:
         "good": result.is_good,
         "layout": result.layout,
         "step": result.step,
-        "parts": list(result.parts),
-        "tensors": result.tensors,
-        "bytes": result.bytes,
+        "parts": [dataclasses.asdict(part) for part in result.parts],
         "problems": [dataclasses.asdict(problem) for problem in result.problems],
         "comparison": None
         if comparison is None
@@ -141,8 +139,9 @@ def _show(result: Check) -> None:
     if not result.is_readable:
         console.print(f"[red]not readable[/] {escape(result.problems[0].message)}", soft_wrap=True)
         return
+    console.print(_parts(result))
     if result.problems:
-        console.print(_table(result))
+        console.print(_problems(result))
     errors = sum(problem.is_error for problem in result.problems)
     warnings = len(result.problems) - errors
     verdict = "[green]good[/]" if result.is_good else f"[red]{_count(errors, 'problem')}[/]"
@@ -151,13 +150,24 @@ def _show(result: Check) -> None:
     _show_comparison(result, console)
 
 
-def _table(result: Check) -> Table:
+def _parts(result: Check) -> Table:
     from rich.table import Table
 
-    table = Table(show_header=True, header_style="bold", expand=False)
-    table.add_column("")
-    table.add_column("where", overflow="fold")
-    table.add_column("problem", overflow="fold")
+    table = Table("part", header_style="bold")
+    for name in ("tensors", "MB", "dtypes", "largest magnitude"):
+        table.add_column(name, justify="left" if name == "dtypes" else "right")
+    for part in result.parts:
+        cells = (f"{part.tensors:,}", f"{part.bytes / 1e6:,.1f}", ", ".join(part.dtypes))
+        table.add_row(part.name, *cells, f"{part.largest:.3g}" if part.largest else "")
+    return table
+
+
+def _problems(result: Check) -> Table:
+    from rich.table import Table
+
+    table = Table("", header_style="bold")
+    for name in ("where", "problem"):
+        table.add_column(name, overflow="fold")
     for problem in result.problems[:_SHOWN]:
         mark = "[red]error[/]" if problem.is_error else "[yellow]warning[/]"
         table.add_row(mark, _plain(problem.key), _plain(problem.message))
@@ -174,8 +184,7 @@ def _plain(text: str) -> Any:
 
 def _described(result: Check) -> str:
     step = "" if result.step is None else f", step {result.step}"
-    size = f"{_count(result.tensors, 'tensor')}, {result.bytes / 1e6:,.1f} MB"
-    return f"{result.path}: {result.layout}{step}, {size}"
+    return f"{result.path}: {result.layout}{step}"
 
 
 def _count(number: int, of: str) -> str:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stayfinite.checkpoint.checks.dtypes import dtype_problems
-from stayfinite.checkpoint.checks.leftovers import leftover_problems
 from stayfinite.checkpoint.format.contents import ModuleRecord
-from stayfinite.checkpoint.format.held import Held
+from stayfinite.checkpoint.format.held import Held, is_same
+from stayfinite.checkpoint.format.tally import Tally, tally
 from stayfinite.checkpoint.modules import (
     Place,
     canonical,
     is_derived_name,
+    joined,
     named_owners,
     places,
     slot_for,
 )
-from stayfinite.checkpoint.problems import Problem
-from stayfinite.checkpoint.rules import Rules, matches
+from stayfinite.checkpoint.problems import Problem, Rules, matches
 
 # Names that wrappers put before the names of a model; tried in turn on files of others.
 _PREFIXES = ("", "module.", "model.", "_orig_mod.", "net.", "network.", "ema.")
+
+# Beyond these a parameter that nobody loaded looks like memory that nobody set.
+_LARGE = 1e6
+_TINY = 1e-30
 
 
 @dataclass(kw_only=True)
@@ -33,61 +37,63 @@ class Fit:
     """What goes where, and what is wrong with that."""
 
     moves: list[tuple[Place, Held]] = field(default_factory=list)
+    extra_states: Mapping[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
 def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
     """Every tensor of the record with its place in the model, and all that does not fit."""
-    found = Fit()
     own = places(model)
-    wanted = {
-        name: held for name, held in _named(record, own).items() if not matches(name, rules.ignore)
-    }
-    for name, held in wanted.items():
+    record = as_named_by(model, record, rules.ignore)
+    found = Fit(extra_states=record.extra_states)
+    for name, held in record.tensors.items():
         place = own.get(name) or slot_for(model, name)
         if place is not None:
             found.problems += _misfits(place, held, f"{part}.{name}")
             found.moves.append((place, held))
         elif not is_derived_name(model, name):
-            found.problems.append(_unexpected(f"{part}.{name}", held, rules.strict))
+            found.problems.append(_unexpected(part, name, record, strict=rules.strict))
     found.problems += dtype_problems(found.moves, part)
     found.problems += _conflicts(found.moves, part)
-    missing = [place for place in _uncovered(own, wanted) if not matches(place.name, rules.ignore)]
-    found.problems += leftover_problems(
+    missing = [p for p in _uncovered(own, record.tensors) if not matches(p.name, rules.ignore)]
+    found.problems += _leftover_problems(
         missing, part, strict=rules.strict, is_complete=record.is_complete
     )
-    found.problems += _extra_state_problems(record, model, part)
+    found.problems += _other_problems(record, model, part, strict=rules.strict)
     return found
 
 
-def with_kinds(record: ModuleRecord, model: nn.Module) -> ModuleRecord:
-    """The record under the model's names; a file of others does not know what is a parameter."""
+def as_named_by(model: nn.Module, record: ModuleRecord, ignore: Sequence[str] = ()) -> ModuleRecord:
+    """The record under the model's names and with its kinds, without what is ignored.
+
+    Tied tensors are there under each name. A file of others may have names of wrappers before its
+    names, and does not know what is a parameter.
+    """
     own = places(model)
-    tensors = _named(record, own)
-    known = {name: own[name].kind for name in tensors if name in own}
+    named = _plain_name(record, own)
+    tied = {alias: record.tensors[name] for alias, name in record.ties.items()}
+    tensors = {named(name): held for name, held in {**record.tensors, **tied}.items()}
+    tensors = {name: held for name, held in tensors.items() if not matches(name, ignore)}
     return ModuleRecord(
         tensors=tensors,
-        kinds={**record.kinds, **known},
-        ties=record.ties,
-        extra_states=record.extra_states,
+        kinds={**record.kinds, **{name: own[name].kind for name in tensors if name in own}},
+        extra_states={named(f"{name}.")[:-1]: state for name, state in record.extra_states.items()},
+        others=tuple(name for name in map(named, record.others) if not matches(name, ignore)),
         is_complete=record.is_complete,
     )
 
 
-def _named(record: ModuleRecord, own: Mapping[str, Place]) -> dict[str, Held]:
-    """The record's tensors by the model's names: tied ones under each, without wrappers."""
+def _plain_name(record: ModuleRecord, own: Mapping[str, Place]) -> Callable[[str], str]:
+    """From a name in the file to the one in the model: without the prefix that most names have."""
     if record.is_complete:
-        tied = {alias: record.tensors[name] for alias, name in record.ties.items()}
-        return {**record.tensors, **tied}
-    tensors = {canonical(name): held for name, held in record.tensors.items()}
+        return lambda name: name
+    names = [canonical(name) for name in record.tensors]
 
     def hits(prefix: str) -> int:
-        return sum(name.removeprefix(prefix) in own for name in tensors if name.startswith(prefix))
+        return sum(name.removeprefix(prefix) in own for name in names if name.startswith(prefix))
 
     best = max(_PREFIXES, key=hits)
-    return {
-        name.removeprefix(best): held for name, held in tensors.items() if name.startswith(best)
-    } | {name: held for name, held in tensors.items() if not name.startswith(best)}
+    return lambda name: canonical(name).removeprefix(best)
 
 
 def _misfits(place: Place, held: Held, key: str) -> Iterator[Problem]:
@@ -105,10 +111,11 @@ def _misfits(place: Place, held: Held, key: str) -> Iterator[Problem]:
         yield Problem(kind="shape", key=key, message=message)
 
 
-def _unexpected(key: str, held: Held, strict: bool) -> Problem:
-    shape = list(held.shape)
-    message = f"(shape {shape}) has no place in the model: no parameter, buffer or attribute."
-    return Problem(kind="unexpected", key=key, message=message, is_error=strict)
+def _unexpected(part: str, name: str, record: ModuleRecord, *, strict: bool) -> Problem:
+    message = "has no place in the model: no parameter, buffer or tensor attribute has this name."
+    if record.kinds.get(name) == "attribute":
+        message += f' It was a plain attribute; if nothing needs it, pass ignore=["{name}"].'
+    return Problem(kind="unexpected", key=f"{part}.{name}", message=message, is_error=strict)
 
 
 def _conflicts(moves: list[tuple[Place, Held]], part: str) -> Iterator[Problem]:
@@ -116,9 +123,7 @@ def _conflicts(moves: list[tuple[Place, Held]], part: str) -> Iterator[Problem]:
     first: dict[object, tuple[str, Held]] = {}
     for place, held in moves:
         name, other = first.setdefault(place.identity, (place.name, held))
-        if held is other or held.tensor is None or other.tensor is None:
-            continue
-        if held.shape != other.shape or not torch.equal(held.tensor, other.tensor):
+        if held is not other and not is_same(held, other):
             message = f"is tied to {name} in the model, and they differ in the file."
             yield Problem(kind="tied", key=f"{part}.{place.name}", message=message)
 
@@ -134,7 +139,10 @@ def _uncovered(own: Mapping[str, Place], wanted: Mapping[str, Held]) -> list[Pla
     return list(rest.values())
 
 
-def _extra_state_problems(record: ModuleRecord, model: nn.Module, part: str) -> Iterator[Problem]:
+def _other_problems(
+    record: ModuleRecord, model: nn.Module, part: str, *, strict: bool
+) -> Iterator[Problem]:
+    """What is no tensor: states that modules set themselves, and what has no place at all."""
     takers = {
         name
         for name, module in named_owners(model)
@@ -142,9 +150,64 @@ def _extra_state_problems(record: ModuleRecord, model: nn.Module, part: str) -> 
     }
     for name in record.extra_states:
         if name not in takers:
-            key = f"{part}.{name}._extra_state" if name else f"{part}._extra_state"
             message = "has no place in the model: no set_extra_state() there."
-            yield Problem(kind="unexpected", key=key, message=message)
-    for name in takers - set(record.extra_states) if record.is_complete else ():
-        key = f"{part}.{name}._extra_state" if name else f"{part}._extra_state"
-        yield Problem(kind="missing", key=key, message="is not in the file.")
+            yield Problem(kind="unexpected", key=_extra_key(part, name), message=message)
+    for name in takers - set(record.extra_states):
+        message = "is not in the file."
+        yield Problem(kind="missing", key=_extra_key(part, name), message=message, is_error=strict)
+    for name in record.others:
+        message = "is no tensor, so it has no place in the model."
+        key = f"{part}.{name}"
+        yield Problem(kind="unexpected", key=key, message=message, is_error=strict)
+
+
+def _extra_key(part: str, name: str) -> str:
+    return f"{part}.{joined(name, '_extra_state')}"
+
+
+def _leftover_problems(
+    missing: Sequence[Place], part: str, *, strict: bool, is_complete: bool
+) -> Iterator[Problem]:
+    """An error for each that should have been saved, and for each that is no usable value."""
+    for place in missing:
+        key = f"{part}.{place.name}"
+        is_derived = place.is_made_anew and not is_complete
+        if strict and not is_derived:
+            yield Problem(kind="missing", key=key, message=_missing(place))
+            continue
+        yield from _left(place, key)
+        if not is_derived:
+            message = "is not in the file and keeps the value that the model has now."
+            yield Problem(kind="missing", key=key, message=message, is_error=False)
+
+
+def _missing(place: Place) -> str:
+    if place.kind == "attribute":
+        return (
+            "is not in the file: the model holds it as a plain attribute, which state_dict() "
+            "leaves out, so it would start again from its default. Use register_buffer(), or "
+            "save with save_checkpoint()."
+        )
+    return f"is not in the file, and the model has it as a {place.kind}."
+
+
+def _left(place: Place, key: str) -> Iterator[Problem]:
+    """Values that look as if nobody had ever set them."""
+    tensor = place.tensor
+    if tensor is None or is_lazy(tensor) or tensor.is_meta:
+        message = "is not in the file and has no value in the model either."
+        yield Problem(kind="leftover", key=key, message=message)
+        return
+    reason = _suspicion(place, tally(tensor))
+    if reason:
+        message = f"is not in the file, and in the model it looks uninitialised: {reason}."
+        yield Problem(kind="leftover", key=key, message=message)
+
+
+def _suspicion(place: Place, values: Tally) -> str | None:
+    """Why the values cannot be meant; buffers may hold anything but NaN."""
+    if values.has_nan or (place.kind == "parameter" and not values.is_finite):
+        return f"it holds {values.words}"
+    if place.kind == "parameter" and (values.largest > _LARGE or 0 < values.largest < _TINY):
+        return f"its largest magnitude is {values.largest:.3g}"
+    return None

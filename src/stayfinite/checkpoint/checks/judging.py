@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from stayfinite.checkpoint.checks.fitting import Fit, fit, with_kinds
+from stayfinite.checkpoint.checks.fitting import Fit, as_named_by, fit
 from stayfinite.checkpoint.checks.forward import forward_problems
 from stayfinite.checkpoint.checks.optimizers import optimizer_problems
 from stayfinite.checkpoint.checks.sanity import own_problems
 from stayfinite.checkpoint.format.contents import Contents, ModuleRecord, part_name
 from stayfinite.checkpoint.format.held import Held
 from stayfinite.checkpoint.members import Members, parameter_names
-from stayfinite.checkpoint.problems import Problem, errors_in
-from stayfinite.checkpoint.rules import Rules
+from stayfinite.checkpoint.problems import Problem, Rules, errors_in
 
 
 @dataclass(kw_only=True)
@@ -24,7 +23,7 @@ class Judged:
     """Where everything goes, and all that is wrong."""
 
     problems: list[Problem] = field(default_factory=list)
-    fits: list[tuple[nn.Module, ModuleRecord, Fit]] = field(default_factory=list)
+    fits: list[tuple[nn.Module, Fit]] = field(default_factory=list)
     other_averages: list[tuple[Any, Any]] = field(default_factory=list)
 
 
@@ -36,7 +35,7 @@ def judge(
     forward: Any = None,
 ) -> Judged:
     """Check the contents in themselves, and against everyone who shall get them."""
-    known = replace(contents, models=_with_kinds(contents.models, members.models))
+    known = replace(contents, models=_named(contents.models, members.models, rules.ignore))
     judged = Judged(problems=list(own_problems(known, nonfinite_ok=rules.nonfinite_ok)))
     judged.problems += _absent(contents, members)
     _fit_models(judged, contents, members, rules)
@@ -48,17 +47,18 @@ def judge(
         names = parameter_names(optimizer, members.models)
         judged.problems += optimizer_problems(record, optimizer, names, part)
     if forward is not None and members.models and not errors_in(judged.problems):
-        model, _, found = judged.fits[0]
+        model, found = judged.fits[0]
         judged.problems += forward_problems(model, found, forward)
     return judged
 
 
-def _with_kinds(
-    records: tuple[ModuleRecord, ...], models: tuple[nn.Module, ...]
+def _named(
+    records: tuple[ModuleRecord, ...], models: tuple[nn.Module, ...], ignore: Sequence[str]
 ) -> tuple[ModuleRecord, ...]:
     if len(records) != len(models):
         return records
-    return tuple(with_kinds(record, model) for record, model in zip(records, models, strict=True))
+    pairs = zip(models, records, strict=True)
+    return tuple(as_named_by(model, record, ignore) for model, record in pairs)
 
 
 def _absent(contents: Contents, members: Members) -> Iterator[Problem]:
@@ -81,7 +81,7 @@ def _fit_models(judged: Judged, contents: Contents, members: Members, rules: Rul
         part = part_name("model", number, len(members.models))
         found = fit(record, model, part, rules)
         judged.problems += found.problems
-        judged.fits.append((model, record, found))
+        judged.fits.append((model, found))
 
 
 def _fit_averages(judged: Judged, contents: Contents, members: Members, rules: Rules) -> None:
@@ -99,7 +99,7 @@ def _fit_averages(judged: Judged, contents: Contents, members: Members, rules: R
             continue
         found = fit(record, average, part, rules)
         judged.problems += found.problems
-        judged.fits.append((average, record, found))
+        judged.fits.append((average, found))
 
 
 def _record_of(state: Any) -> ModuleRecord | None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from stayfinite.checkpoint.format.contents import Contents, ModuleRecord, OptimizerRecord, part_name
 from stayfinite.checkpoint.format.held import Held, leaves
-from stayfinite.checkpoint.problems import Problem
-from stayfinite.checkpoint.rules import matches
+from stayfinite.checkpoint.problems import Problem, matches
 
 # Squares by their nature: the next step takes their root.
 SECOND_MOMENTS = frozenset(

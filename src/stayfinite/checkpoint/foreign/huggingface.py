@@ -1,4 +1,4 @@
-"""Folders and shard indices as transformers writes them."""
+"""Folders and shard indices as transformers, accelerate, diffusers and peft write them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,35 @@ _MODELS = (
     "model.safetensors",
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "adapter_model.safetensors",
 )
-_OTHERS = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+_OTHERS = {
+    "optimizer": ("optimizer.pt", "optimizer.bin"),
+    "scheduler": ("scheduler.pt", "scheduler.bin"),
+    "scaler": ("scaler.pt",),
+}
+_STEP = "trainer_state.json"
 
 
 def folder_files(folder: Path) -> dict[str, Path]:
     """The files of a checkpoint folder by section; the first model file that is there."""
-    models = [folder / name for name in _MODELS if (folder / name).is_file()]
-    others = {key: folder / name for key, name in _OTHERS.items() if (folder / name).is_file()}
-    return {"model": models[0], **others} if models else others
+    choices = {"model": _MODELS, **_OTHERS}
+    there = {
+        section: [folder / name for name in names if (folder / name).is_file()]
+        for section, names in choices.items()
+    }
+    return {section: files[0] for section, files in there.items() if files}
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that transformers' Trainer noted, if it did."""
+    try:
+        step = json.loads((folder / _STEP).read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def shards_of(index: Path) -> dict[Path, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from stayfinite.checkpoint.format.contents import Contents, Layout, ModuleRecord, OptimizerRecord
 from stayfinite.checkpoint.format.held import Held
 from stayfinite.checkpoint.format.reading import Reading
+from stayfinite.checkpoint.modules import canonical
 from stayfinite.checkpoint.problems import Problem
 from stayfinite.errors import CheckpointError
 
@@ -26,6 +27,7 @@ _NAMES = {
     "ema": ("ema", "model_ema", "ema_state_dict", "ema_model"),
     "step": ("step", "global_step", "iteration", "iter"),
 }
+_EXTRA = "_extra_state"
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
@@ -39,12 +41,13 @@ def read_torch(path: Path, reading: Reading) -> tuple[Any, list[Problem]]:
 
     torch.load itself does not look at the checksums that torch.save wrote.
     """
-    problems = _damaged_records(path)
+    is_zip = zipfile.is_zipfile(path)
+    problems = _damaged_records(path, reading.progress) if is_zip else []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # Mapped memory is enough to look through it.
-            is_mapped = reading.keep is None and zipfile.is_zipfile(path)
+            is_mapped = reading.keep is None and is_zip
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_unsafe(error)) from error
@@ -52,7 +55,6 @@ def read_torch(path: Path, reading: Reading) -> tuple[Any, list[Problem]]:
         raise
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"torch.load fails: {_first_line(error)}") from error
-    reading.progress(path.stat().st_size)
     return tree, problems
 
 
@@ -69,13 +71,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def _damaged_records(path: Path) -> list[Problem]:
+def _damaged_records(path: Path, progress: Callable[[int], None]) -> list[Problem]:
     """Records of a zip file whose checksum differs; none if none was ever written."""
-    if not zipfile.is_zipfile(path):
-        return []
-    with zipfile.ZipFile(path) as archive:
-        records = [info for info in archive.infolist() if info.file_size]
-        bad = [info.filename for info in records if not _is_sound(archive, info)]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [info for info in archive.infolist() if info.file_size]
+            bad = [info.filename for info in records if not _is_sound(archive, info, progress)]
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises many kinds for a damaged directory
+        raise CheckpointError(f"its zip directory is damaged: {_first_line(error)}") from error
     if len(bad) == len(records) > 1:  # torch can be told to write no checksums
         return []
     return [
@@ -84,19 +89,31 @@ def _damaged_records(path: Path) -> list[Problem]:
     ]
 
 
-def _is_sound(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+def _is_sound(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, progress: Callable[[int], None]
+) -> bool:
     try:
         with archive.open(info) as record:
-            while record.read(1 << 20):
-                pass
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError):
+            while data := record.read(1 << 20):
+                progress(len(data))
+    except OSError:
+        raise
+    except Exception:  # a wrong checksum, and whatever else a damaged record makes it raise
         return False
     return True
 
 
-def contents_of_tensors(tensors: Mapping[str, Held], layout: Layout) -> Contents:
-    """A file with nothing but the tensors of a model."""
-    return Contents(layout=layout, models=(ModuleRecord(tensors=dict(tensors)),))
+def module_record(entries: Mapping[Any, Any]) -> ModuleRecord:
+    """The record of a state_dict; what modules put there besides tensors has a name of its own."""
+    extra = {name: item for name, item in entries.items() if str(name).endswith(_EXTRA)}
+    rest = {str(name): item for name, item in entries.items() if name not in extra}
+    return ModuleRecord(
+        tensors={name: item for name, item in rest.items() if isinstance(item, Held)},
+        extra_states={
+            str(name).removesuffix(_EXTRA).removesuffix("."): item for name, item in extra.items()
+        },
+        others=tuple(name for name, item in rest.items() if not isinstance(item, Held)),
+    )
 
 
 def contents_of_sections(tree: Any, *, layout: Layout = "torch") -> Contents:
@@ -105,7 +122,7 @@ def contents_of_sections(tree: Any, *, layout: Layout = "torch") -> Contents:
         kind = "a tensor" if isinstance(tree, Held) else f"a {type(tree).__name__}"
         raise CheckpointError(f"it holds {kind}; a checkpoint is a dict.")
     if tree and all(_is_entry(name, item) for name, item in tree.items()):
-        return contents_of_tensors(_only_tensors(tree), layout)
+        return Contents(layout=layout, models=(module_record(tree),))
     names = {part: _name_in(tree, choices) for part, choices in _NAMES.items()}
     model = tree.get(names["model"]) if names["model"] else _only_state_dict(tree, names)
     if isinstance(model, dict) and isinstance(model.get("state_dict"), dict):
@@ -115,9 +132,9 @@ def contents_of_sections(tree: Any, *, layout: Layout = "torch") -> Contents:
     is_lightning = "pytorch-lightning_version" in tree
     return Contents(
         layout="lightning" if is_lightning else layout,
-        models=(ModuleRecord(tensors=_only_tensors(model)),),
+        models=(module_record(model),),
         optimizers=tuple(
-            OptimizerRecord(state_dict=_with_numbers(each))
+            OptimizerRecord(state_dict=_with_numbers(each), names=_names_of_parameters(each))
             for each in _several(tree.get(names["optimizer"]))
             if isinstance(each, dict) and "param_groups" in each
         ),
@@ -130,11 +147,7 @@ def contents_of_sections(tree: Any, *, layout: Layout = "torch") -> Contents:
 
 
 def _is_entry(name: Any, item: Any) -> bool:
-    return isinstance(name, str) and (isinstance(item, Held) or name.endswith("_extra_state"))
-
-
-def _only_tensors(entries: Mapping[Any, Any]) -> dict[str, Held]:
-    return {str(name): item for name, item in entries.items() if isinstance(item, Held)}
+    return isinstance(name, str) and (isinstance(item, Held) or name.endswith(_EXTRA))
 
 
 def _name_in(tree: Mapping[str, Any], choices: tuple[str, ...]) -> str | None:
@@ -161,6 +174,13 @@ def _with_numbers(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key, item in (state_dict.get("state") or {}).items()
     }
     return {**state_dict, "state": state}
+
+
+def _names_of_parameters(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Layouts of torch.distributed have names where optimizers have numbers."""
+    ids = [each for group in state_dict["param_groups"] for each in group.get("params", ())]
+    has_names = all(isinstance(each, str) and not each.isdigit() for each in ids)
+    return tuple(map(canonical, ids)) if ids and has_names else None
 
 
 def _several(value: Any) -> list[Any]:

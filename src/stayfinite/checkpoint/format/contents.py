@@ -16,14 +16,15 @@ PlaceKind = Literal["parameter", "buffer", "non-persistent buffer", "attribute"]
 class ModuleRecord:
     """The tensors of a model by name.
 
-    `kinds` is empty when the file does not say what they are. `is_complete`: non-persistent
-    buffers and plain attributes were saved too.
+    `kinds` is empty when the file does not say what they are. `others` are names of entries that
+    are no tensors. `is_complete`: non-persistent buffers and plain attributes were saved too.
     """
 
     tensors: Mapping[str, Held]
     kinds: Mapping[str, PlaceKind] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
     extra_states: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
     is_complete: bool = False
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stayfinite.checkpoint.format.digests import digest
+from stayfinite.checkpoint.format.layout import bytes_of
 from stayfinite.checkpoint.format.tally import Tally, tally
 
 
@@ -47,6 +49,19 @@ def hold(key: str, tensor: Tensor) -> Held:
         tally=tally(tensor),
         tensor=tensor,
     )
+
+
+def is_same(one: Held, other: Held) -> bool:
+    """Whether two tensors are the same to the byte; both must have values or digests."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return _known_digest(one) == _known_digest(other)
+
+
+def _known_digest(held: Held) -> bytes | None:
+    if held.digest is None and held.tensor is not None:
+        return digest(bytes_of(held.tensor).numpy())
+    return held.digest
 
 
 def hold_all(tree: Any, key: str) -> Any:

@@ -106,7 +106,7 @@ def parse(raw: bytes, size: int) -> Header:
     """The header in these bytes, of a file of this size; CheckpointError where it is not sound."""
     try:
         described = json.loads(raw[8:].decode(), object_pairs_hook=_without_repeats)
-        metadata = described.pop("__metadata__", None) or {}
+        metadata = dict(described.pop("__metadata__", None) or {})
         found = [_entry(name, each) for name, each in described.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError("its header is not that of a safetensors file.") from error
@@ -147,7 +147,5 @@ def _check_coverage(entries: tuple[Entry, ...], begin: int, size: int) -> None:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's bytes as a 1-d uint8 tensor on the CPU, shared where possible."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    if plain.data_ptr() % 8:
-        plain = plain.clone()
-    return plain.view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8)

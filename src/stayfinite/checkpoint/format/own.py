@@ -7,11 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from stayfinite.checkpoint.format.contents import Contents, ModuleRecord, OptimizerRecord
-from stayfinite.checkpoint.format.held import Held, hold
-from stayfinite.checkpoint.format.values import Find, decode
+from stayfinite.checkpoint.format.held import Held
+from stayfinite.checkpoint.format.values import Find, decode, dtype_named
 from stayfinite.errors import CheckpointError
 
 STATE = "state"
@@ -20,11 +18,16 @@ STATE = "state"
 
 def own_contents(tree: Any, held: Mapping[str, Held]) -> Contents:
     """The contents that a JSON tree of ours describes."""
-    leaves = {**held, **_viewed(tree["views"], held)}
+    try:
+        return _contents(tree, held)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            "its state is not as this version of stayfinite writes it."
+        ) from error
 
-    def find(name: str) -> Held:
-        return dataclasses.replace(leaves[name], key=name)
 
+def _contents(tree: Any, held: Mapping[str, Held]) -> Contents:
+    find = {**held, **_viewed(tree["views"], held)}.__getitem__
     return Contents(
         layout="stayfinite",
         models=tuple(_module(each, find) for each in tree["models"]),
@@ -49,12 +52,14 @@ def tree_of(metadata: Mapping[str, str]) -> Any:
 
 
 def _viewed(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
+    """Tensors of dtypes that safetensors does not have, which are stored as bytes."""
     viewed = {}
-    for name, (dtype, shape) in views.items():
-        data = held[name].tensor
-        if data is not None:
-            tensor = data.view(getattr(torch, dtype)).reshape(shape)
-            viewed[name] = dataclasses.replace(hold(name, tensor), digest=held[name].digest)
+    for name, (dtype_name, shape) in views.items():
+        dtype, data = dtype_named(dtype_name), held[name].tensor
+        tensor = None if data is None else data.view(dtype).reshape(shape)
+        viewed[name] = dataclasses.replace(
+            held[name], dtype=dtype, shape=tuple(shape), tensor=tensor
+        )
     return viewed
 
 

@@ -14,6 +14,8 @@ import torch
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
+_MOST_THREADS = 4
+
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
@@ -31,7 +33,7 @@ def one_torch_thread() -> Iterator[None]:
 
 def threads_for(size: int, *, at_least: int) -> int:
     """How many threads are worth starting for so many bytes; 0: none."""
-    return 0 if size < at_least else min(2, (os.cpu_count() or 1) - 1)
+    return 0 if size < at_least else min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 def ahead(

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from stayfinite.checkpoint.format.digests import Digest
+from stayfinite.checkpoint.format.digests import PIECE, Bytes, joint_digest, piece_digest
 from stayfinite.checkpoint.format.held import Held
 from stayfinite.checkpoint.format.layout import Entry, Header, header_length, parse
 from stayfinite.checkpoint.format.parallel import ahead, one_torch_thread, threads_for
-from stayfinite.checkpoint.format.sealed import MARK, SEAL, is_sealed, stored_digests
-from stayfinite.checkpoint.format.tally import Tally
+from stayfinite.checkpoint.format.sealed import MARK, Stamp, is_sealed, stored_stamps
+from stayfinite.checkpoint.format.source import Source, opened
+from stayfinite.checkpoint.format.tally import Tally, tally, together
 from stayfinite.checkpoint.problems import Problem
-from stayfinite.errors import CheckpointError
 
-_LONGEST_READ = 1 << 30
-_PIECE = 4 << 20
-_WORTH_THREADS = 4 * _PIECE
+_MOST_PARTS = 512
+_APART = 64
+_WORTH_THREADS = 16 * PIECE
 
 
 def nothing_told(count: int) -> None:
@@ -34,11 +35,13 @@ def nothing_told(count: int) -> None:
 class Reading:
     """How to read: which tensors stay in memory, whether all get digests, whom to tell of bytes.
 
-    Without `keep` none stays, and a file is only looked through.
+    Without `keep` none stays, and a file is only looked through. `scan`: the values of our own
+    files are looked at too, though their seal says what they are.
     """
 
     keep: Callable[[str], bool] | None = None
     digests: bool = False
+    scan: bool = False
     progress: Callable[[int], None] = nothing_told
 
 
@@ -52,49 +55,43 @@ class SafeFile:
     problems: list[Problem] = field(default_factory=list)
 
 
-@contextmanager
-def one_line_errors(path: Path) -> Iterator[None]:
-    """Anything that keeps a file from being read, as one CheckpointError."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.problems or str(error).startswith(str(path)):
-            raise
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
-
-
 def read_safetensors(path: Path, reading: Reading) -> SafeFile:
     """The file's tensors, each verified and tallied; CheckpointError when it has no sound header.
 
     With nothing to keep this needs a few MiB of memory, however large the file is.
     """
-    with _opened(path) as descriptor:
-        return _Reader(descriptor, reading).file()
+    with opened(path) as source:
+        header, is_ours = _header(source)
+        reading.progress(len(header.raw))
+        if not is_ours:
+            found = _Reader(source, replace(reading, scan=True)).tensors(header.entries)
+            held = [_held(each, each.tally) for each in found]
+            return SafeFile(header=header, is_ours=False, held={each.key: each for each in held})
+        stamps = stored_stamps(header, source.bytes)
+        found = _Reader(source, replace(reading, digests=True)).tensors(header.entries[:-1])
+    stamped = list(zip(found, stamps, strict=True))
+    held = [_held(each, stamp.tally) for each, stamp in stamped]
+    damaged = [_damaged(each) for each, stamp in stamped if not _is_as_stamped(each, stamp)]
+    by_name = {each.key: each for each in held}
+    return SafeFile(header=header, is_ours=True, held=by_name, problems=damaged)
 
 
 def header_of(path: Path) -> tuple[Header, bool]:
     """Only the header, unverified, and whether the file is ours."""
-    with _opened(path) as descriptor:
-        return _Reader(descriptor, Reading()).header()
+    with opened(path) as source:
+        return _header(source)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    with one_line_errors(path):
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            yield descriptor
-        finally:
-            with suppress(OSError):  # everything has been read by then
-                os.close(descriptor)
+def _header(source: Source) -> tuple[Header, bool]:
+    size = source.size
+    length = header_length(source.bytes(0, min(8, size)), size)
+    header = parse(source.bytes(0, 8 + length), size)
+    return header, is_sealed(header, source.bytes(max(0, size - len(MARK)), size))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A part of a tensor; `target` is where it stays, if it does."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A tensor, or a piece of a large one; `target` is where the tensor stays, if it does."""
 
     entry: Entry
     start: int
@@ -106,110 +103,119 @@ class _Piece:
         return self.start + self.count == self.entry.nbytes
 
 
+class _Seen(NamedTuple):
+    """What looking at a part, or at all parts of a tensor, has shown."""
+
+    part: _Part
+    digest: bytes
+    tally: Tally
+
+
+def _is_as_stamped(seen: _Seen, stamp: Stamp) -> bool:
+    """Whether bytes and values are those that were saved; the values only if they were scanned."""
+    return seen.digest == stamp.digest and seen.tally in (Tally(), stamp.tally)
+
+
+def _damaged(seen: _Seen) -> Problem:
+    return Problem(
+        kind="damaged",
+        key=seen.part.entry.name,
+        message="its bytes are not those that were saved; the checksum differs. "
+        "Load an older generation.",
+    )
+
+
+def _held(seen: _Seen, known: Tally) -> Held:
+    entry, data = seen.part.entry, seen.part.target
+    return Held(
+        key=entry.name,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        tally=known,
+        tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
+        digest=seen.digest or None,
+        is_private=True,
+    )
+
+
 class _Reader:
-    def __init__(self, descriptor: int, reading: Reading) -> None:
-        self._descriptor = descriptor
+    """Reads tensors in spans: parts that follow one another, together no larger than a piece."""
+
+    def __init__(self, source: Source, reading: Reading) -> None:
+        self._source = source
         self._reading = reading
-        self._has_digests = reading.digests
-        self._spare: deque[Tensor] = deque()
+        self._spare: deque[Bytes] = deque()
 
-    def header(self) -> tuple[Header, bool]:
-        size = os.fstat(self._descriptor).st_size
-        length = header_length(self._bytes(0, min(8, size)), size)
-        header = parse(self._bytes(0, 8 + length), size)
-        return header, is_sealed(header, self._bytes(max(0, size - len(MARK)), size))
-
-    def file(self) -> SafeFile:
-        header, is_ours = self.header()
-        expected = stored_digests(header, self._content) if is_ours else []
-        self._has_digests |= is_ours
-        self._reading.progress(len(header.raw))
-        entries = [entry for entry in header.entries if entry.name != SEAL or not is_ours]
-        with one_torch_thread():
-            held = {each.key: each for each in self._tensors(entries)}
-        problems = [
-            _damaged(entry)
-            for entry, digest in zip(entries, expected, strict=False)
-            if held[entry.name].digest != digest
-        ]
-        return SafeFile(header=header, is_ours=is_ours, held=held, problems=problems)
-
-    def _tensors(self, entries: list[Entry]) -> Iterator[Held]:
+    def tensors(self, entries: Sequence[Entry]) -> list[_Seen]:
         size = sum(entry.nbytes for entry in entries)
         threads = threads_for(size, at_least=_WORTH_THREADS)
-        tally, digest = Tally(), Digest()
-        for piece, data in ahead(self._read, self._pieces(entries), threads):
-            tally.add(data.view(piece.entry.dtype))
-            if self._has_digests:
-                digest.update(data)
-            if piece.target is None:
-                self._spare.append(data)
-            self._reading.progress(piece.count)
-            if piece.is_last:
-                yield self._held(piece, tally, digest)
-                tally, digest = Tally(), Digest()
+        with one_torch_thread() if self._reading.scan else nullcontext():
+            return list(self._tensors(entries, threads))
 
-    def _pieces(self, entries: list[Entry]) -> Iterator[_Piece]:
+    def _tensors(self, entries: Sequence[Entry], threads: int) -> Iterator[_Seen]:
+        parts: list[_Seen] = []
+        for span, seen in ahead(self._look, self._spans(entries), threads):
+            for each in seen:
+                parts.append(each)
+                if each.part.is_last:
+                    yield _whole(parts)
+                    parts = []
+            self._reading.progress(sum(part.count for part in span))
+
+    def _spans(self, entries: Sequence[Entry]) -> Iterator[list[_Part]]:
+        span: list[_Part] = []
+        size = 0
+        for part in self._parts(entries):
+            if span and (size + part.count > PIECE or len(span) == _MOST_PARTS):
+                yield span
+                span, size = [], 0
+            span.append(part)
+            size += part.count
+        if span:
+            yield span
+
+    def _parts(self, entries: Sequence[Entry]) -> Iterator[_Part]:
         keep = self._reading.keep
         for entry in entries:
             target = None
             if keep is not None and keep(entry.name):
                 target = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-            for start in range(0, max(1, entry.nbytes), _PIECE):
-                count = min(_PIECE, entry.nbytes - start)
-                yield _Piece(entry=entry, start=start, count=count, target=target)
+            for start in range(0, max(1, entry.nbytes), PIECE):
+                count = min(PIECE, entry.nbytes - start)
+                yield _Part(entry=entry, start=start, count=count, target=target)
 
-    def _read(self, piece: _Piece) -> Tensor:
-        if piece.target is None:
-            data = self._buffer()[: piece.count]
-        else:
-            data = piece.target[piece.start : piece.start + piece.count]
-        self._fill(data, piece.entry.start + piece.start)
-        return data
-
-    def _buffer(self) -> Tensor:
-        """Memory for a piece, used again and again."""
+    def _look(self, span: list[_Part]) -> list[_Seen]:
+        """Read a span and look at its parts while they are in the processor's cache."""
         try:
-            spare = self._spare.pop()
+            buffer = self._spare.pop()
         except IndexError:
-            return torch.empty(_PIECE, dtype=torch.uint8, device="cpu")
-        return spare.as_strided((_PIECE,), (1,))
+            buffer = np.empty(PIECE + _MOST_PARTS * _APART, dtype=np.uint8)
+        places = list(_places(span, buffer))
+        self._source.fill([each.data for each in places], span[0].entry.start + span[0].start)
+        seen = [self._seen(*each) for each in zip(span, places, strict=True)]
+        self._spare.append(buffer)
+        return seen
 
-    def _held(self, piece: _Piece, tally: Tally, digest: Digest) -> Held:
-        entry, data = piece.entry, piece.target
-        return Held(
-            key=entry.name,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            tally=tally,
-            tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
-            digest=digest.value() if self._has_digests else None,
-            is_private=True,
-        )
-
-    def _content(self, entry: Entry) -> bytes:
-        return self._bytes(entry.start, entry.stop)
-
-    def _bytes(self, start: int, stop: int) -> bytes:
-        buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        self._fill(buffer, start)
-        return buffer.numpy().tobytes()
-
-    def _fill(self, buffer: Tensor, offset: int) -> None:
-        view = buffer.numpy().data
-        done = 0
-        while done < len(view):
-            # A kernel reads 2 GiB at most in one call.
-            count = os.preadv(self._descriptor, [view[done : done + _LONGEST_READ]], offset + done)
-            if not count:
-                raise CheckpointError("it became shorter while it was read.")
-            done += count
+    def _seen(self, part: _Part, data: Bytes) -> _Seen:
+        digest = piece_digest(data) if self._reading.digests else b""
+        if not self._reading.scan:
+            return _Seen(part, digest, Tally())
+        return _Seen(part, digest, tally(torch.from_numpy(data).view(part.entry.dtype)))
 
 
-def _damaged(entry: Entry) -> Problem:
-    return Problem(
-        kind="damaged",
-        key=entry.name,
-        message="its bytes are not those that were saved; the checksum differs. "
-        "Load an older generation.",
-    )
+def _whole(parts: list[_Seen]) -> _Seen:
+    """What is known of a tensor from its parts."""
+    digests = [each.digest for each in parts]
+    digest = joint_digest(digests) if any(digests) else b""
+    return _Seen(parts[-1].part, digest, together(each.tally for each in parts))
+
+
+def _places(span: list[_Part], buffer: Bytes) -> Iterator[Bytes]:
+    """Where the parts go: to their targets, or one after another into the buffer, aligned."""
+    at = 0
+    for part in span:
+        if part.target is not None:
+            yield part.target.numpy()[part.start : part.start + part.count]
+        else:
+            yield buffer[at : at + part.count]
+            at += part.count + -part.count % _APART

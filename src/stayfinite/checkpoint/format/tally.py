@@ -1,8 +1,10 @@
-"""What the checks need to know of a tensor's values, gathered piece by piece."""
+"""What the checks need to know of a tensor's values."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +15,15 @@ _DIRECT = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _AT_ONCE = 1 << 18
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """Kinds of non-finite values, and the extremes of the finite ones."""
+    """The extremes of the finite values, and which non-finite kinds there are."""
 
-    __slots__ = ("has_nan", "has_neg_inf", "has_pos_inf", "high", "low")
-
-    def __init__(self) -> None:
-        self.has_nan = self.has_pos_inf = self.has_neg_inf = False
-        self.low, self.high = math.inf, -math.inf
+    low: float = math.inf
+    high: float = -math.inf
+    has_nan: bool = False
+    has_pos_inf: bool = False
+    has_neg_inf: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -42,30 +45,48 @@ class Tally:
         kinds = {"NaN": self.has_nan, "+Inf": self.has_pos_inf, "-Inf": self.has_neg_inf}
         return " and ".join(name for name, is_there in kinds.items() if is_there)
 
-    def add(self, tensor: Tensor) -> None:
-        """Count the values of a tensor of any dtype and layout."""
-        for part in float_parts(tensor.detach()):
-            if part.dtype in _DIRECT and part.is_contiguous():
-                self._add_real(part)
-            else:
-                for _, piece in pieces(part, _AT_ONCE):
-                    self._add_real(piece if part.dtype in _DIRECT else piece.float())
-
-    def _add_real(self, values: Tensor) -> None:
-        low, high = torch.stack(values.aminmax()).tolist()  # host sync
-        if math.isfinite(low) and math.isfinite(high):
-            self.low, self.high = min(self.low, low), max(self.high, high)
-            return
-        self.has_nan |= bool(values.isnan().any())
-        self.has_pos_inf |= bool(values.isposinf().any())
-        self.has_neg_inf |= bool(values.isneginf().any())
-        finite = values[values.isfinite()]
-        if finite.numel():
-            self._add_real(finite)
-
 
 def tally(tensor: Tensor) -> Tally:
-    """The tally of one tensor."""
-    result = Tally()
-    result.add(tensor)
-    return result
+    """The tally of a tensor of any dtype and layout."""
+    return together(
+        _of_reals(piece if part.dtype in _DIRECT else piece.float())
+        for part in float_parts(tensor.detach())
+        for piece in _few(part)
+    )
+
+
+def together(tallies: Iterable[Tally]) -> Tally:
+    """The tally of all of them."""
+    known = list(tallies)
+    if len(known) == 1:
+        return known[0]
+    return Tally(
+        low=min((each.low for each in known), default=math.inf),
+        high=max((each.high for each in known), default=-math.inf),
+        has_nan=any(each.has_nan for each in known),
+        has_pos_inf=any(each.has_pos_inf for each in known),
+        has_neg_inf=any(each.has_neg_inf for each in known),
+    )
+
+
+def _few(part: Tensor) -> Iterable[Tensor]:
+    """As few pieces as can be looked at without a copy of the whole."""
+    if part.dtype in _DIRECT and part.is_contiguous():
+        return [part]
+    return (piece for _, piece in pieces(part, _AT_ONCE))
+
+
+def _of_reals(values: Tensor) -> Tally:
+    if not values.numel():
+        return Tally()
+    low, high = (extreme.item() for extreme in values.aminmax())  # host sync
+    if math.isfinite(low) and math.isfinite(high):
+        return Tally(low=low, high=high)
+    finite = _of_reals(values[values.isfinite()])
+    return Tally(
+        low=finite.low,
+        high=finite.high,
+        has_nan=bool(values.isnan().any()),
+        has_pos_inf=bool(values.isposinf().any()),
+        has_neg_inf=bool(values.isneginf().any()),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -26,17 +27,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self._known: StorageMap[Reach] = StorageMap()
+        self._entered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def reach(self, tensor: Tensor) -> Reach:
         known = self._known.get(tensor)
-        if known is None:
-            base = tensor if tensor._base is None else tensor._base
-            known = _leaf(base)
+        base = tensor if tensor._base is None else tensor._base
+        is_parameter = base.requires_grad and base.is_leaf
+        if known is None or (is_parameter and known.op != "parameter"):
+            known = parameter(base) if is_parameter else _leaf(base)
             self._known.put(tensor, known)
         return known
 
     def enter(self, module: nn.Module) -> None:
-        """Parameters and buffers are what they are, whatever filled them."""
+        """Parameters and buffers are what they are, whatever filled them; once for each module."""
+        if module in self._entered:
+            return
+        self._entered.add(module)
         for each in module.modules():
             for held in each._parameters.values():
                 if held is not None:
@@ -115,9 +121,7 @@ def mark_read(reach: Reach, tensor: Tensor) -> None:
 
 
 def _leaf(base: Tensor) -> Reach:
-    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
-        return parameter(base)
-    return leaf(base, fed=True)
+    return parameter(base) if isinstance(base, nn.Parameter) else leaf(base, fed=True)
 
 
 def _operation(

@@ -13,6 +13,7 @@ from stayfinite.detect.parts import undisturbed
 from stayfinite.locate.storages import covers_storage
 
 Facts = dict[str, Any]
+_LARGE_MATRIX, _SOME = 256, 64
 
 
 @undisturbed
@@ -127,6 +128,16 @@ def per_channel(args: Sequence[Any]) -> Facts:
     return {"values": values.numel() // values.shape[1], "samples": len(values)}
 
 
+def condition(args: Sequence[Any]) -> Facts:
+    """How far the matrices are from singular ones; nothing for large ones."""
+    values = args[0]
+    if values.dim() < 2 or max(values.shape[-2:]) > _LARGE_MATRIX or not values.numel():
+        return {}
+    singular = torch.linalg.svdvals(values.reshape(-1, *values.shape[-2:])[:_SOME].double())
+    ratios = singular[:, 0] / singular[:, -1].clamp_min(1e-300)
+    return {"condition": float(ratios.max())}
+
+
 MEASURES: dict[str, Callable[[Sequence[Any]], Facts]] = {
     "_softmax": rows_under_mask,
     "_log_softmax": rows_under_mask,
@@ -134,6 +145,9 @@ MEASURES: dict[str, Callable[[Sequence[Any]], Facts]] = {
     "nll_loss_forward": ignored_labels,
     "nll_loss2d_forward": ignored_labels,
     "_ctc_loss": ctc_lengths,
+    **dict.fromkeys(
+        ("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "_linalg_slogdet"), condition
+    ),
     "layer": columns,
     "native_batch_norm": per_channel,
     "std": reduced,

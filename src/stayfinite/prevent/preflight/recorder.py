@@ -30,10 +30,11 @@ DOMAINS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(words("div pow atan2"), (0, 1)),
     **dict.fromkeys(words("_softmax _log_softmax logsumexp native_batch_norm"), ()),
     **dict.fromkeys(words("_linalg_svd _linalg_eigh linalg_qr linalg_inv_ex"), ()),
-    **dict.fromkeys(words("linalg_cholesky_ex _linalg_solve_ex"), ()),
+    **dict.fromkeys(words("linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"), ()),
     **dict.fromkeys(words("_ctc_loss nll_loss_forward nll_loss2d_forward"), ()),
 }
 _LAYERS = words("mm addmm bmm convolution mkldnn_convolution linear")
+_MOST_USES = 256  # of one operation on one line
 _NORMS = ("LinalgVectorNorm", "NormBackward")
 
 
@@ -54,6 +55,7 @@ class Recorder(Tracer):
         self._ledger = Ledger()
         self._operators: dict[Any, tuple[OpInfo, str]] = {}
         self._latest: Event | None = None
+        self._times: dict[tuple[Place, str], int] = {}
 
     def begin(self) -> None:
         """The first step begins, if it has not."""
@@ -113,6 +115,9 @@ class Recorder(Tracer):
         frame = sys._getframe(1)
         place, inside = user_place(frame), library_place(frame)
         if place is None or (inside or "").startswith("optim/"):
+            return None
+        times = self._times[place, name] = self._times.get((place, name), 0) + 1
+        if times > _MOST_USES:
             return None
         site, phase, _ = self._where(info)
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.optim import Optimizer
 
 from stayfinite.detect.parts import unwrapped
@@ -52,10 +54,10 @@ class Rehearsal:
         if any(known is module for known in self.modules):
             return
         self.modules.append(module)
-        if module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled() and not _in_transform():
             self.calls.append(Called.now(module, args))
         self._risks += [*weight_risks(module), *stack_risks(module)]
-        self._of_data += batch_risks(args)
+        self._of_data += _input_risks(module, args)
 
     def going_back(self, roots: Sequence[Tensor], place: Place | None) -> None:
         """A backward pass begins from these."""
@@ -124,3 +126,16 @@ class Rehearsal:
         if not self.is_finite:
             return self._of_data
         return [lowered(risk) for risk in self._of_data]
+
+
+def _input_risks(module: nn.Module, args: Any) -> list[Risk]:
+    """What is odd about the arguments of a top-level module."""
+    tensors = [number for number, value in enumerate(args) if isinstance(value, Tensor)]
+    found = batch_risks(args, inputs=tensors or None)
+    name = type(module).__name__
+    return [dataclasses.replace(r, where=r.where.replace("batch", f"{name} input")) for r in found]
+
+
+def _in_transform() -> bool:
+    """Whether this is inside vmap or grad of torch.func, whose tensors do not live on."""
+    return _functorch.peek_interpreter_stack() is not None

@@ -29,7 +29,7 @@ class Claim:
 
 Check = Callable[[Use], Claim | None]
 
-UNLIKELY = 1e-5  # a chance below which an empty batch is not worth a warning
+UNLIKELY = 1e-12  # a chance of an empty mask that is no risk, even if samples are not independent
 NEAR = 0.1  # a smallest size below so much of the typical one comes near 0
 
 _WORDS = {

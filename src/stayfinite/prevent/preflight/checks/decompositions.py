@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from stayfinite.prevent.preflight.checks.claim import Check, Claim
+from stayfinite.prevent.preflight.checks.claim import Check, Claim, number
 from stayfinite.prevent.preflight.ranges.reach import Reach
 from stayfinite.prevent.preflight.use import Use
 
+_ILL = 1e6
 _NAMES = {
     "_linalg_svd": "svd",
     "_linalg_eigh": "eigh",
@@ -13,7 +14,6 @@ _NAMES = {
     "linalg_inv_ex": "inv",
     "linalg_cholesky_ex": "cholesky",
     "_linalg_solve_ex": "solve",
-    "_linalg_det": "det",
     "_linalg_slogdet": "slogdet",
 }
 
@@ -33,16 +33,18 @@ def equal_values(use: Use) -> Claim | None:
 
 
 def singular(use: Use) -> Claim | None:
-    """inv, solve and cholesky of a matrix with nothing added to its diagonal."""
+    """inv, solve, cholesky and logdet of a matrix with nothing added to its diagonal."""
     given = use.reach(0)
     if given is None or not use.has_gradient or not given.varies or _has_diagonal(given):
         return None
+    condition = use.facts.get("condition", 1.0)
     return Claim(
-        level="low",
+        level="medium" if condition > _ILL else "low",
         cause="degenerate_linalg",
         what=f"{_NAMES[use.name]} gets a matrix with nothing added to its diagonal; a singular one "
-        "gives Inf, NaN or an error.",
+        f"gives Inf, NaN or an error, and its condition now is {number(condition)}.",
         fix="Add a little to the diagonal: `a + 1e-6 * torch.eye(n)`.",
+        evidence={"condition": condition},
     )
 
 
@@ -52,5 +54,7 @@ def _has_diagonal(given: Reach) -> bool:
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     **dict.fromkeys(("_linalg_svd", "_linalg_eigh", "linalg_qr"), (equal_values,)),
-    **dict.fromkeys(("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex"), (singular,)),
+    **dict.fromkeys(
+        ("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "_linalg_slogdet"), (singular,)
+    ),
 }

@@ -22,7 +22,7 @@ from stayfinite.prevent.preflight.ranges.seen import Seen
 from stayfinite.prevent.preflight.use import Use
 from stayfinite.prevent.risks import Level
 
-_FEW = 2  # a count this low in some row may well be 0 in another
+_SMALL_PARAMETER = 0.1  # a few updates can bring it to 0
 
 
 def divides_by_zero(use: Use) -> Claim | None:
@@ -31,18 +31,17 @@ def divides_by_zero(use: Use) -> Claim | None:
     by, seen = use.reach(index), use.seen.get(index)
     if by is None or seen is None or not use.dtype.is_floating_point:
         return None
-    if not by.bounds.holds(0.0) or not _matters(use, by, seen):
+    if not _can_be_zero(by) or not _matters(use, by, seen):
         return None
+    if (use.inside or "").startswith("nn/"):
+        return None  # torch sees to its own layers and losses
     if by.chance is not None and not seen.zeros:
         return _by_count(by, seen)
     level = _level(use, by, seen)
     if level is None:
         return None
-    now = (
-        "it is 0 in places now"
-        if seen.zeros
-        else f"its smallest size now is {number(seen.smallest)}"
-    )
+    now = f"its smallest size now is {number(seen.smallest)}"
+    now = "it is 0 in places now" if seen.zeros else now
     return Claim(
         level=level,
         cause=_cause(use, by),
@@ -50,6 +49,10 @@ def divides_by_zero(use: Use) -> Claim | None:
         score=nearness(seen.smallest, max(seen.typical, 1e-30)),
         evidence={"smallest": seen.smallest, "typical": seen.typical, "zeros": seen.zeros},
     )
+
+
+def _can_be_zero(by: Reach) -> bool:
+    return by.bounds.holds(0.0) or (by.is_raw and by.op == "data")
 
 
 def _matters(use: Use, by: Reach, seen: Seen) -> bool:
@@ -65,8 +68,8 @@ def _by_count(by: Reach, seen: Seen) -> Claim | None:
     return Claim(
         level="medium",
         cause="division_by_zero",
-        what=f"It divides by the number of elements that a mask keeps, {number(seen.low)} now; by "
-        f"this batch, none are kept in about {number(chance)} of the batches.",
+        what=f"It divides by the number of elements that a mask keeps, {number(seen.low)} now; a "
+        "batch of which it keeps none gives 0 / 0.",
         fix="Count at least one: `total / mask.sum().clamp_min(1)`.",
         score=chance,
         evidence={"kept": seen.low, "chance_of_none": chance},
@@ -79,29 +82,24 @@ def _level(use: Use, by: Reach, seen: Seen) -> Level | None:
         return "high" if use.has_gradient or not by.frozen else "medium"
     if by.peaks and seen.low >= 0.99:
         return None  # a sum of exp(x - max(x)) holds a 1
-    if low < 0 < high:
-        is_near = seen.elements - seen.bad > 1 and seen.closeness < NEAR
-        return "medium" if is_near and by.learned else "low"
+    if low < 0 < high or not by.bounds.holds(0.0):
+        return _level_of_crossing(by, seen)
     at = by.bounds.low_at if low == 0 else by.bounds.high_at
     if at == INF:
         return None
     if at:
         return "low" if is_only_learned(by) else "medium"
-    if _counts(by) and seen.low > _FEW:
-        return "low"
+    if not by.fed:
+        return "low"  # of weights alone
     return "medium" if by.learned or comes_naturally(by) else "low"
 
 
-def _counts(by: Reach) -> bool:
-    """Whether it counts, per row, what a mask keeps."""
-    return any(
-        back.op == "sum" and not back.learned and back.made_from and _is_mask(back.made_from[0])
-        for back in by.ancestors(3)
-    )
-
-
-def _is_mask(reach: Reach) -> bool:
-    return reach.bounds.low == 0 and reach.bounds.high == 1
+def _level_of_crossing(by: Reach, seen: Seen) -> Level:
+    """For what is 0 only on its way from one side to the other."""
+    if by.op == "parameter":
+        return "medium" if seen.smallest < _SMALL_PARAMETER else "low"
+    is_near = seen.elements - seen.bad > 1 and seen.closeness < NEAR
+    return "medium" if is_near else "low"
 
 
 def _cause(use: Use, by: Reach) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stayfinite.prevent.preflight.checks.claim import (
+    NEAR,
     Check,
     Claim,
     comes_naturally,
@@ -22,7 +23,9 @@ def log_reaches_zero(use: Use) -> Claim | None:
     """log, log2, log10 of what is not kept above 0; log1p of what is not kept above -1."""
     given, seen = use.reach(0), use.seen.get(0)
     floor = -1.0 if use.name == "log1p" else 0.0
-    if given is None or seen is None or given.bounds.low > floor or not is_concerned(use, given):
+    if given is None or seen is None or not is_concerned(use, given):
+        return None
+    if given.bounds.low > floor and not (given.op == "data" and given.is_raw):
         return None
     level = _level(use, given, floor)
     if level is None:
@@ -47,7 +50,8 @@ def _level(use: Use, given: Reach, floor: float) -> Level | None:
     if given.bounds.low_at == INF:
         return None
     if not given.learned:
-        return "medium" if comes_naturally(given) or _is_noise(given) else "low"
+        is_near = seen.low - floor < NEAR * seen.typical
+        return "medium" if is_near or comes_naturally(given) or _is_noise(given) else "low"
     if given.bounds.low_at and is_only_learned(given):
         return "low"
     return "medium"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from stayfinite.prevent.preflight.checks.claim import UNLIKELY, Check, Claim, number
+from stayfinite.prevent.preflight.checks.claim import Check, Claim
 from stayfinite.prevent.preflight.use import Use
+
+_UNLIKELY = 1e-5  # padding is ignored too, and there it is always so
 
 
 def all_ignored(use: Use) -> Claim | None:
     """The mean of a cross-entropy over labels that can all be ignore_index."""
     facts = use.facts
-    if not facts or facts["chance"] < UNLIKELY:
+    if not facts or facts["chance"] < _UNLIKELY:
         return None
     return Claim(
         level="medium" if facts["kept"] else "high",
         cause="bad_label",
-        what=f"cross_entropy takes the mean over {facts['kept']} labels of {facts['labels']}, the "
-        f"others are ignored; by this batch, all are in about {number(facts['chance'])} of the "
-        "batches, and the mean is 0 / 0.",
+        what=f"cross_entropy takes the mean over {facts['kept']} labels of {facts['labels']} and "
+        "ignores the others; of a batch without any label left, the mean is 0 / 0.",
         fix="Leave out samples without a label, or divide yourself: `F.cross_entropy(..., "
         'reduction="sum") / (target != ignore_index).sum().clamp_min(1)`.',
         score=facts["chance"],

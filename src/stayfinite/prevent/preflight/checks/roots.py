@@ -46,6 +46,25 @@ def power_at_zero(use: Use) -> Claim | None:
     return _gradient_at_zero(use, "pow_grad_at_zero", f"pow(x, {number(exponent)})")
 
 
+def learned_power(use: Use) -> Claim | None:
+    """A power that is learned: its gradient has the log of the base."""
+    base, exponent = use.reach(0), use.reach(1)
+    if base is None or exponent is None or not exponent.learned or base.bounds.low > 0:
+        return None
+    cause = "pow_of_negative" if base.bounds.low < 0 else "pow_grad_at_zero"
+    seen = use.seen.get(0)
+    if seen is None or base.guarded:
+        return None
+    return Claim(
+        level="high" if seen.low <= 0 else "medium",
+        cause=cause,
+        what=f"pow gets {named(base)} that can be {'negative' if base.bounds.low < 0 else '0'} and "
+        f"an exponent that is learned, whose gradient has the log of it; its smallest value now is "
+        f"{number(seen.low)}.",
+        evidence={"smallest": seen.low, "typical": seen.typical},
+    )
+
+
 def _of_negative(use: Use, cause: str, name: str) -> Claim | None:
     given, seen = use.reach(0), use.seen.get(0)
     if given is None or seen is None or given.bounds.low >= 0 or not is_concerned(use, given):
@@ -87,5 +106,5 @@ def _gradient_at_zero(use: Use, cause: str, name: str) -> Claim | None:
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "sqrt": (root_of_negative, root_at_zero),
-    "pow": (power_of_negative, power_at_zero),
+    "pow": (power_of_negative, power_at_zero, learned_power),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stayfinite.prevent.preflight.checks.claim import UNLIKELY, Check, Claim, number
+from stayfinite.prevent.preflight.checks.claim import UNLIKELY, Check, Claim
 from stayfinite.prevent.preflight.use import Use
 
 _SMALL = 32
@@ -20,8 +20,8 @@ def mean_of_nothing(use: Use) -> Claim | None:
     return Claim(
         level="medium" if kept else "high",
         cause="empty_reduction",
-        what=f"mean runs over the {kept} elements that a mask selects; by this batch, none are "
-        f"selected in about {number(given.chance)} of the batches, and the mean is NaN.",
+        what=f"mean runs over the elements that a mask selects, {kept} now; of a batch of which it "
+        "selects none, the mean is NaN.",
         score=given.chance,
         evidence={"selected": kept, "chance_of_none": given.chance},
     )

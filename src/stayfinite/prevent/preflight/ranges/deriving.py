@@ -23,6 +23,7 @@ _DRAWN = words(
 )
 # No formula knows more of them than that they are what they are.
 _TAKEN_AS_SEEN = words("randn randn_like normal exponential poisson log_normal cauchy")
+_COUNTS = words("sum bincount")
 _PEAKS = words("amax max scatter_reduce cummax topk")
 _LOGS = words("_log_softmax log_sigmoid_forward log logsumexp")
 
@@ -82,7 +83,8 @@ def _bounds(op: Operation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
     is_number = out.is_floating_point() or out.is_complex()
     if out.is_complex():
         return ANY
-    if not is_number or op.base in _TAKEN_AS_SEEN or (not parents and op.base != "rand"):
+    is_taken = op.base in _TAKEN_AS_SEEN or (not parents and op.base != "rand")
+    if is_taken or not (is_number or op.base in _COUNTS):
         return bounds_now(out)
     if op.base == "uniform":
         return Bounds(op.number(1, "from") or 0.0, op.number(2, "to") or 1.0)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from stayfinite.errors import PackageError
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
@@ -37,9 +39,17 @@ def test_readme_has_a_snippet() -> None:
 
 
 @pytest.mark.parametrize("code", snippets())
-def test_snippet_runs(code: str, request: pytest.FixtureRequest) -> None:
+def test_snippet_runs(
+    code: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in re.findall(r"^(?:from|import) (\w+)", code, re.M):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    exec(compile(code, request.node.callspec.id, "exec"), {"__name__": "snippet"})
+    try:
+        exec(compile(code, request.node.callspec.id, "exec"), {"__name__": "snippet"})
+    except PackageError as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

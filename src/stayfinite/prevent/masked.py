@@ -6,6 +6,7 @@ and gives nothing to anyone else's.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -45,11 +46,14 @@ def masked_mean(
     tensor(2.0000e+38)
     """
     x = floating(x)
-    dims = tuple(range(x.ndim)) if dim is None else dim
-    kept = torch.ones_like(x, dtype=torch.bool) if mask is None else checked_mask(mask, x)
-    count = kept.sum(dims, keepdim=True).clamp_min(1)
-    mean = (torch.where(kept, widened(x), 0.0) / count).sum(dims, keepdim=keepdim)
-    return mean.to(x.dtype)
+    dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if mask is None:
+        parts = widened(x) / max(1, math.prod(x.shape[each] for each in dims))
+    else:
+        kept = checked_mask(mask, x)
+        count = kept.sum(dims, keepdim=True).clamp_min(1)
+        parts = torch.where(kept, widened(x), 0.0) / count
+    return parts.sum(dims, keepdim=keepdim).to(x.dtype)
 
 
 def reduced(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> Tensor:

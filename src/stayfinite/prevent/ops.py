@@ -3,8 +3,8 @@
 One rule holds for all of them. The value is the true one wherever that exists and the dtype can
 hold it; elsewhere the input is moved to the nearest number that has one, or the result to the
 largest finite one. The gradient is the true one too, and 0 where the input was moved or is nearer
-than eps to a singularity. 0 rather than the steep 1 / eps, because one such step ruins a run:
-benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite input is not
+than eps to a singularity. 0 rather than the steep 1 / eps, because one such step of SGD ruins a
+run: benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite input is not
 covered. eps is 1e-8 unless given, but never so small that 1 / eps is too large for the dtype
 (6e-5 in float16), or of two operands for the narrower one.
 """

@@ -29,7 +29,7 @@ docs: $(INSTALLED)
 
 # The files with property tests once more, with counts that take many minutes.
 prove: $(INSTALLED)
-	$(PYTEST) --hypothesis-profile=prove $$(grep -rl --include='*.py' '@given' tests)
+	$(PYTEST) --hypothesis-profile=prove $$(grep -rlE --include='test_*.py' '@given|IS_PROOF' tests)
 
 clean:
 	rm -rf .venv demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -99,11 +99,14 @@ def calls_of_a_save(folder: Path) -> list[str]:
 
 
 def begun(folder: Path) -> Path:
-    """A new folder with two generations, of step 1 and 2."""
+    """A new folder with two generations, of step 1 and 2, which are saved once and then copied."""
+    first = folder.with_name("begun")
+    if not first.exists():
+        first.mkdir(parents=True)
+        for step in (1, 2):
+            save(first / "last.ckpt", step)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for step in (1, 2):
-        save(folder / "last.ckpt", step)
+    shutil.copytree(first, folder)
     return folder / "last.ckpt"
 
 
@@ -149,20 +152,30 @@ def at_boundaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def at_random(folder: Path, count: int) -> list[dict[str, Any]]:
-    """One folder for all: each child saves again and again until it is killed."""
+    """One folder for all: each child saves again and again until it is killed.
+
+    It tells of each save, and is killed at a random moment after the first, the second or before.
+    """
     generator = random.Random(0)
     path, results, step = begun(folder), [], 2
     for _ in range(count):
         first = step + 1
+        told, tell = os.pipe()
 
-        def work(first: int = first, path: Path = path) -> None:
+        def work(first: int = first, path: Path = path, tell: int = tell) -> None:
             for step in range(first, first + 1_000):
                 save(path, step)
+                os.write(tell, b"1")
 
+        began = time.perf_counter()
         child = forked(work)
-        time.sleep(generator.uniform(0, 0.1))
+        os.close(tell)
+        for _ in range(generator.randrange(3)):
+            os.read(told, 1)
+        time.sleep(generator.random() * max(0.02, time.perf_counter() - began))
         os.kill(child, signal.SIGKILL)
         killed = wait(child)
+        os.close(told)
         results.append({"first": first, "killed": killed, **examined(path)})
         step = results[-1]["step"]
     results[-1] |= one_more(path, step + 1)

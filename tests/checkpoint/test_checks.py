@@ -81,6 +81,18 @@ def test_attribute_that_the_model_lacks_is_an_error_that_says_how_to_go_on(tmp_p
     load_checkpoint(path, model=nn.Linear(2, 2), ignore=["last_attention"])
 
 
+def test_attribute_that_came_after_the_save_is_an_error_that_says_how_to_go_on(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(2, 2)
+    path = saved(tmp_path, model)
+    model.last_attention = torch.ones(3)
+    (problem,) = found(path, model=model).values()
+    assert (problem.kind, problem.key) == ("missing", "model.last_attention")
+    assert problem.message.endswith('If nothing needs it, pass ignore=["last_attention"].')
+    load_checkpoint(path, model=model, ignore=["last_attention"])
+
+
 def test_entry_that_is_no_tensor_is_an_error(tmp_path: Path) -> None:
     torch.save({"model": {**nn.Linear(2, 2).state_dict(), "scale": 0.18}}, tmp_path / "a.pt")
     (problem,) = found(tmp_path / "a.pt", model=nn.Linear(2, 2)).values()

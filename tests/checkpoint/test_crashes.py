@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import IS_PROOF
 
 import stayfinite
 
 DRIVER = Path(__file__).with_name("crash_driver.py")
 SOURCE = Path(stayfinite.__file__).resolve().parents[1]
-KILLS = 200
+KILLS = 200 if IS_PROOF else 40
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import fingerprint, values_only
-from hypothesis import settings
+from checkpoints import IS_PROOF, fingerprint, values_only
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
 from stayfinite.errors import CheckpointError
 
-DAMAGES = 500 if settings.default.max_examples >= 5_000 else 40
+DAMAGES = 500 if IS_PROOF else 40
 
 
 def build(seed: int) -> tuple[nn.Module, Any, Any]:

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint
 from stayfinite.checkpoint.format.values import encode
+
+IS_PROOF = settings.default.max_examples >= 5_000
+"""With --hypothesis-profile=prove faults come in their whole number, else a part of them."""
 
 
 class Net(nn.Module):

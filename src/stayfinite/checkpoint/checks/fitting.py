@@ -173,7 +173,7 @@ def _leftover_problems(
         key = f"{part}.{place.name}"
         is_derived = place.is_made_anew and not is_complete
         if strict and not is_derived:
-            yield Problem(kind="missing", key=key, message=_missing(place))
+            yield Problem(kind="missing", key=key, message=_missing(place, is_complete))
             continue
         yield from _left(place, key)
         if not is_derived:
@@ -181,7 +181,12 @@ def _leftover_problems(
             yield Problem(kind="missing", key=key, message=message, is_error=False)
 
 
-def _missing(place: Place) -> str:
+def _missing(place: Place, is_complete: bool) -> str:
+    if place.kind == "attribute" and is_complete:
+        return (
+            "is not in the file: the model had no such attribute when it was saved. If nothing "
+            f'needs it, pass ignore=["{place.name}"].'
+        )
     if place.kind == "attribute":
         return (
             "is not in the file: the model holds it as a plain attribute, which state_dict() "

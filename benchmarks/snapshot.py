@@ -37,7 +37,7 @@ MODELS = ("gpt", "large", "cnn", "mlp")
 COPY_BAR = 1.25
 SHARE_BAR = 0.005
 MARK_BAR = 20.0
-MARKS = 20
+MARKS = 200
 CACHE = 1 << 27
 """More bytes than the caches of this machine hold."""
 

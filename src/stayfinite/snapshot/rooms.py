@@ -63,7 +63,7 @@ class Rooms:
         self._forms = self._forms_now()
 
     def _forms_now(self) -> list[object]:
-        return [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in self._simple]
+        return [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in self._simple]
 
     def _make_room(self, now: list[Memories], in_runs: list[int]) -> None:
         pairs = zip(self.memories, now, strict=True)

@@ -39,7 +39,7 @@ class Run:
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy the values that these tensors have now."""
         sources = [
-            tensors[number] if part is None else tensors[number].view(-1)[part]
+            tensors[number] if part is None else tensors[number].reshape(-1)[part]
             for number, part in self._sources
         ]
         torch._foreach_copy_(self._targets, sources)

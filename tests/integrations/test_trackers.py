@@ -23,7 +23,6 @@ from stayfinite.integrations.logs import LoggingSink
 from stayfinite.integrations.webhook import WebhookSink
 from stayfinite.report import sinks as report_sinks
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the packages
 
 

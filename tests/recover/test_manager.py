@@ -16,7 +16,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-from stayfinite import NonFiniteError, clip
+from stayfinite import NonFiniteError
+from stayfinite.clip import gradients as clip
 from stayfinite.recover import config, policy
 from stayfinite.recover import manager as manager_module
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import stayfinite as sf
 
+SHOWN = (0, 1, 20, 299)  # steps of the training
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Call = Callable[..., Tensor]
 Row = dict[str, Any]
@@ -267,11 +268,15 @@ def trainings() -> list[Row]:
     }
     optimizers = {"SGD": (torch.optim.SGD, 0.5), "Adam": (torch.optim.Adam, 0.02)}
     return [
-        {"optimizer": name, "form": form, **{f"step {at}": losses[at] for at in (0, 1, 20, 299)}}
+        {"optimizer": name, "form": form, **{f"step {at}": json_number(losses[at]) for at in SHOWN}}
         for name, (kind, lr) in optimizers.items()
         for form, log in forms.items()
         for losses in [factorise(log, kind, lr)]
     ]
+
+
+def json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def table(title: str, rows: list[Row]) -> Table:

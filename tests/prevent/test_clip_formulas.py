@@ -22,7 +22,7 @@ from stayfinite.prevent.clipping import (
 
 Floats = NDArray[np.float64]
 CLOSE = 1e-6
-STEPS = 400
+STEPS = 300
 
 
 def noisy_norms(seed: int) -> Floats:
@@ -127,7 +127,7 @@ def check(rule: Robust | Percentile | ZScore, norms: Floats, allowed: Floats) ->
     assert [after for _, after in pairs] == pytest.approx(np.minimum(norms, allowed), rel=CLOSE)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_robust_is_median_and_median_deviation_of_the_logarithms(seed: int) -> None:
     torch.manual_seed(seed)
     norms = noisy_norms(seed)
@@ -146,7 +146,7 @@ def test_percentile_is_autoclip(percentile: float) -> None:
     check(Percentile(percentile=percentile), norms, autoclip(norms, percentile=percentile))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_zscore_is_zclip(seed: int) -> None:
     torch.manual_seed(seed)
     norms = noisy_norms(seed)

@@ -27,7 +27,7 @@ from stayfinite.prevent.clipping import (
 )
 
 IS_PROOF = settings.default.max_examples >= 5_000
-SEQUENCES = 20_000 if IS_PROOF else 100
+SEQUENCES = 20_000 if IS_PROOF else 60
 LEARNING = (Robust(), Percentile(), Percentile(percentile=99.0), ZScore(), PerTensor())
 NAN, INF = math.nan, math.inf
 EDGES = (NAN, INF, -INF, 0.0, 1e38, 3e38, 1e-38, 1e-45, 1e30, 1e-30)

@@ -13,7 +13,8 @@ from stayfinite.detect.parts import compact, pieces
 WIDENED = 1 << 20
 """Elements that are widened together."""
 
-_SUMMED = 1 << 16  # elements that are added up in their own precision
+_SHORT = 1 << 13  # elements that are widened and added up; more are by rows
+_ROW = 512
 _HALF = {torch.float16, torch.bfloat16}
 # For other powers, and for smaller norms of these, a term may underflow.
 _QUICK_POWERS = {1.0, 2.0, math.inf}
@@ -36,10 +37,10 @@ def quick_norm(parts: list[Tensor], power: float) -> Norm | None:
     """The norm if it is finite and exact, which says that all elements are finite; else None."""
     if power not in _QUICK_POWERS or any(part.is_complex() for part in parts):
         return None
-    norms = [_joint_norm(group, power).to(parts[0].device) for group in by_kind(parts)]
+    norms = [_joint(_each(group, power), power).to(parts[0].device) for group in by_kind(parts)]
     if not norms:
         return Norm(0.0)
-    total = float(norms[0] if len(norms) == 1 else vector_norm(torch.stack(norms), power))
+    total = float(norms[0] if len(norms) == 1 else _joint(norms, power))  # host sync
     is_exact = math.isfinite(total) and (total > _SAFE_NORM or power != 2)
     return Norm(total) if is_exact else None
 
@@ -49,18 +50,11 @@ def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
     norms = [0.0] * len(memories)
     owners = {id(part): number for number, parts in enumerate(memories) for part in parts}
     for group in by_kind([part for parts in memories for part in parts]):
-        chunks = [(owners[id(part)], chunk) for part in group for chunk in _chunks(part)]
-        values = _each_norm([chunk for _, chunk in chunks])
-        for (number, _), value in zip(chunks, values, strict=True):
-            norms[number] = math.hypot(norms[number], value)
+        is_complex = group[0].is_complex()
+        own = [math.nan] * len(group) if is_complex else torch.stack(_each(group, 2.0)).tolist()
+        for part, norm in zip(group, own, strict=True):
+            norms[owners[id(part)]] = math.hypot(norms[owners[id(part)]], norm)
     return [Norm(n) if math.isfinite(n) and n > _SAFE_NORM else None for n in norms]
-
-
-def _each_norm(parts: list[Tensor]) -> list[float]:
-    if parts[0].is_complex():
-        return [math.nan] * len(parts)
-    values: list[float] = torch.stack(_foreach_norm(parts, 2.0)).tolist()  # host sync
-    return values
 
 
 def true_norm(parts: list[Tensor], power: float) -> Norm:
@@ -83,6 +77,8 @@ def joint(norms: Sequence[Norm]) -> Norm:
 
 def by_kind(parts: list[Tensor]) -> Iterable[list[Tensor]]:
     """Grouped by what torch's fused calls need to have in common."""
+    if parts and all(part.is_cpu and part.dtype is parts[0].dtype for part in parts):
+        return (parts,)  # the usual case, in less time
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
         groups.setdefault((part.device, part.dtype), []).append(part)
@@ -106,24 +102,33 @@ def vector_norm(tensor: Tensor, power: float) -> Tensor:
     return norm
 
 
-def _joint_norm(group: list[Tensor], power: float) -> Tensor:
-    chunks = [chunk for part in group for chunk in _chunks(part)]
-    norms = torch.stack(_foreach_norm(chunks, power))
-    return vector_norm(norms.to(wide(group[0])), power)
+def _joint(norms: list[Tensor], power: float) -> Tensor:
+    together = torch.stack(norms)
+    return vector_norm(together.to(wide(together)), power)
 
 
-def _foreach_norm(parts: list[Tensor], power: float) -> list[Tensor]:
-    dtype = torch.float32 if parts[0].dtype in _HALF else None
-    return list(torch._foreach_norm(parts, power, dtype))
+def _each(group: list[Tensor], power: float) -> list[Tensor]:
+    """The norm of each part, as 0-d tensors on their device."""
+    if not group[0].is_cpu:
+        return list(torch._foreach_norm(group, power, exact_dtype(group[0])))
+    long = {n: _by_rows(part, power) for n, part in enumerate(group) if part.numel() > _SHORT}
+    short = [part for part in group if part.numel() <= _SHORT]
+    norms = iter(torch._foreach_norm(short, power, torch.float64)) if short else iter(())
+    return [long[n] if n in long else next(norms) for n in range(len(group))]
 
 
-def _chunks(part: Tensor) -> Sequence[Tensor]:
-    """On the CPU, large sums are taken by parts: of 30 million float32 the third digit is wrong."""
-    if not part.is_cpu or part.numel() <= _SUMMED:
-        return (part,)
-    if part.is_contiguous():
-        return tuple(part.view(-1).split(_SUMMED))
-    return [chunk for _, chunk in pieces(part, _SUMMED)]
+def _by_rows(part: Tensor, power: float) -> Tensor:
+    """In float64, but for short sums: of 30 million float32 the third digit would be wrong."""
+    flat = compact(part)
+    if flat.numel() != part.numel() or not flat.is_contiguous():
+        return _joint([vector_norm(p.double(), power) for _, p in pieces(part, _SHORT)], power)
+    flat, short = flat.view(-1), exact_dtype(part)
+    count = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:count].view(-1, _ROW), power, dim=1, dtype=short)
+    norm: Tensor = torch.linalg.vector_norm(rows, power, dtype=torch.float64)
+    if count == flat.numel():
+        return norm
+    return _joint([norm, vector_norm(flat[count:].double(), power)], power)
 
 
 def _largest(part: Tensor) -> Tensor:

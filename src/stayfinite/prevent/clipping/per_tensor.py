@@ -85,8 +85,8 @@ class PerTensorStatistics:
         if norms is None:
             return left_alone(elements)
         whole = joint(norms)
-        is_sound = [gradient.name not in dropped for gradient in gradients]
-        limits = self._learn([gradient.name for gradient in gradients], norms, whole, is_sound)
+        names = [gradient.name for gradient in gradients]
+        limits = self._learn(names, norms, whole, is_sound=not dropped)
         above = [
             (gradient, norm, limit)
             for gradient, norm, limit in zip(gradients, norms, limits, strict=True)
@@ -95,18 +95,18 @@ class PerTensorStatistics:
         scale_each([(gradient.memory, norm, limit) for gradient, norm, limit in above])
         after = math.hypot(*map(min, norms, limits))
         note_finite([gradient.tensor for gradient in gradients], after)
-        names = tuple(gradient.name for gradient, _, _ in above)
-        return result_of(float(whole), dropped, elements, was_clipped=bool(above), clipped=names)
+        clipped = tuple(gradient.name for gradient, _, _ in above)
+        return result_of(float(whole), dropped, elements, was_clipped=bool(above), clipped=clipped)
 
     def _learn(
-        self, names: Sequence[str], norms: Sequence[Norm], whole: Norm, sound: Sequence[bool]
+        self, names: Sequence[str], norms: Sequence[Norm], whole: Norm, *, is_sound: bool
     ) -> list[float]:
-        """What each may be at most; they are learnt from where they are sound."""
+        """What each may be at most; sound ones are learnt from."""
         columns = np.array([self._column(name) for name in names], dtype=np.int64)
         now = np.array(norms, dtype=np.float64)
         together = _limited(norms, whole, self._rule.max_norm)
         limits = self._limits(columns, together)
-        is_sample = np.array(sound, dtype=bool) & (now > 0) & np.isfinite(now)
+        is_sample = is_sound & (now > 0) & np.isfinite(now)
         chosen = columns[is_sample]
         self._average(chosen, np.minimum(now, limits)[is_sample])
         self._norms[self._counts[chosen] % self._rule.window, chosen] = together[is_sample]

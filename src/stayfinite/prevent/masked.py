@@ -48,7 +48,7 @@ def masked_mean(
     x = floating(x)
     dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
     if mask is None:
-        parts = widened(x) / max(1, math.prod(x.shape[each] for each in dims))
+        parts = widened(x) / max(1, math.prod([x.shape[each] for each in dims]))
     else:
         kept = checked_mask(mask, x)
         count = kept.sum(dims, keepdim=True).clamp_min(1)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
-BENCHMARKS := $(wildcard $(patsubst %,benchmarks/%.py,scan overhead trace guarded snapshot survival recovery checkpoint stable accuracy))
+BENCHMARKS := $(wildcard $(patsubst %,benchmarks/%.py,scan overhead trace guarded snapshot survival recovery checkpoint stable clip accuracy))
 
 .PHONY: demo test check bench docs prove clean
 

@@ -123,7 +123,18 @@ def test_other_powers_are_taken_of_true_values() -> None:
 def test_norm_of_many_elements_is_exact() -> None:
     weight = parameter(torch.full((3_000_000,), 0.1))
     true = 0.1 * math.sqrt(3_000_000)
-    assert clip_gradients(weight, INF).norm == pytest.approx(true, rel=1e-5)
+    assert clip_gradients(weight, INF).norm == pytest.approx(true, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1000, 8193, 65_537, 90_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_norm_of_any_length_has_six_digits(count: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for gradient in (torch.full((count,), 0.1), torch.randn(count), torch.randn(count, 2)[:, 0]):
+        weight = nn.Parameter(torch.zeros(count, dtype=dtype))
+        weight.grad = gradient.to(dtype)
+        true = float(weight.grad.double().norm())
+        assert clip_gradients(weight, INF).norm == pytest.approx(true, rel=1e-6)
 
 
 def test_healthy_gradients_are_left_alone_to_the_byte() -> None:
@@ -150,6 +161,16 @@ def test_whole_tensors_are_dropped_on_demand() -> None:
     assert gradient_of(bad).tolist() == [0.0, 0.0, 0.0]
     assert gradient_of(good).tolist() == [3.0, 4.0]
     assert (result.norm, result.dropped, result.dropped_elements) == (5.0, ("0",), 3)
+
+
+def test_bad_gradients_can_be_left_as_they_are() -> None:
+    bad, good = parameter([NAN, 8e30, INF]), parameter([3e30, 4e30])
+    before = [as_bytes(gradient_of(weight)) for weight in (bad, good)]
+    result = clip_gradients([bad, good], 1.0, drop="nothing")
+    assert [as_bytes(gradient_of(weight)) for weight in (bad, good)] == before
+    assert math.isnan(result.norm)
+    assert (result.was_clipped, result.dropped, result.dropped_elements) == (False, (), 0)
+    assert clip_gradients(good, 1.0, drop="nothing").was_clipped
 
 
 def test_nothing_but_bad_values_leaves_zeros() -> None:

@@ -7,7 +7,17 @@ import importlib
 
 import pytest
 
-MODULES = ("boxes", "clamp", "distributions", "init", "losses", "masked", "norms", "ops")
+MODULES = (
+    "boxes",
+    "clamp",
+    "clipping.clipper",
+    "distributions",
+    "init",
+    "losses",
+    "masked",
+    "norms",
+    "ops",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from training import Batch, all_steps, batches, config, mse, raw, recovering, small_model
 
 from stayfinite.amp.trainer import AMPTrainer
+from stayfinite.checkpoint import save_checkpoint
 from stayfinite.errors import CheckpointError, NonFiniteError
 
 
@@ -113,7 +116,7 @@ def test_bad_state_is_not_saved_and_the_old_file_stays(tmp_path: Path, place: st
         with torch.no_grad():
             target.view(-1)[0] = math.inf
         with pytest.raises(
-            NonFiniteError, match=r"last\.pt was not written: .* holds inf"
+            NonFiniteError, match=r"(?s)last\.pt was not saved.* holds \+Inf"
         ) as caught:
             trainer.save(file)
         assert caught.value.report is not None
@@ -145,44 +148,103 @@ def test_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
-def change(path: Path, edit: Any) -> None:
-    state = torch.load(path, weights_only=True)
-    edit(state)
-    torch.save(state, path)
+def without_scaler() -> AMPTrainer:
+    return full_trainer("fp32", seed=2)
+
+
+def with_other(model: nn.Module, *, schedulers: int = 1) -> AMPTrainer:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = [ExponentialLR(optimizer, 0.9) for _ in range(schedulers)]
+    return AMPTrainer(config("fp16"), model, optimizer, mse, scheduler, ema=AveragedModel(model))
+
+
+def with_buffer() -> nn.Module:
+    model = small_model(2)
+    model.register_buffer("more", torch.ones(1))
+    return model
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("saving", "loading", "said"),
     [
-        (lambda s: s.update(format=99), "was not written by AMPTrainer.save of this version"),
-        (lambda s: s.pop("scaler"), "it has no scaler"),
-        (lambda s: s.update(schedulers=[]), "it has 0 schedulers, not 1"),
-        (lambda s: s["model"].pop("4.bias"), r"4\.bias is missing"),
-        (lambda s: s["model"].update(more=torch.ones(1)), "more is not in the model"),
-        (lambda s: s["model"].update({"4.bias": torch.ones(3)}), r"4\.bias has shape \[3\]"),
-        (lambda s: s["model"]["4.bias"].fill_(math.nan), r"model\.4\.bias holds nan"),
-        (lambda s: s["optimizer"]["param_groups"][0]["params"].pop(), "groups of .5. parameters"),
+        (without_scaler, full_trainer, "scaler: the file has none"),
+        (full_trainer, lambda: with_other(small_model(2), schedulers=2), "scheduler: the file has"),
+        (full_trainer, lambda: with_other(with_buffer()), r"model\.more: is not in the file"),
+        (lambda: with_other(with_buffer()), full_trainer, r"model\.more: has no place"),
+        (full_trainer, lambda: with_other(nn.Linear(4, 1)), r"optimizer\.param_groups: has groups"),
     ],
 )
-def test_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path, edit: Any, said: str) -> None:
+def test_checkpoint_that_does_not_fit_changes_nothing(
+    tmp_path: Path, saving: Any, loading: Any, said: str
+) -> None:
+    file = tmp_path / "last.pt"
+    with saving() as trainer:
+        all_steps(trainer, batches(2))
+        trainer.save(file)
+    with loading() as trainer:
+        before, state = raw(trainer.model), torch.get_rng_state()
+        with pytest.raises(CheckpointError) as caught:
+            trainer.load(file)
+        assert any(re.match(said, str(problem)) for problem in caught.value.problems)
+        assert raw(trainer.model) == before
+        assert torch.equal(torch.get_rng_state(), state)
+        assert trainer.step == 0
+
+
+def test_flipped_bit_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "last.pt"
     with full_trainer(seed=1) as trainer:
         all_steps(trainer, batches(2))
         trainer.save(file)
-    change(file, edit)
-    with full_trainer(seed=2) as trainer:
+        data = bytearray(file.read_bytes())
+        at = data.index(next(trainer.model.parameters()).detach().numpy().tobytes())
+        data[at] ^= 1
+        file.write_bytes(data)
         before = raw(trainer.model)
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match="the checksum differs"):
             trainer.load(file)
         assert raw(trainer.model) == before
-        assert trainer.step == 0
+
+
+def test_file_of_save_checkpoint_goes_on_at_its_step(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    with full_trainer("fp32") as trainer:
+        all_steps(trainer, batches(2))
+        members = {"model": trainer.model, "optimizer": trainer.optimizer}
+        followers = trainer._followers
+        save_checkpoint(file, **members, scheduler=followers.schedulers, ema=followers.ema, step=2)
+    with full_trainer("fp32", seed=3) as other:
+        other.load(file)
+        assert (other.step, other.epoch) == (2, 0)
+        assert raw(other.model) == raw(trainer.model)
+
+
+def test_disk_that_is_full_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = batches(4)
+    with full_trainer("fp32") as trainer:
+        expected = all_steps(trainer, made)
+
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    monkeypatch.setattr(os, "write", full)
+    with full_trainer("fp32", **options) as trainer:
+        assert all_steps(trainer, made) == expected
+    assert names_in(tmp_path) == []
+    assert "No space left on device" in caplog.text
 
 
 def test_unreadable_file_is_one_clear_line(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.pt"
     garbage.write_bytes(b"this is no checkpoint")
     with full_trainer() as trainer:
-        for file, said in ((tmp_path / "none.pt", "there is no"), (garbage, "cannot be read")):
+        for file, said in (
+            (tmp_path / "none.pt", "there is no"),
+            (garbage, "no safetensors header"),
+        ):
             with pytest.raises(CheckpointError, match=said) as caught:
                 trainer.load(file)
             assert "\n" not in str(caught.value)
@@ -211,9 +273,9 @@ def test_checkpoints_are_written_every_so_many_updates_and_after_each_epoch(
     with full_trainer("fp32", **options) as trainer:
         trainer.fit(made[2:] + made[:2], epochs=1)
         assert trainer.step == 5
-    assert names_in(tmp_path) == ["step-00000002.pt", "step-00000004.pt", "step-00000005.pt"]
+    assert names_in(tmp_path) == ["step-00000002.ckpt", "step-00000004.ckpt", "step-00000005.ckpt"]
     with full_trainer("fp32") as trainer:
-        trainer.load(tmp_path / "step-00000005.pt")
+        trainer.load(tmp_path / "step-00000005.ckpt")
         assert (trainer.step, trainer.epoch) == (5, 1)
 
 
@@ -224,6 +286,6 @@ def test_checkpoint_of_a_bad_state_is_left_out_with_a_word(
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "detect": detect}
     with full_trainer("fp32", **options) as trainer:
         all_steps(trainer, batches(3, bad=(1,)))
-    assert names_in(tmp_path) == ["step-00000001.pt"]
+    assert names_in(tmp_path) == ["step-00000001.ckpt"]
     said = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "was not written" in said[0].getMessage()
+    assert "was not saved" in said[0].getMessage()

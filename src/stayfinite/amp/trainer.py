@@ -28,7 +28,7 @@ from stayfinite.amp.telling import Teller
 from stayfinite.amp.update import Accumulation, Done, Setup, Update
 from stayfinite.amp.validation import require_kinds, require_ready
 from stayfinite.amp.watching import watch_chosen
-from stayfinite.errors import NonFiniteError, TrainingAbortedError
+from stayfinite.errors import CheckpointError, NonFiniteError, TrainingAbortedError
 from stayfinite.guard.guard import Guard
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident
@@ -260,17 +260,17 @@ class AMPTrainer:
         return event
 
     def _checkpoint(self) -> None:
-        """A checkpoint of this step, unless the state is bad: then the older ones are kept."""
+        """A checkpoint of this step, unless the state or the disk is bad: training goes on."""
         try:
-            self.save(Path(self.config.checkpoint_dir or "") / f"step-{self.step:08d}.pt")
-        except NonFiniteError as error:
+            self.save(Path(self.config.checkpoint_dir or "") / f"step-{self.step:08d}.ckpt")
+        except (NonFiniteError, CheckpointError) as error:
             logger.error("%s", error)
 
     def _saved(self) -> checkpoints.Saved:
         return checkpoints.Saved(
             model=self.model,
             optimizer=self.optimizer,
-            schedulers=tuple(self._followers.all_schedulers()),
+            scheduler=tuple(self._followers.all_schedulers()),
             scaler=self.scaler,
             ema=self._followers.ema,
         )

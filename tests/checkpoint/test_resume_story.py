@@ -19,6 +19,7 @@ from stayfinite.cli import main
 from stayfinite.errors import CheckpointError
 
 CASE = Path(__file__).parents[1] / "cases_own" / "radar-latent-scale"
+FINETUNE = Path(__file__).parents[1] / "cases" / "finetune-scale-factor-lost"
 
 
 @pytest.fixture
@@ -90,3 +91,39 @@ def test_check_command_names_the_key_too(
     assert done.exit_code == 1
     (problem,) = json.loads(done.stdout)["problems"]
     assert (problem["kind"], problem["key"]) == ("missing", "model.scale_factor")
+
+
+@pytest.fixture
+def second_cohort() -> Iterator[dict[str, Any]]:
+    """The functions of a case whose factor is None until it is measured; without its main part."""
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    source = (FINETUNE / "train.py").read_text()
+    functions: dict[str, Any] = {}
+    exec(compile(source[: source.index("\ng = torch.Generator")], "train.py", "exec"), functions)
+    yield functions
+    torch.set_num_threads(threads)
+    torch.set_rng_state(generator)
+
+
+def test_factor_that_is_measured_once_goes_with_our_file(
+    second_cohort: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build, run, cohort = (second_cohort[name] for name in ("build", "run", "cohort"))
+    data = torch.Generator().manual_seed(7)
+    model, optimizer, step = build()
+    step = run(model, optimizer, cohort(48, data, margin=0), step)
+    theirs = tmp_path / "ldm.pt"
+    torch.save({"model": model.state_dict(), "opt": optimizer.state_dict(), "step": step}, theirs)
+    ours = save_checkpoint(tmp_path / "ldm.ckpt", model=model, optimizer=optimizer, step=step)
+    with pytest.raises(CheckpointError, match=r"model\.scale_factor: is not in the file"):
+        load_checkpoint(theirs, model=model, optimizer=optimizer)
+
+    following = cohort(48, data, margin=6)
+    for path, is_finite in ((None, False), (ours, True)):
+        capsys.readouterr()
+        resumed, resumed_optimizer, step = build(theirs)
+        if path is not None:
+            load_checkpoint(path, model=resumed, optimizer=resumed_optimizer)
+            assert torch.equal(resumed.scale_factor, model.scale_factor)
+        run(resumed, resumed_optimizer, following, step)
+        assert all(map(math.isfinite, losses(capsys.readouterr().out))) is is_finite

@@ -134,3 +134,20 @@ def test_batches_that_were_written_into_are_not_run_again() -> None:
         assert guard.step(step, batches(7)[6]) is None
     assert len(guard.incidents) == 1
     assert all(value.isfinite().all() for value in training.net.state_dict().values())
+
+
+def test_overflow_that_a_scaler_absorbs_is_no_harm() -> None:
+    training = Training()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with stayfinite.watch(training.net, training.optimizer, scaler=scaler, sinks=[]) as guard:
+
+        def step(batch: tuple[int, Tensor]) -> None:
+            scaler.scale(training.net(batch[1]).square().mean() * 8).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+
+        for batch in batches(3):
+            guard.step(step, batch)
+    assert guard.incidents == []
+    assert scaler.get_scale() < 2.0**127

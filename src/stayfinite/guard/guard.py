@@ -49,7 +49,7 @@ class Guard(Watcher):
         self.jobs: dict[int, Job] = {}
         self._window: Window | None = None
         self._replay: Replay | None = None
-        self._was_harmed = False
+        self.was_harmed = False
         self._afterwards = Afterwards(self._tracing)
 
     @property
@@ -231,7 +231,7 @@ class Guard(Watcher):
         if job is None or self.settings.on_nan != "recover":
             super()._harmed(finding)
             return
-        self._was_harmed = True
+        self.was_harmed = True
         incident = self._incident(finding, strategy="recover")
         random = RandomState.capture()
         done = job.roll_back() or job.initialise_anew()
@@ -253,11 +253,11 @@ class Guard(Watcher):
             window.attempted(is_good=is_good)
             self._was_skipped = False
             return
-        self._was_harmed = False
+        self.was_harmed = False
         if job is not None:
             job.seen = self._evidence.seen(optimizer)
         super().stepped(optimizer, vetoed=vetoed)
-        is_good = is_good and not self._was_harmed
+        is_good = is_good and not self.was_harmed
         if is_ours and window is not None:
             window.attempted(is_good=is_good)
         elif job is not None:

@@ -70,8 +70,8 @@ class Window:
             return result
         if self._trouble is not None:
             return self._recover(number)
-        if self._ended:
-            self._end(is_good=True)
+        if not self._guard.was_harmed:
+            self._end(is_good=self._ended)
             return result
         job.roll_back()  # once more: what `fn` did after its update was done to the old state
         before = self._recent.since(number)

@@ -129,7 +129,7 @@ class LightningGuard(Guard):
         job = self.jobs.get(id(optimizer))
         if isinstance(job, LightningJob):
             with self._aside:
-                if vetoed or self._was_harmed or self._answered is job:
+                if vetoed or self.was_harmed or self._answered is job:
                     self._leave_out(job)
                 else:
                     self._good += 1

@@ -12,10 +12,10 @@ from rich.progress import Progress
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.data.failures import Failures, no_batches, stopped
 from stayfinite.prevent.data.findings import DataFinding, DataReport, in_order
-from stayfinite.prevent.data.inspection import Inspection, Key, parted
+from stayfinite.prevent.data.inspection import Inspection, Key
 from stayfinite.prevent.data.judgement import Judgement
 from stayfinite.prevent.data.judging import findings, judgements, profiles
-from stayfinite.prevent.data.reading import Read, Reader
+from stayfinite.prevent.data.reading import Read, Reader, is_death_of_worker, told
 from stayfinite.prevent.data.roles import Paths, Picked
 from stayfinite.prevent.data.second import Confirmation, SecondPass
 from stayfinite.prevent.data.twin import Twin
@@ -62,11 +62,7 @@ def check_data(
     failures = Failures()
     with as_before(loader):
         reader = Reader(loader, max_batches)
-        for read in _shown(reader, "checking the data", progress):
-            if read.error is None:
-                inspection.look(read.batch, number=read.number, indices=read.indices)
-            else:
-                failures.add(read)
+        _look_at_all(reader, inspection, failures, progress)
     if passes == 2:
         _find_all_outliers(inspection, loader, max_batches, progress)
     with as_before(loader):
@@ -82,6 +78,21 @@ def check_data(
         tensors=profiles(inspection),
         has_indices=reader.twin is not None and reader.twin.has_indices,
     )
+
+
+def _look_at_all(
+    reader: Reader, inspection: Inspection, failures: Failures, progress: bool | None
+) -> None:
+    try:
+        for read in _shown(reader, "checking the data", progress):
+            if read.error is None:
+                inspection.look(read.batch, number=read.number, indices=read.indices)
+            else:
+                failures.add(read)
+    except RuntimeError as error:
+        if not is_death_of_worker(error):
+            raise
+        reader.was_stopped = told(error)
 
 
 def _refuse_nonsense(
@@ -103,6 +114,7 @@ def _refuse_nonsense(
 def _find_all_outliers(
     inspection: Inspection, loader: Any, max_batches: int | None, progress: bool | None
 ) -> None:
+    inspection.settle()
     second = SecondPass(inspection)
     if not inspection.outliers:
         return
@@ -137,11 +149,7 @@ def _indices(
         return {}
     if not twin.is_row_known:
         return Confirmation(twin, inspection).guilty(cases)
-    found = inspection.indices
-    places = {key: map(parted, places) for key, places in cases.items()}
-    return {
-        key: in_order(found[batch][row] for batch, row in pairs) for key, pairs in places.items()
-    }
+    return {key: in_order(inspection.indices_at(places)) for key, places in cases.items()}
 
 
 def _failed(reader: Reader, failures: Failures, inspection: Inspection) -> Iterator[DataFinding]:

@@ -14,7 +14,7 @@ from stayfinite.prevent.data.judgement import Judgement, named_columns
 from stayfinite.prevent.data.leaves import Leaf
 from stayfinite.prevent.data.outliers import Limits, limits_of, usual_size
 from stayfinite.prevent.data.roles import Role
-from stayfinite.prevent.data.tally import Table, Tally, flat
+from stayfinite.prevent.data.tally import Tally, flat
 from stayfinite.prevent.data.wording import Said
 
 _WILD = 1000.0
@@ -44,7 +44,7 @@ def fences(inspection: Inspection) -> dict[str, Fence]:
     return {
         path: fence
         for path, fence in made.items()
-        if fence and fence.limits.beyond(_values(inspection.tallies[path].table)).any()
+        if fence and fence.limits.beyond(inspection.tallies[path].table.extremes).any()
     }
 
 
@@ -55,38 +55,32 @@ def fence_for(inspection: Inspection, tally: Tally) -> Fence | None:
         return None
     has_columns, rows = tally.columns is not None, tally.sample.rows
     rows = rows[:, 2:] if has_columns else rows[:, :2]
-    limits = limits_of(rows, _values(tally.table), usual_size(tally.elements) or 1.0)
+    limits = limits_of(rows, tally.table.extremes, usual_size(tally.elements) or 1.0)
     return None if limits is None else Fence(limits, has_columns)
 
 
 def outliers(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
     fence = fence_for(inspection, tally)
     if fence is not None:
-        is_out = fence.limits.beyond(_values(tally.table))
+        is_out = fence.limits.beyond(tally.table.extremes)
         if is_out.any():
             yield _judged(inspection, tally, fence.limits, is_out)
 
 
-def _values(table: Table) -> Tensor:
-    """NaN where there are fewer rows than places for extremes."""
-    values = torch.cat([table.largest.values, -table.smallest.values])
-    return torch.where(values.isfinite(), values, torch.nan)
-
-
 def _judged(inspection: Inspection, tally: Tally, limits: Limits, is_out: Tensor) -> Judgement:
     table = tally.table
-    places = torch.cat([table.largest.places, table.smallest.places])[is_out].unique().tolist()
+    places = table.places[is_out].unique().tolist()
     is_more = bool(is_out.reshape(2, -1, is_out.shape[1]).all(1).any())
     if tally.path in inspection.outliers:  # of a second pass, which saw all of them
         places, is_more = inspection.outliers[tally.path], False
-    values, columns = _values(table)[is_out], is_out.nonzero()[:, 1]
+    values, columns = table.extremes[is_out], is_out.nonzero()[:, 1]
     times = limits.times(values, columns)
     worst = int(times.argmax())
     value, column = float(values[worst]), columns[worst]
     rows = f"{'At least ' if is_more else ''}{len(places):,} row{'s' * (len(places) != 1)}"
     usual = f"{limits.center[column]:.3g} ± {limits.usual[column]:.3g}"
     said = Said(
-        level="high" if times[worst] >= _WILD else "medium",
+        level="high" if min(float(times[worst]), abs(value)) >= _WILD else "medium",
         what=f"{rows} out of scale{_where(tally, columns)}: up to {value:.4g}, "
         f"where {usual} is usual.",
         fix="Look at these rows. A mark for what is missing, such as -9999, has to go; a long tail "
@@ -98,6 +92,6 @@ def _judged(inspection: Inspection, tally: Tally, limits: Limits, is_out: Tensor
 
 
 def _where(tally: Tally, columns: Tensor) -> str:
-    if tally.columns is None or len(tally.columns.ranges.low) == 1:
+    if tally.columns is None or tally.columns.width == 1:
         return ""
     return f" in {named_columns(columns.unique().tolist())}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stayfinite.detect.parts import undisturbed
 from stayfinite.prevent.data.ends import Ends, ends_of
@@ -81,8 +80,9 @@ class Inspection:
         self.samples += size or 0
         self.sizes[size or 0] += 1
         self._learn_roles(found)
-        kept = [self._look_at(leaf, number) for leaf in found]
-        if any(kept) and indices is not None:
+        for leaf in found:
+            self._look_at(leaf, number)
+        if indices is not None:
             self.keep(number, indices)
 
     def sights_of(self, batch: Any, size: int | None) -> Iterator[tuple[Leaf, Ends, list[Sight]]]:
@@ -105,33 +105,42 @@ class Inspection:
             leaf=leaf, ends=ends, role=role, classes=self.classes, ignore_index=self.ignore_index
         )
 
-    def _look_at(self, leaf: Leaf, number: int) -> bool:
-        """Whether anything refers to this batch now."""
+    def _look_at(self, leaf: Leaf, number: int) -> None:
         ends = ends_of(leaf.values)
-        seen = list(sights(self._scene(leaf, ends)))
-        for sight in seen:
+        for sight in sights(self._scene(leaf, ends)):
             self.cases.setdefault((sight.kind, sight.path), Case()).add(sight, number)
         if not leaf.values.numel():
-            return bool(seen)
+            return
         places = leaf.sample_of + (number << _SAMPLE_BITS)
-        is_padding = self._look_for_padding(leaf, places)
+        if leaf.values.dtype is torch.bool and self.roles[leaf.path] is not Role.MASK:
+            self.padding.setdefault(leaf.path, PaddingMasks()).add(leaf.values, places)
         if leaf.path not in self.tallies:
             self.tallies[leaf.path] = Tally(leaf)
-        return self.tallies[leaf.path].add(leaf, ends, places) or is_padding or bool(seen)
+        self.tallies[leaf.path].add(leaf, ends, places)
 
-    def _look_for_padding(self, leaf: Leaf, places: Tensor) -> bool:
-        if leaf.values.dtype is not torch.bool or self.roles[leaf.path] is Role.MASK:
-            return False
-        return self.padding.setdefault(leaf.path, PaddingMasks()).add(leaf.values, places)
+    @undisturbed
+    def settle(self) -> None:
+        """Takes everything into account that was looked at."""
+        for tally in self.tallies.values():
+            tally.settle()
 
     def keep(self, number: int, indices: Sequence[Any]) -> None:
-        """Remembers the dataset indices of a batch as long as something refers to it."""
-        is_whole = all(type(index) is int for index in indices)
+        """Remembers the dataset indices of a batch; now and then those are forgotten to which
+        nothing refers."""
+        is_whole = set(map(type, indices)) == {int}
         self.indices[number] = array("q", indices) if is_whole else tuple(indices)
         if len(self.indices) >= self._next_clearing:
+            self.settle()
             referred = self._referred_batches()
             self.indices = {n: i for n, i in self.indices.items() if n in referred}
             self._next_clearing = max(_FIRST_CLEARING, 2 * len(self.indices))
+
+    def indices_at(self, places: Iterable[int]) -> Iterator[Any]:
+        """The dataset index of each place, if rows are in the order of the indices."""
+        for batch, row in map(parted, places):
+            indices = self.indices.get(batch, ())
+            if row < len(indices):
+                yield indices[row]
 
     def _referred_batches(self) -> set[int]:
         places = {place for case in self.cases.values() for place in case.places}
@@ -141,6 +150,5 @@ class Inspection:
             places.update(padding.places)
         for tally in self.tallies.values():
             for table in filter(None, (tally.ends, tally.columns)):
-                for kept in (table.largest.places, table.smallest.places):
-                    places.update(kept.unique().tolist())
+                places.update(table.places.unique().tolist())
         return {parted(place)[0] for place in places}

@@ -27,6 +27,7 @@ JUDGES: tuple[Callable[[Inspection, Tally], Iterator[Judgement]], ...] = (
 
 def judgements(inspection: Inspection) -> list[Judgement]:
     """Everything there is to say, the worst first."""
+    inspection.settle()
     said = [*_about_rows(inspection), *_about_tensors(inspection), *_about_sizes(inspection)]
     return sorted(said, key=lambda each: (LEVELS.index(each.said.level), -len(each.places)))
 
@@ -98,16 +99,16 @@ def profiles(inspection: Inspection) -> tuple[TensorProfile, ...]:
 
 def _profile(tally: Tally, inspection: Inspection) -> TensorProfile:
     moments = tally.moments.pooled()
-    is_known = bool(moments.count > 0)
+    has_moments, has_range = bool(moments.count > 0), tally.lowest <= tally.highest
     return TensorProfile(
         path=tally.path,
         role=inspection.roles[tally.path].value,
         dtype=tally.dtype,
         shape=tally.shape,
         rows=tally.rows,
-        min=tally.lowest if is_known else None,
-        max=tally.highest if is_known else None,
-        mean=float(moments.mean) if is_known else None,
-        std=float(moments.std) if is_known else None,
+        min=tally.lowest if has_range else None,
+        max=tally.highest if has_range else None,
+        mean=float(moments.mean) if has_moments else None,
+        std=float(moments.std) if has_moments else None,
         usual=usual_size(tally.elements),
     )

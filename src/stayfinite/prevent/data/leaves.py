@@ -53,6 +53,8 @@ def leaves(batch: Any, size: int | None = None) -> list[Leaf]:
 def size_of(batch: Any) -> int | None:
     """How many samples, told by the first tensor or list inside; None if nothing tells."""
     if isinstance(batch, Tensor | np.ndarray):
+        if isinstance(batch, Tensor) and batch.is_nested:
+            return batch.size(0)
         return len(batch) if batch.ndim else None
     for _, item in children(batch):
         size = len(item) if _is_list(item) and len(item) > 1 else size_of(item)
@@ -108,16 +110,42 @@ def _dtype_of(values: Sequence[Any]) -> torch.dtype:
 
 
 def _has_one_per_sample(value: Any, path: str, size: int | None) -> bool:
+    """Whether a list has an item for each sample, and not some fields for all of them.
+
+    Two crops of two images are two fields: each has a row for each sample.
+    """
     if not _is_list(value) or len(value) != size:
         return False
-    if all(isinstance(item, Tensor | np.ndarray) for item in value):
-        # Two crops of two images are two fields: each has a row for each sample.
-        return not all(item.ndim and len(item) == size for item in value)
-    return all(isinstance(item, Tensor | np.ndarray) or _has_children(item) for item in value)
+    kinds = {isinstance(item, Tensor | np.ndarray) for item in value}
+    if len(kinds) > 1 or (kinds == {False} and not all(map(_has_children, value))):
+        return False
+    if path == ROOT and len({_structure(item) for item in value}) > 1:
+        return False
+    if path != ROOT and kinds == {True} and _are_images_of_many_sizes(value):
+        return True
+    return not all(_rows(item) == size for item in value)
+
+
+def _are_images_of_many_sizes(tensors: Sequence[Any]) -> bool:
+    """Three such images have three channels, and are not three fields."""
+    if any(isinstance(each, Tensor) and each.is_nested for each in tensors):
+        return False
+    return len({each.shape for each in tensors}) > 1 and all(each.ndim > 2 for each in tensors)
 
 
 def _has_children(value: Any) -> bool:
     return any(True for _ in children(value))
+
+
+def _structure(item: Any) -> tuple[Any, ...]:
+    return type(item), *(str(key) for key, _ in children(item))
+
+
+def _rows(item: Any) -> int | None:
+    """The rows of a tensor, or of the first one inside; None for none."""
+    if isinstance(item, Tensor | np.ndarray):
+        return size_of(item)
+    return next((_rows(child) for _, child in children(item) if _rows(child) is not None), None)
 
 
 def _merged(samples: Any, path: str, above: tuple[int, ...]) -> Iterator[Leaf]:

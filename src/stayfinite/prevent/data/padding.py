@@ -22,11 +22,10 @@ class PaddingMasks:
         self._counts = [0, 0]
         self._places = (array("q"), array("q"))
 
-    def add(self, values: Tensor, places: Tensor) -> bool:
-        """Whether any of the places was kept."""
+    def add(self, values: Tensor, places: Tensor) -> None:
         self.is_padding = self.is_padding and values.ndim == 2 and values.shape[1] > 1
         if not self.is_padding:
-            return False
+            return
         changes = (values[:, 1:] != values[:, :-1]).sum(1)
         self.is_padding = bool((changes <= 1).all())
         self._has_edges = self._has_edges or bool((changes == 1).any())
@@ -35,7 +34,6 @@ class PaddingMasks:
             self._counts[kind] += int(rows.sum())
             if len(self._places[kind]) < _MOST_PLACES:
                 self._places[kind].extend(places[rows].tolist())
-        return bool((changes == 0).any())
 
     @property
     def hidden(self) -> array[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -33,6 +34,8 @@ class Reader:
         self.loader: Iterable[Any] = loader if self.twin is None else self.twin.loader
         self._most = most
         self.was_stopped: str | None = None
+        if self.twin is not None and self.twin.may_repeat:
+            self._most = self.length
 
     @property
     def length(self) -> int | None:
@@ -42,21 +45,21 @@ class Reader:
         except (TypeError, NotImplementedError):
             return self._most
         if self.twin is not None:
-            vars(self.loader)["_IterableDataset_len_called"] = None
+            self.twin.forget_length()
         return length if self._most is None else min(length, self._most)
 
     def __iter__(self) -> Iterator[Read]:
-        iterator = iter(self.loader)
-        number = failures = 0
-        while (self._most is None or number < self._most) and self.was_stopped is None:
-            read = self._next(iterator, number)
-            if read is None:
-                return
-            yield read
-            number += 1
-            failures = failures + 1 if read.error else 0
-            if failures == _MOST_FAILURES_IN_A_ROW and not self._has_indices:
-                self.was_stopped = f"{failures} errors in a row, the last one {read.error}"
+        with iterating(self.loader) as iterator:
+            number = failures = 0
+            while (self._most is None or number < self._most) and self.was_stopped is None:
+                read = self._next(iterator, number)
+                if read is None:
+                    return
+                yield read
+                number += 1
+                failures = failures + 1 if read.error else 0
+                if failures == _MOST_FAILURES_IN_A_ROW and not self._has_indices:
+                    self.was_stopped = f"{failures} errors in a row, the last one {read.error}"
 
     @property
     def _has_indices(self) -> bool:
@@ -78,24 +81,42 @@ class Reader:
     def _failed(self, error: Exception, number: int) -> Read | None:
         said = told(error)
         indices = self._indices()
-        is_lost = self._is_lost(error) or (self._has_indices and indices is None)
-        if is_lost:
+        if is_lost(self.loader, error) or (self._has_indices and indices is None):
             self.was_stopped = said
             return None
         return Read(number=number, indices=indices, error=said)
 
-    def _is_lost(self, error: Exception) -> bool:
-        """Whether the loader failed, not an item: a worker died, or took too long."""
-        workers = getattr(self.loader, "num_workers", 0)
-        return bool(workers) and not _came_from_a_worker(error.__traceback__)
+
+@contextmanager
+def iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """An iterator of the loader; that of a twin ends its workers here.
+
+    One that an error kept alive would be inherited by the next workers, and its end fail there.
+    """
+    if not isinstance(loader, DataLoader):
+        yield iter(loader)
+        return
+    # An __iter__ of a subclass may go on with an iterator that it shares with the user's loader.
+    iterator = DataLoader.__iter__(loader)
+    try:
+        yield iterator
+    finally:
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
 
 
-def _came_from_a_worker(traceback: TracebackType | None) -> bool:
-    while traceback is not None:
-        if traceback.tb_frame.f_code is ExceptionWrapper.reraise.__code__:
-            return True
-        traceback = traceback.tb_next
-    return False
+def is_lost(loader: Any, error: Exception) -> bool:
+    """Whether the loader itself failed, not an item: a worker died, or took too long."""
+    if not getattr(loader, "num_workers", 0):
+        return False
+    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+    return ExceptionWrapper.reraise.__code__ not in codes
+
+
+def is_death_of_worker(error: Exception) -> bool:
+    """Whether torch says that a worker died; it does so from a signal handler, anywhere."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
 
 def told(error: Exception) -> str:

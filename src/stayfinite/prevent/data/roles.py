@@ -64,7 +64,7 @@ def _short(path: str) -> str:
 
 
 def _is_under(path: str, asked: str) -> bool:
-    return path == ROOT or f"{_short(path)}.".startswith(f"{asked}.")
+    return f"{_short(path)}.".startswith(f"{asked}.")
 
 
 def roles_of(found: Sequence[Leaf], picked: Picked, classes: int | None) -> dict[str, Role]:

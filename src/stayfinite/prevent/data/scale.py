@@ -109,8 +109,7 @@ def unvarying(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
     if elements.isfinite().any() and _all_alike(elements):
         yield _same_rows(tally, _is_only_input(inspection, tally))
     elif columns := _constant_columns(tally, elements):
-        name = "channel" if tally.columns is None else "column"
-        yield _constant(columns, name, tally)
+        yield _constant(columns, tally)
 
 
 def _all_alike(elements: Tensor) -> bool:
@@ -119,8 +118,7 @@ def _all_alike(elements: Tensor) -> bool:
 
 def _is_only_input(inspection: Inspection, tally: Tally) -> bool:
     inputs = [path for path, role in inspection.roles.items() if role is Role.INPUT]
-    floats = [p for p in inputs if p in inspection.tallies and p != tally.path]
-    return inspection.roles[tally.path] is Role.INPUT and not floats
+    return inputs == [tally.path]
 
 
 def _same_rows(tally: Tally, is_only_input: bool) -> Judgement:
@@ -136,7 +134,7 @@ def _same_rows(tally: Tally, is_only_input: bool) -> Judgement:
 
 
 def _constant_columns(tally: Tally, elements: Tensor) -> dict[int, float]:
-    ranges = tally.channels if tally.columns is None else tally.columns.ranges
+    ranges = tally.channels
     if ranges is None:
         return {}
     is_constant = ranges.low == ranges.high
@@ -149,13 +147,15 @@ def _constant_columns(tally: Tally, elements: Tensor) -> dict[int, float]:
     return {n: float(ranges.low[n]) for n in is_constant.nonzero().flatten().tolist()}
 
 
-def _constant(columns: dict[int, float], name: str, tally: Tally) -> Judgement:
+def _constant(columns: dict[int, float], tally: Tally) -> Judgement:
     numbers = list(columns)
+    name = "column" if tally.shape is not None and len(tally.shape) == 1 else "channel"
     value = f"{columns[numbers[0]]:.4g}" if len(set(columns.values())) == 1 else "constant"
+    verb = "is" if len(numbers) == 1 else "are"
     said = Said(
         level="low",
-        what=f"{named_columns(numbers, name).capitalize()} {'is' if len(numbers) == 1 else 'are'} "
-        f"{value} in all {tally.rows:,} rows.",
+        what=f"{named_columns(numbers, name).capitalize()} {verb} {value} in all "
+        f"{tally.rows:,} rows.",
         fix="Leave out what does not vary; where it is standardised, divide by "
         "`std.clamp_min(1e-6)`, since its std is 0.",
         cause="division_by_zero",

@@ -12,7 +12,7 @@ from stayfinite.prevent.data.extremes import fences
 from stayfinite.prevent.data.findings import in_order
 from stayfinite.prevent.data.inspection import Inspection, Key, parted, place_of
 from stayfinite.prevent.data.leaves import leaves
-from stayfinite.prevent.data.reading import told
+from stayfinite.prevent.data.reading import is_lost, iterating, told
 from stayfinite.prevent.data.twin import Twin
 
 Cases = Mapping[Key, Sequence[int]]
@@ -32,14 +32,16 @@ def read_each(
     twin: Twin, wanted: Sequence[Sequence[Any]], collate: Callable[[Any], Any] | None = None
 ) -> Iterator[tuple[Any, str | None]]:
     """For each list of indices its batch, or the error in its place."""
-    iterator: Iterator[Any] = iter(twin.reading(wanted, collate) if wanted else ())
-    for _ in wanted:
-        try:
-            batch = next(iterator)
-        except Exception as error:
-            yield None, told(error)
-        else:
-            yield batch, None
+    if not wanted:
+        return
+    loader, lost = twin.reading(wanted, collate), None
+    with iterating(loader) as iterator:
+        for _ in wanted:
+            try:
+                yield (None, lost) if lost else (next(iterator), None)
+            except Exception as error:
+                lost = told(error) if is_lost(loader, error) else None
+                yield None, told(error)
 
 
 class Confirmation:
@@ -57,19 +59,15 @@ class Confirmation:
 
     def guilty(self, cases: Cases) -> dict[Key, tuple[Any, ...]]:
         """For each case the dataset indices that are certain."""
-        self._read(index for key, places in cases.items() for index in self._suspects(places))
+        self._read(
+            index for places in cases.values() for index in self._inspection.indices_at(places)
+        )
         missing = {key: self._unexplained(key, places) for key, places in cases.items()}
         self._read(i for batches in missing.values() for b in batches for i in self._of(b))
         return {key: self._certain(key, places) for key, places in cases.items()}
 
     def _of(self, batch: int) -> Sequence[Any]:
         return self._inspection.indices.get(batch, ())
-
-    def _suspects(self, places: Sequence[int]) -> Iterator[Any]:
-        for batch, row in map(parted, places):
-            indices = self._of(batch)
-            if row < len(indices):
-                yield indices[row]
 
     def _unexplained(self, key: Key, places: Sequence[int]) -> list[int]:
         """Batches in which fewer samples are guilty so far than rows are bad."""

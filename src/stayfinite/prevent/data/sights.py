@@ -159,7 +159,8 @@ def blank(scene: Scene) -> Iterator[Sight]:
         return
     if values.dtype is not torch.bool and not scene.leaf.is_sparse:
         rows = (scene.ends.low == scene.ends.high) & ~scene.ends.is_bad
-        yield from sight(scene, "blank", with_all(scene, rows))
+        if rows.any():
+            yield from sight(scene, "blank", with_all(scene, rows))
 
 
 def covered(scene: Scene) -> Iterator[Sight]:
@@ -168,7 +169,7 @@ def covered(scene: Scene) -> Iterator[Sight]:
     1 keeps, unless the name says padding; what is added to scores keeps at 0. Larger masks than
     one value for each position are judged only when they are clearly for attention.
     """
-    if scene.role is not Role.MASK or scene.leaf.values.ndim < 2 or scene.is_empty:
+    if scene.role is not Role.MASK or scene.leaf.values.ndim < 2:
         return
     values, name = scene.leaf.values, scene.leaf.path.rpartition(".")[2].lower()
     if is_additive_mask(values):

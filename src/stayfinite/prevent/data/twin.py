@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from stayfinite.prevent.data.leaves import size_of
 from stayfinite.prevent.data.untouched import spare_sampler
@@ -38,7 +38,7 @@ class Twin:
     """Reads the dataset of a loader as the loader would, without touching it.
 
     The loader itself is never iterated: its workers, its iterator and its sampler stay as they
-    are.
+    are. Where a subclass has an iteration of its own it `may_repeat`, without an end.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -47,7 +47,7 @@ class Twin:
         if not isinstance(loader.dataset, IterableDataset):
             self._recorded = RecordedIndices(spare_sampler(loader))
         self.loader = _twin(loader, self._recorded)
-        self._is_plain = type(loader).__iter__ is DataLoader.__iter__
+        self.may_repeat = type(loader).__iter__ is not DataLoader.__iter__
         self._takes_one = False
 
     @property
@@ -60,14 +60,17 @@ class Twin:
 
         A collate function of the user's may sort, drop, pack or mix.
         """
-        return self._is_plain and (
-            self._takes_one or self._loader.collate_fn in (default_collate, default_convert)
-        )
+        is_batched = self._loader.batch_sampler is not None
+        return self._takes_one or (is_batched and self._loader.collate_fn is default_collate)
 
     @property
     def is_waiting(self) -> bool:
         """Whether the sampler has given indices for which there was no batch."""
-        return self._is_plain and self._recorded is not None and bool(self._recorded.waiting)
+        return self._recorded is not None and bool(self._recorded.waiting)
+
+    def forget_length(self) -> None:
+        """A length that was asked for makes torch warn about iterable datasets that are longer."""
+        vars(self.loader)["_IterableDataset_len_called"] = None
 
     def next_indices(self, batch: Any = None) -> list[Any] | None:
         """The indices of the next batch, in the order of the sampler; None if they are not known.
@@ -81,6 +84,8 @@ class Twin:
         if self._loader.batch_sampler is None and not isinstance(item, list | tuple):
             self._takes_one = True
             return [item] * (size_of(batch) or 1)
+        if set(map(type, item)) == {int}:
+            return list(item)
         return [each.item() if hasattr(each, "item") else each for each in item]
 
     def reading(
@@ -98,7 +103,6 @@ def _twin(loader: DataLoader[Any], sampler: Any | None) -> DataLoader[Any]:
     twin = copy.copy(loader)
     own = vars(twin)  # a loader refuses to have its sampler set
     own.update(_iterator=None, persistent_workers=False, pin_memory=False, in_order=True)
-    # A length that was asked for makes torch warn about datasets that are longer.
     own.update(_IterableDataset_len_called=None)
     if sampler is not None:
         own["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler

@@ -38,7 +38,7 @@ def as_before(loader: Any) -> Iterator[None]:
 
     These are the global ones of python, numpy, torch and the accelerators in use, and those that
     the loader, its dataset, samplers, transforms and functions hold. So are the numbers that a
-    dataset in this process counts with, such as an epoch, and the state of one with a state_dict.
+    dataset in this process counts with, such as its epoch, and the state of one with a state_dict.
     """
     cells = [*global_cells(), *_cells(loader)]
     contents = [cell.content() for cell in cells]
@@ -53,8 +53,8 @@ def _cells(loader: Any) -> Iterator[Cell]:
     for item in reachable(_parts(loader)):
         if isinstance(item, _GENERATORS) and not isinstance(item, random.SystemRandom):
             yield generator_cell(item, "generator")
-        elif isinstance(item, Dataset) and not getattr(loader, "num_workers", 0):
-            yield from _dataset_cells(item)
+        elif item is loader or (isinstance(item, Dataset) and not _is_read_elsewhere(loader)):
+            yield from _counting_cells(item)
 
 
 def _parts(loader: Any) -> list[Any]:
@@ -64,11 +64,16 @@ def _parts(loader: Any) -> list[Any]:
     return [getattr(loader, name, None) for name in names]
 
 
-def _dataset_cells(dataset: Any) -> Iterator[Cell]:
-    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
-        yield ProtocolCell(dataset, "dataset", PART)
-    own = vars(dataset)
-    yield FunctionsCell("dataset", PART, functools.partial(_numbers, own), own.update)
+def _is_read_elsewhere(loader: Any) -> bool:
+    return bool(getattr(loader, "num_workers", 0))
+
+
+def _counting_cells(owner: Any) -> Iterator[Cell]:
+    if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+        yield ProtocolCell(owner, "dataset", PART)
+    own = getattr(owner, "__dict__", None)
+    if isinstance(own, dict):
+        yield FunctionsCell("dataset", PART, functools.partial(_numbers, own), own.update)
 
 
 def _numbers(attributes: dict[str, Any]) -> dict[str, int | float]:
@@ -118,15 +123,17 @@ def spare_sampler(loader: DataLoader[Any]) -> Any:
     """
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     data = getattr(loader.dataset, "__dict__", {}).values()
-    shared = [item for item in reachable([sampler]) if isinstance(item, (*_GENERATORS, Dataset))]
+    inside = reachable([sampler])
+    shared = [item for item in inside if isinstance(item, (*_GENERATORS, Dataset))]
     shared += [item for item in data if not isinstance(item, list | dict | set)]
     memo = {id(item): item for item in (loader.dataset, *shared)}
     with suppress(Exception):  # a sampler may hold anything
         return copy.deepcopy(sampler, memo)
-    with suppress(Exception):
-        return copy.copy(sampler)
+    if not any(isinstance(item, Iterator) for item in inside):
+        with suppress(Exception):
+            return copy.copy(sampler)
     raise InputError(
-        f"the loader gets its indices from a {type(sampler).__name__}, which cannot be copied; "
-        "reading it would use up the order that training gets. Give another loader of the same "
-        "dataset, such as DataLoader(dataset, batch_size=64)."
+        f"the sampler of the loader, a {type(sampler).__name__}, cannot be copied; reading it "
+        "would use up the order that training gets. Give another loader of the same dataset, "
+        "such as DataLoader(dataset, batch_size=64)."
     )

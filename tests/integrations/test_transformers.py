@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import ModelOutput
 
 from stayfinite import RecoveryConfig, TrainingAbortedError
-from stayfinite.integrations.transformers import StayFiniteCallback
+from stayfinite.guard import Guard, GuardSettings
+from stayfinite.guard.discover import recover_everything
+from stayfinite.integrations.transformers import StayFiniteCallback, join_trainers
 from stayfinite.testing import inject
 
 SIZE = 6
@@ -472,6 +474,73 @@ def test_same_callback_watches_one_training_after_another(tmp_path: Path) -> Non
     run.train().train()
     Run(tmp_path, made, callback).train()
     assert [incident.step for incident in callback.incidents] == [2, 2, 2]
+
+
+class TestOtherGuards:
+    """As `stayfinite run --on-nan recover` has it: one guard over every optimizer."""
+
+    @pytest.fixture
+    def guard(self) -> Iterator[Guard]:
+        guard = Guard(GuardSettings(on_nan="recover"))
+        guard.attach(recover_everything(guard))
+        yield guard
+        guard.close()
+
+    def test_callback_helps_the_guard_that_is_there(self, tmp_path: Path, guard: Guard) -> None:
+        callback = quiet()
+        run = Run(tmp_path, batches(6, bad={3: "log"}), callback).train()
+        assert callback.incidents == guard.incidents
+        (incident,) = guard.incidents
+        assert incident.origin is not None
+        assert incident.origin.module == "logs"
+        assert run.recorder.weights[3] == run.recorder.weights[4]
+
+    def test_bytes_are_the_same_with_one_guard_or_the_other(
+        self, tmp_path: Path, guard: Guard
+    ) -> None:
+        made = batches(8, bad={3: "sqrt", 4: "log"})
+        with_both = Run(tmp_path, made, quiet()).train()
+        guard.close()
+        assert with_both.bytes() == Run(tmp_path, made, quiet()).train().bytes()
+
+    @pytest.mark.parametrize("has_callback", [True, False])
+    def test_trainers_join_without_a_callback_in_the_script(
+        self, tmp_path: Path, guard: Guard, has_callback: bool
+    ) -> None:
+        given = [quiet()] if has_callback else []
+        with join_trainers():
+            run = Run(tmp_path, batches(6, bad={3: "log"}), *given)
+        ours = [each for each in run.trainer.callback_handler.callbacks if is_ours(each)]
+        run.train()
+        assert len(ours) == 1
+        (incident,) = guard.incidents
+        assert incident.origin is not None
+        assert incident.origin.line == line_of(LINES["log"][0])
+        assert run.losses()[1]["nonfinite_losses"] == 1
+
+    def test_trainer_that_joined_does_nothing_alone(self, tmp_path: Path) -> None:
+        made = batches(5, bad={3: "log"})
+        with join_trainers():
+            run = Run(tmp_path, made)
+        assert repr(run.train().bytes()) == repr(Run(tmp_path, made).train().bytes())
+        assert not is_finite(run.model)
+
+    def test_replay_of_a_trainer_is_not_used_for_a_loop_after_it(
+        self, tmp_path: Path, guard: Guard
+    ) -> None:
+        Run(tmp_path, batches(3), quiet()).train()
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in batches(3, bad={1: "log"}):
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            optimizer.step()
+        (incident,) = guard.incidents
+        assert incident.diagnosis is None or incident.diagnosis.cause != "transient_fault"
+
+
+def is_ours(callback: TrainerCallback) -> bool:
+    return isinstance(callback, StayFiniteCallback)
 
 
 def test_report_goes_to_stderr_by_default(

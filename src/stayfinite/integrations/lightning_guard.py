@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from stayfinite.detect.gradients import Pairs, params_of
+from stayfinite.detect.scan import all_finite
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.replay import CannotReplayError
@@ -156,6 +157,8 @@ class LightningGuard(Guard):
 
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         self._answered = job
+        if not all_finite(params_of(job.parts.optimizer)):
+            job.undo()  # the state is put back from a snapshot, but not the random numbers
         is_left_out = super()._answer(job, gradients)
         if not is_left_out:
             self._answered = None

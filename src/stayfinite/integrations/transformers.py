@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
+from stayfinite.detect.entrypoints import wrapped
+from stayfinite.detect.hooks import Attachment
 from stayfinite.errors import StayFiniteError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.watch import Sink
 from stayfinite.integrations.answers import OnNaN, answered_by
 from stayfinite.integrations.harmless import harmless
 from stayfinite.integrations.packages import check_package
+from stayfinite.integrations.sharing import guard_of
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 
@@ -22,6 +25,7 @@ check_package("accelerate", extra="hf")
 
 from transformers.trainer_callback import TrainerCallback  # noqa: E402
 
+from stayfinite.integrations.accelerate import inner_optimizer  # noqa: E402
 from stayfinite.integrations.transformers_trainer import WatchedTrainer  # noqa: E402
 
 logger = logging.getLogger("stayfinite")
@@ -109,6 +113,35 @@ class StayFiniteCallback(TrainerCallback):
             with harmless("leaving a trainer"):
                 watch.close()
             self._past += watch.incidents
+
+
+class JoiningCallback(StayFiniteCallback):
+    """Helps a guard that recovers the trainer's steps already; does nothing without one."""
+
+    def _attach(self, trainer: Any) -> None:
+        if guard_of(inner_optimizer(trainer.optimizer)) is not None:
+            super()._attach(trainer)
+
+
+def join_trainers() -> Attachment:
+    """Let every Trainer that is made from now on help the guard of this process.
+
+    Its bad steps are then replayed, its logs and checkpoints kept true, without a callback in
+    the script. For a guard over all optimizers, such as that of `stayfinite run`.
+    """
+    from transformers.trainer import Trainer
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            with harmless("adding a callback to a trainer"):
+                known = self.callback_handler.callbacks
+                if not any(isinstance(each, StayFiniteCallback) for each in known):
+                    self.add_callback(JoiningCallback(sinks=[]))
+
+        return init
+
+    return wrapped(Trainer, "__init__", wrap)
 
 
 def _calling_trainer() -> Any:

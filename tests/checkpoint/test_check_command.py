@@ -220,7 +220,7 @@ def test_against_something_unreadable_is_2(folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["ours", "torch", "safetensors"])
 def test_progress_comes_as_the_file_is_read(folder: Path, layout: str) -> None:
-    model, path = nn.Linear(1500, 700), folder / "a"
+    model, path = nn.Linear(3000, 1500), folder / "a"
     if layout == "ours":
         save_checkpoint(path, model=model)
     elif layout == "torch":

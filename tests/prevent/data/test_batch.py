@@ -127,3 +127,21 @@ def test_a_path_that_is_not_there_is_refused_with_those_that_are() -> None:
     x, y = rows()
     with pytest.raises(InputError, match=r"no tensor at 'label'; it has x, y\."):
         batch_risks({"x": x, "y": y}, targets="label")
+
+
+def test_a_mask_with_a_class_for_each_pixel_is_a_label() -> None:
+    masks = torch.randint(4, (8, 6, 6), generator=torch.Generator().manual_seed(0))
+    batch = {"image": torch.rand(8, 3, 6, 6), "mask": masks}
+    assert said(batch, classes=4) == []
+    masks[3, 0, 0] = 200
+    assert said(batch, classes=4) == [("high", "batch.mask", "bad_label")]
+
+
+def test_tensors_of_any_state_can_be_looked_at() -> None:
+    x, y = rows()
+    wanted = x.clone().requires_grad_()
+    assert batch_risks((wanted * 2, y), classes=5) == []
+    with torch.inference_mode():
+        assert batch_risks((x * 2, y), classes=5) == []
+    assert batch_risks((x.as_strided((64, 5), (10, 2)), y), classes=5) == []
+    assert batch_risks((x.t().contiguous().t(), y), classes=5) == []

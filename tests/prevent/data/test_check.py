@@ -29,6 +29,7 @@ from torch.utils.data import (
 import stayfinite.prevent.data.check
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.data import DataFinding, DataReport, check_data
+from stayfinite.prevent.data.inspection import Inspection
 
 NAN = float("nan")
 
@@ -352,6 +353,19 @@ def test_a_loader_without_batches_is_told(loader: Any) -> None:
     report = check_data(loader)
     assert kinds(report) == ["no_batches"]
     assert (report.rows, report.batches) == (0, 0)
+
+
+def test_memory_does_not_grow_with_healthy_batches() -> None:
+    inspection = Inspection()
+    generator = torch.Generator().manual_seed(0)
+    for number in range(4000):
+        x = torch.randn(4, 2, generator=generator)
+        inspection.look([x], number=number, indices=list(range(4 * number, 4 * number + 4)))
+    # At most 16 largest and smallest of 2 columns and 2 ends are referred to, by their batches.
+    assert len(inspection.indices) < 512 + 2 * 16 * 4
+    (tally,) = inspection.tallies.values()
+    assert tally.rows == 16_000
+    assert len(tally.sample.rows) == 512
 
 
 def test_max_batches_ends_early() -> None:

@@ -14,7 +14,7 @@ import torch
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-_MOST_THREADS = 4
+MOST_THREADS = 4
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def one_torch_thread() -> Iterator[None]:
 
 def threads_for(size: int, *, at_least: int) -> int:
     """How many threads are worth starting for so many bytes; 0: none."""
-    return 0 if size < at_least else min(_MOST_THREADS, os.cpu_count() or 1)
+    return 0 if size < at_least else min(MOST_THREADS, os.cpu_count() or 1)
 
 
 def ahead(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from stayfinite.checkpoint.problems import Problem
 
 _MOST_PARTS = 512
 _APART = 64
-_WORTH_THREADS = 16 * PIECE
+_SPANS = 8
+_WORTH_THREADS = 4 * _SPANS * PIECE
 
 
 def nothing_told(count: int) -> None:
@@ -144,7 +145,6 @@ class _Reader:
     def __init__(self, source: Source, reading: Reading) -> None:
         self._source = source
         self._reading = reading
-        self._spare: deque[Bytes] = deque()
 
     def tensors(self, entries: Sequence[Entry]) -> list[_Seen]:
         size = sum(entry.nbytes for entry in entries)
@@ -154,13 +154,19 @@ class _Reader:
 
     def _tensors(self, entries: Sequence[Entry], threads: int) -> Iterator[_Seen]:
         parts: list[_Seen] = []
-        for span, seen in ahead(self._look, self._spans(entries), threads):
+        for _, seen in ahead(self._look_at_all, self._jobs(entries), threads):
             for each in seen:
                 parts.append(each)
                 if each.part.is_last:
                     yield _whole(parts)
                     parts = []
-            self._reading.progress(sum(part.count for part in span))
+            self._reading.progress(sum(each.part.count for each in seen))
+
+    def _jobs(self, entries: Sequence[Entry]) -> Iterator[list[list[_Part]]]:
+        """Several spans at a time, since handing work to a thread costs as much as reading one."""
+        spans = self._spans(entries)
+        while job := list(islice(spans, _SPANS)):
+            yield job
 
     def _spans(self, entries: Sequence[Entry]) -> Iterator[list[_Part]]:
         span: list[_Part] = []
@@ -184,17 +190,15 @@ class _Reader:
                 count = min(PIECE, entry.nbytes - start)
                 yield _Part(entry=entry, start=start, count=count, target=target)
 
-    def _look(self, span: list[_Part]) -> list[_Seen]:
+    def _look_at_all(self, spans: list[list[_Part]]) -> list[_Seen]:
+        buffer = np.empty(PIECE + _MOST_PARTS * _APART, dtype=np.uint8)
+        return [seen for span in spans for seen in self._look(span, buffer)]
+
+    def _look(self, span: list[_Part], buffer: Bytes) -> list[_Seen]:
         """Read a span and look at its parts while they are in the processor's cache."""
-        try:
-            buffer = self._spare.pop()
-        except IndexError:
-            buffer = np.empty(PIECE + _MOST_PARTS * _APART, dtype=np.uint8)
         places = list(_places(span, buffer))
         self._source.fill([each.data for each in places], span[0].entry.start + span[0].start)
-        seen = [self._seen(*each) for each in zip(span, places, strict=True)]
-        self._spare.append(buffer)
-        return seen
+        return [self._seen(*each) for each in zip(span, places, strict=True)]
 
     def _seen(self, part: _Part, data: Bytes) -> _Seen:
         digest = piece_digest(data) if self._reading.digests else b""

@@ -16,8 +16,10 @@ from stayfinite.prevent.data.leaves import ROOT, Leaf
 Path = str | int
 Paths = Path | Sequence[Path]
 
-_TARGET = re.compile(r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|boxes|bboxes)(_ids?)?$")
-_LABEL = re.compile(r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y)(_ids?)?$")
+_TARGET = re.compile(
+    r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt|boxes|bboxes)(_ids?)?$"
+)
+_LABEL = re.compile(r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt)(_ids?)?$")
 _LENGTH = re.compile(r"(^|_)(lens?|lengths?)$")
 _BOOKKEEPING = re.compile(r"(^|_)(ids?|idx|index|indices|area|iscrowd|orig_size|size)$")
 
@@ -106,7 +108,7 @@ def _role(leaf: Leaf, picked: Picked) -> Role:
 def _named_role(leaf: Leaf) -> Role | None:
     name = _name(leaf.path)
     if "mask" in name or is_additive_mask(leaf.values):
-        return Role.MASK
+        return Role.LABEL if _is_segmentation(name, leaf.values) else Role.MASK
     if _LENGTH.search(name):
         return Role.LENGTH
     if _TARGET.search(name):
@@ -114,6 +116,12 @@ def _named_role(leaf: Leaf) -> Role | None:
     if _BOOKKEEPING.search(name) and name not in ("input_ids", "token_ids", "ids"):
         return Role.OTHER
     return None
+
+
+def _is_segmentation(name: str, values: Tensor) -> bool:
+    """A mask with a class for each pixel."""
+    is_picture = values.ndim > 2 and _is_whole(values) and values.numel() > 0
+    return is_picture and "att" not in name and bool(values.amax() > 1)
 
 
 def _name(path: str) -> str:

@@ -125,7 +125,7 @@ def _same_rows(tally: Tally, is_only_input: bool) -> Judgement:
     level: Level = "high" if is_only_input else "low"
     said = Said(
         level=level,
-        what="All rows are the same.",
+        what=f"All {len(tally.elements):,} rows that were compared are the same.",
         fix="If that is not meant, look at how the dataset uses its index; where it is "
         "standardised, divide by `std.clamp_min(1e-6)`.",
         cause="bad_input_data",

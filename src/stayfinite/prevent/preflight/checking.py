@@ -16,6 +16,7 @@ from stayfinite.locate.replay import LossFunction, call, loss_of
 from stayfinite.locate.source import user_place
 from stayfinite.prevent.data.batch import batch_risks
 from stayfinite.prevent.preflight.checks.optimizers import optimizer_risks
+from stayfinite.prevent.preflight.eager import eager, quiet_about_hooks
 from stayfinite.prevent.preflight.merging import lowered, proven, said_once
 from stayfinite.prevent.preflight.probe import changed, loss_run, probe
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
@@ -105,7 +106,7 @@ def _rehearse(
     rehearsal.scaling.scales_itself = precision is not None
     model.zero_grad(set_to_none=True)
     of_batch: list[Risk] = []
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), rehearsal.recorder:
+    with quiet_about_hooks(), eager(), torch.enable_grad(), rehearsal.recorder:
         with _autocast(model, precision):
             output = call(model, inputs)
             with rehearsal.recorder.paused():
@@ -122,6 +123,7 @@ def _rehearse(
         rehearsal.going_back([loss], None)
         if loss.requires_grad:
             loss.backward()
+            rehearsal.went_back()
         if optimizer is not None:
             rehearsal.updating(optimizer, is_scaled=False, place=None)
     return of_batch if not rehearsal.is_finite else [_tolerated(risk) for risk in of_batch]

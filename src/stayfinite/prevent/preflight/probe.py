@@ -17,6 +17,7 @@ from stayfinite.locate.ops import is_bad
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.replay import LossFunction, call, loss_of
 from stayfinite.locate.tracer import Tracer
+from stayfinite.prevent.preflight.eager import eager, quiet_about_hooks
 from stayfinite.prevent.preflight.scene import Scene
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import Origin
@@ -101,7 +102,7 @@ def _has_half(module: nn.Module) -> bool:
 def changed(value: Any, change: Change) -> Any:
     """The same nested value with other floating-point tensors in it."""
     if isinstance(value, Tensor):
-        return change(value.detach()) if _can_change(value) else value
+        return _changed(value, change)
     if isinstance(value, dict):
         return {key: changed(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -112,6 +113,15 @@ def changed(value: Any, change: Change) -> Any:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changed(fields, change))
     return value
+
+
+def _changed(tensor: Tensor, change: Change) -> Tensor:
+    if change is not torch.clone and (tensor.requires_grad or not _can_change(tensor)):
+        return tensor
+    new = change(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new.requires_grad_() if tensor.requires_grad else new
 
 
 def _can_change(tensor: Tensor) -> bool:
@@ -127,7 +137,7 @@ def _first_bad(
     modules: Sequence[nn.Module], inputs: Any, run: Run, folder: str | None
 ) -> Origin | None:
     tracer = Tracer()
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), tracer:
+    with quiet_about_hooks(), eager(), torch.enable_grad(), tracer:
         for module in modules:
             module.zero_grad(set_to_none=True)
         loss = run(inputs)

@@ -12,6 +12,7 @@ from torch._C import _functorch
 from torch.optim import Optimizer
 
 from stayfinite.detect.parts import unwrapped
+from stayfinite.detect.scan import largest
 from stayfinite.locate.events import Site
 from stayfinite.locate.ops import is_bad
 from stayfinite.locate.source import Place
@@ -70,6 +71,19 @@ class Rehearsal:
         scaling = self.scaling
         scaling.backward_at = scaling.backward_at or self.scene.line(Site(place))
         scaling.scales_itself |= any(reach.op == "mul" for reach in reaches)
+
+    def went_back(self) -> None:
+        """A backward pass is over."""
+        halves = [
+            parameter.grad
+            for module in self.modules
+            for parameter in module.parameters()
+            if parameter.dtype is torch.float16 and parameter.grad is not None
+        ]
+        if halves:
+            with self.recorder.paused():
+                size = max(largest(gradient) for gradient in halves)
+            self.scaling.largest_gradient = max(self.scaling.largest_gradient, size)
 
     def scaled(self, scale: float) -> None:
         """A GradScaler has multiplied the loss."""

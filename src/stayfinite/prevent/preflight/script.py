@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from stayfinite.detect.hooks import Attachment
 from stayfinite.detect.veto import StepAside
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.locate.source import user_place
+from stayfinite.prevent.preflight.eager import ignore_hooks
 from stayfinite.prevent.preflight.merging import proven, said_once
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
 from stayfinite.prevent.risks import Risk, ranked
@@ -64,10 +64,12 @@ class ScriptRehearsal:
             wrapped(GradScaler, "unscale_", self._scaler_unscale),
             wrapped(clip_grad, "clip_grad_norm_", self._clip),
             wrapped(nn.utils, "clip_grad_norm_", self._clip),
+            wrapped(torch, "compile", self._compile),
             *(Attachment(hook.remove) for hook in hooks),
         )
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
-        self._stance = torch.compiler.set_stance("force_eager")
+        ignore_hooks()
+        if "torch._dynamo" in sys.modules:
+            self._stay_eager()
         self.rehearsal.recorder.__enter__()
 
     def detach(self) -> None:
@@ -75,7 +77,8 @@ class ScriptRehearsal:
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             self.rehearsal.recorder.__exit__(None, None, None)
-            self._stance.__exit__(None, None, None)
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
             attachment.remove()
 
     @property
@@ -96,6 +99,7 @@ class ScriptRehearsal:
 
     def _after_backward(self, result: Any) -> None:
         self._passes += 1
+        self._guarded(self.rehearsal.went_back)
         if self._updates or self._passes < _ALONE:
             return
         if self._passes > _MOST or not _optimizers_live():
@@ -138,6 +142,18 @@ class ScriptRehearsal:
             size = float(norm)
         place = user_place(sys._getframe(4))
         self.rehearsal.clipped(max_norm=max_norm, norm=size, is_scaled=is_scaled, place=place)
+
+    def _compile(self, original: Original) -> Original:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            self._stay_eager()
+            return original(*args, **kwargs)
+
+        return compile
+
+    def _stay_eager(self) -> None:
+        """Nothing is seen inside compiled code. Asked for late: it loads the compiler."""
+        if self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_scaler:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from stayfinite.prevent.preflight.heights import HIGHEST
 from stayfinite.prevent.risks import Risk
 
 _TIMES = 100.0
@@ -27,6 +28,7 @@ class Scaling:
 
     uses_half: bool = False
     scale: float | None = None
+    largest_gradient: float = 0.0  # of a float16 weight
     scales_itself: bool = False
     backward_at: str = ""
     clips: list[Clip] = field(default_factory=list)
@@ -34,7 +36,11 @@ class Scaling:
 
 def scaling_risks(scaling: Scaling) -> list[Risk]:
     """What is wrong between float16, loss scale and clipping."""
-    return [*_without_scale(scaling), *(risk for clip in scaling.clips for risk in _clips(clip))]
+    return [
+        *_without_scale(scaling),
+        *_high_gradients(scaling),
+        *(risk for clip in scaling.clips for risk in _clips(clip)),
+    ]
 
 
 def _without_scale(scaling: Scaling) -> Iterator[Risk]:
@@ -48,6 +54,22 @@ def _without_scale(scaling: Scaling) -> Iterator[Risk]:
             fix="Scale the loss: `scaler = torch.amp.GradScaler(device)`, "
             "`scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`; "
             "or use bfloat16.",
+        )
+
+
+def _high_gradients(scaling: Scaling) -> Iterator[Risk]:
+    size = scaling.largest_gradient
+    if scaling.scale is None and HIGHEST / 16 < size < math.inf:
+        headroom = math.log2(HIGHEST / size)
+        yield Risk(
+            level="medium" if headroom < 2 else "low",
+            cause="grad_accumulation_overflow",
+            what=f"Gradients reach {size:.3g} in float16, which ends at {HIGHEST:g}: "
+            f"{headroom:.1f} doublings are left for a larger loss, or for more passes that add up.",
+            where=scaling.backward_at,
+            fix="Lower the loss scale, or divide each loss by the number of passes before "
+            "`backward()`; best keep float32 weights under autocast.",
+            evidence={"largest": size, "headroom_bits": headroom},
         )
 
 

@@ -8,7 +8,7 @@ from stayfinite.prevent.preflight.ranges import bounds as b
 from stayfinite.prevent.preflight.ranges.bounds import ANY, INF, POSITIVE, Bounds
 from stayfinite.prevent.preflight.ranges.operation import Operation
 
-_DIP = -0.31  # gelu, silu and mish never fall below
+_DIP = -0.38  # gelu, silu, mish and hardswish never fall below
 
 
 def same(op: Operation) -> Bounds:
@@ -142,7 +142,8 @@ def relu(op: Operation) -> Bounds:
 
 def elu(op: Operation) -> Bounds:
     alpha = op.number(1, "alpha")
-    return b.clamped(op.bounds(0), -(1.0 if alpha is None else alpha), None)
+    depth = 1.0 if alpha is None else alpha
+    return b.rising(op.bounds(0), lambda x: x if x >= 0 else depth * math.expm1(x))
 
 
 def leaky_relu(op: Operation) -> Bounds:
@@ -152,7 +153,10 @@ def leaky_relu(op: Operation) -> Bounds:
 
 
 def smooth_relu(op: Operation) -> Bounds:
-    return b.clamped(op.bounds(0), _DIP, None)
+    """At least half of a positive argument, and never more than it."""
+    given = op.bounds(0)
+    low = given.low / 2 if given.low >= 0 else _DIP
+    return Bounds(low, max(given.high, 0.0), given.low_at, given.high_at)
 
 
 def clamp(op: Operation) -> Bounds:

@@ -46,7 +46,7 @@ _TABLE: dict[Formula, str] = {
     pointwise.softplus: "softplus",
     pointwise.atan: "atan",
     pointwise.relu: "relu threshold",
-    pointwise.elu: "elu celu selu",
+    pointwise.elu: "elu",
     pointwise.leaky_relu: "leaky_relu",
     pointwise.smooth_relu: "gelu silu mish hardswish",
     pointwise.clamp: "clamp hardtanh",

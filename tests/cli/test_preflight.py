@@ -1,0 +1,163 @@
+"""`stayfinite preflight`: what it accepts, promises and leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import stayfinite
+from stayfinite.cli.preflight import command
+from stayfinite.prevent.risks import Risk
+from stayfinite.records import from_data
+from stayfinite.runner.preflight import PreflightOptions
+
+SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
+
+TRAINING = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(50):
+    p = torch.softmax(net(torch.randn(8, 4)), -1)
+    loss = LOSS
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("step", step, *sys.argv[1:], flush=True)
+"""
+RISKY = TRAINING.replace("LOSS", "-torch.log(p[:, 0]).mean()")
+SOUND = TRAINING.replace("LOSS", "-p[:, 0].mean()")
+
+
+def start(*words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stayfinite", "preflight", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_surface_is_frozen() -> None:
+    flags = {option for param in command.params for option in param.opts if option[:2] == "--"}
+    fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PreflightOptions)}
+    surface = {
+        param.opts[0]: param.type.name
+        for param in command.params
+        if isinstance(param, click.Option)
+    }
+    assert flags == fields
+    assert surface == {"-m": "boolean", "--json": "text", "--verbose": "boolean"}
+
+
+def test_a_risky_script_is_ended_after_its_first_step(tmp_path: Path) -> None:
+    path = script(tmp_path, RISKY)
+    done = start("--json", "found.json", path, "a", "-b", cwd=tmp_path)
+    line = next(i for i, text in enumerate(RISKY.splitlines(), 1) if "torch.log" in text)
+    data = json.loads((tmp_path / "found.json").read_text())
+    (risk,) = [from_data(Risk, entry) for entry in data["risks"]]
+    assert done.returncode == 1
+    assert done.stdout == "step 0 a -b\n"
+    assert data["schema"] == 1
+    assert (data["exit"], data["steps"]) == ("risks", 1)
+    assert (risk.where, risk.cause, risk.level) == (f"train.py:{line}", "log_of_zero", "medium")
+    assert f"train.py:{line}" in done.stderr
+    assert done.stderr.rstrip().endswith("1 risk found; the script was ended after its first step.")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "train.py"]
+
+
+def test_a_sound_script_ends_with_code_0(tmp_path: Path) -> None:
+    done = start(script(tmp_path, SOUND), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "stayfinite: 0 risks found; the script was ended after its first step.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("print('hello')", "no backward pass and no optimizer step was seen"),
+        ("import torch\nprint('hello')", "no backward pass and no optimizer step was seen"),
+        ("raise ValueError('their bug')", "the script failed with exit code 1"),
+        ("import sys; sys.exit(7)", "the script failed with exit code 7"),
+    ],
+)
+def test_a_script_that_fails_or_never_trains_ends_with_code_2(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    done = start("--json", "found.json", script(tmp_path, text), cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr.splitlines()[-1]
+    assert json.loads((tmp_path / "found.json").read_text())["exit"] == "script-error"
+
+
+def test_a_script_without_an_optimizer_is_ended_after_a_few_passes(tmp_path: Path) -> None:
+    text = RISKY.replace("optimizer = torch.optim.SGD(net.parameters(), lr=0.1)", "")
+    text = text.replace("optimizer.zero_grad()", "").replace("optimizer.step()", "")
+    done = start(script(tmp_path, text), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["step 0", "step 1"]
+
+
+def test_an_end_that_the_script_catches_comes_again(tmp_path: Path) -> None:
+    text = RISKY.replace("    optimizer.step()", "    try:\n        optimizer.step()\n"
+                         "    except Exception:\n        pass")  # fmt: skip
+    done = start(script(tmp_path, text), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "torch.log" in done.stderr
+
+
+def test_a_module_can_be_the_target(tmp_path: Path) -> None:
+    script(tmp_path, RISKY, "training.py")
+    done = start("-m", "training", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "training.py:" in done.stderr
+
+
+def test_processes_that_the_script_starts_are_looked_into(tmp_path: Path) -> None:
+    script(tmp_path, RISKY, "training.py")
+    text = (
+        "import torch.multiprocessing as mp\n"
+        "def work(rank):\n    import training\n"
+        "if __name__ == '__main__':\n    mp.spawn(work, nprocs=1)\n"
+    )
+    done = start("--json", "found.json", script(tmp_path, text), cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == 1, done.stderr
+    assert [risk["cause"] for risk in found["risks"]] == ["log_of_zero"]
+    assert found["risks"][0]["where"].startswith("training.py:")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.py"], "there is no script 'nothing.py'"),
+        (["--json", "no/such/folder/found.json", "train.py"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+    script(tmp_path, SOUND)
+    done = start(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

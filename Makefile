@@ -2,8 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+DEVELOP := .venv/develop
+# With the constraints: an unpinned torch would be another torch, and gigabytes.
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
-BENCHMARKS := $(wildcard $(patsubst %,benchmarks/%.py,scan overhead trace guarded snapshot survival recovery checkpoint stable clip accuracy))
+BENCHMARKS := $(wildcard $(patsubst %,benchmarks/%.py,scan overhead trace guarded snapshot survival recovery checkpoint stable clip data preflight integrations accuracy))
 
 .PHONY: demo test check bench docs prove clean
 
@@ -13,31 +16,35 @@ demo: $(INSTALLED)
 test: check
 	$(PYTEST)
 
-check: $(INSTALLED)
+check: $(DEVELOP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 
-bench: $(INSTALLED)
+bench: $(DEVELOP)
 	@for each in $(BENCHMARKS); do echo "== $$each"; $(BIN)/python $$each || exit 1; done
 
 # Records the reports in README and docs again, then runs all snippets and follows all links.
-docs: $(INSTALLED)
+docs: $(DEVELOP)
 	$(BIN)/python docs/record.py
 	$(PYTEST) tests/docs
 	@echo "The first page is docs/index.md."
 
 # The files with property tests once more, with counts that take many minutes.
-prove: $(INSTALLED)
+prove: $(DEVELOP)
 	$(PYTEST) --hypothesis-profile=prove $$(grep -rlE --include='test_*.py' '@given|IS_PROOF' tests)
 
 clean:
 	rm -rf .venv demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One pip call with the constraints: an unpinned torch would be another torch, and gigabytes.
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up .venv, which takes a few minutes the first time ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEVELOP): $(INSTALLED)
+	@echo "Installing what the tests need, the frameworks and trackers among it ..."
+	@$(PIP) --editable '.[dev]'
 	@touch $@

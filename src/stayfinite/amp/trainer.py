@@ -8,7 +8,6 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -214,12 +213,7 @@ class AMPTrainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_ready(self, batch: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from torch import Tensor, nn
@@ -75,12 +74,7 @@ class NaNHooks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _attach(self, name: str, module: nn.Module) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -112,12 +111,7 @@ class Guard(Watcher):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _bad_loss(self, loss: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Generator
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, Self
 
 import pytest
@@ -75,12 +75,7 @@ class _Variables:
             sys.setprofile(self._see)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is None:
             sys.setprofile(None)
 

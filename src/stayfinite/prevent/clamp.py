@@ -6,7 +6,6 @@ import fnmatch
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -96,12 +95,7 @@ class ActivationClamp:
     def __enter__(self) -> ActivationClamp:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

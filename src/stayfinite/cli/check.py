@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stayfinite.cli._options import options_of
+from stayfinite.cli._refusal import Refused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,12 +40,6 @@ class CheckOptions:
         default=None, metadata={"help": "Another checkpoint that it is compared with."}
     )
     json: bool = field(default=False, metadata={"help": "Print JSON instead of a table."})
-
-
-class Refused(click.ClickException):
-    """One line, and the exit code of what cannot be read."""
-
-    exit_code = UNREADABLE
 
 
 @click.command("check")

@@ -7,15 +7,10 @@ from typing import Any
 import click
 
 from stayfinite.cli._options import options_of
+from stayfinite.cli._refusal import Refused
 from stayfinite.errors import ConfigError
 from stayfinite.runner.preflight import PreflightOptions
 from stayfinite.runner.script import Target
-
-
-class Refused(click.ClickException):
-    """One line and exit code 2, before anything has run."""
-
-    exit_code = 2
 
 
 @click.command(

@@ -49,6 +49,7 @@ class Evidence:
         self._passes = History()  # of losses, as long as no optimizer has stepped
         self._most = 0
         self.backward_passes = 0
+        self.on_step: Callable[..., None] | None = None  # told of each attempted update
         self.loss: Any = None
         self.grad_norm: Any = None
         self.scale: float | None = None
@@ -153,6 +154,8 @@ class Evidence:
         book = self._book_of(optimizer)
         if book is None:
             book = self._books[optimizer] = _Book()
+        if self.on_step is not None:
+            self.on_step(optimizer, self, skipped=skipped)
         groups = optimizer.param_groups
         book.history.add(
             step=book.count,

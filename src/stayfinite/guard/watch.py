@@ -9,9 +9,11 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from stayfinite.detect.hooks import Attachment
 from stayfinite.errors import InputError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
+from stayfinite.guard.recording import recorder_in
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.report.sinks import Sink as Sink
@@ -30,13 +32,15 @@ def watch(
     config: RecoveryConfig | None = None,
     on_nan: Literal["recover", "stop", "warn"] = "recover",
     sinks: Iterable[Sink] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
 ) -> Guard:
     """A guard over this model's training, until `close()` or the end of a `with` block.
 
     A loop that knows nothing of it has its bad updates vetoed, as if their batches had not
     been; `guard.step(fn, batch)` can also replay and retry. `scheduler` and `ema` may be
     several. Each incident goes to all `sinks`; without any, its report goes to
-    stderr, and to the trackers that run in this process.
+    stderr, and to the trackers that run in this process. With `run_dir` steps and incidents
+    are recorded there, for `stayfinite show`, `html` and `ui`.
 
     >>> import torch, stayfinite
     >>> model = torch.nn.Linear(2, 1)
@@ -51,7 +55,11 @@ def watch(
     """
     _check(model, optimizer)
     settings = GuardSettings(on_nan=on_nan, folder=os.getcwd())
-    guard = Guard(settings, on_incident=told_to(sinks), only=optimizer)
+    tell = told_to(sinks)
+    recorder = None if run_dir is None else recorder_in(run_dir, config=config)
+    if recorder is not None:
+        tell = told_to([recorder.heard, tell])
+    guard = Guard(settings, on_incident=tell, only=optimizer)
     if on_nan == "recover":
         config = RecoveryConfig() if config is None else config
         parts = Parts(
@@ -63,7 +71,11 @@ def watch(
             loader=loader,
         )
         guard.add(Job(parts, config, NaNRecoveryManager(config)))
-    guard.attach()
+    if recorder is None:
+        guard.attach()
+    else:
+        guard.record_with(recorder)
+        guard.attach(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
     return guard
 
 

@@ -26,6 +26,7 @@ from stayfinite.errors import TrainingAbortedError
 from stayfinite.evidence import Evidence, bad_statistics, parameters_of
 from stayfinite.guard.aside import Aside
 from stayfinite.guard.losses import Losses
+from stayfinite.guard.recording import Recorder
 from stayfinite.incidents import (
     Finding,
     explained,
@@ -88,6 +89,10 @@ class Watcher(StepListener):
             return True
         count = self.steps if optimizer is None else self._evidence.count(optimizer)
         return count % every == 0
+
+    def record_with(self, recorder: Recorder) -> None:
+        """Have every attempted update recorded."""
+        self._evidence.on_step = recorder.stepped
 
     def arm_at(self) -> int:
         """The tick from which a second run has to be traced: two steps before the incident."""

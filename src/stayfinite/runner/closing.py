@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
 from stayfinite.records import Exit, Incident, RunResult, to_json
+from stayfinite.report.store.schema import RESULT
 from stayfinite.runner import ranks, tree
 from stayfinite.runner.aside import step_aside
 from stayfinite.runner.children import exit_code
@@ -74,12 +76,14 @@ def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incide
 
 
 def _write(scene: Scene, result: RunResult) -> None:
-    if scene.options.json is None:
-        return
-    try:
-        write_atomically(scene.options.json, to_json(result, indent=1) + "\n")
-    except OSError as error:
-        say(f"{scene.options.json} cannot be written any more: {error.strerror}.")
+    paths = [] if scene.options.json is None else [scene.options.json]
+    if scene.plan.run_dir is not None and os.path.isdir(scene.plan.run_dir):
+        paths.append(os.path.join(scene.plan.run_dir, RESULT))
+    for path in paths:
+        try:
+            write_atomically(path, to_json(result, indent=1) + "\n")
+        except OSError as error:
+            say(f"{path} cannot be written any more: {error.strerror}.")
 
 
 def _folder(scene: Scene, records: list[tree.ProcessRecord]) -> Path:

@@ -33,6 +33,10 @@ class RunOptions:
         20, "Loss-scale overflows in a row that are still taken for normal."
     )
     json: str | None = _option(None, "Write the result to this file, as JSON.")
+    run_dir: str | None = _option(
+        None, "Record the run in this folder; else in stayfinite-runs/<time>-<script>."
+    )
+    no_record: bool = _option(False, "Do not record the run.")
     verbose: bool = _option(False, "Show the whole report.")
 
     def __post_init__(self) -> None:
@@ -42,3 +46,5 @@ class RunOptions:
             )
         if self.json is not None:
             object.__setattr__(self, "json", os.path.abspath(self.json))
+        if self.run_dir is not None:
+            object.__setattr__(self, "run_dir", os.path.abspath(self.run_dir))

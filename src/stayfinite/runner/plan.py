@@ -30,6 +30,7 @@ class Plan:
     of GuardSettings, as data, because that class cannot be imported before torch.
     `pid` is the process that reports for all; `ends_peers` is false where a launcher ends them.
     `repeat` is the folder of an earlier run whose generator states are given back.
+    `run_dir` is where steps and incidents are recorded, if they are.
     """
 
     folder: str
@@ -38,6 +39,8 @@ class Plan:
     started: float = field(default_factory=time.time)
     pid: int = field(default_factory=os.getpid)
     ends_peers: bool = True
+    run_dir: str | None = None
+    command: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:

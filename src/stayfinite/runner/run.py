@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+import time
 from collections.abc import Callable
 
 from stayfinite.errors import ConfigError
@@ -22,6 +23,7 @@ from stayfinite.runner.ending import (
 from stayfinite.runner.options import RunOptions
 from stayfinite.runner.peers import is_consequence
 from stayfinite.runner.plan import MAIN, Plan, write_atomically
+from stayfinite.runner.recording import run_folder
 from stayfinite.runner.scene import Scene, guard_data
 from stayfinite.runner.script import Target, execute, problem
 from stayfinite.runner.watch import Watch, rank
@@ -79,7 +81,15 @@ def _scene(target: Target, options: RunOptions) -> Scene:
         raise ConfigError(
             f"no temporary folder can be made ({error}); set TMPDIR to one that can be written."
         ) from error
-    plan = Plan(folder=folder, guard=guard_data(options, target), ends_peers=not is_rank)
+    started = time.time()
+    plan = Plan(
+        folder=folder,
+        guard=guard_data(options, target),
+        started=started,
+        ends_peers=not is_rank,
+        run_dir=run_folder(options, target, started=started, meet=folder if is_rank else None),
+        command=tuple(target.command),
+    )
     plan.save()
     return Scene(target=target, options=options, plan=plan, is_rank=is_rank)
 

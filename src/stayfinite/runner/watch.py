@@ -16,11 +16,13 @@ from stayfinite.runner.aside import step_aside
 from stayfinite.runner.audit import Audit
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.plan import Plan
+from stayfinite.runner.recording import recorder_of
 from stayfinite.runner.seeds import Seeds
 from stayfinite.runner.unheard import note_native_writers, note_stdin
 
 if TYPE_CHECKING:
     from stayfinite.guard import Guard
+    from stayfinite.guard.recording import Recorder
 
 Listener = Callable[["Watch", Incident], None]
 
@@ -32,6 +34,7 @@ class Watch:
         self.plan, self.key = plan, key
         self.pid = os.getpid()
         self.guard: Guard | None = None
+        self.recorder: Recorder | None = None
         self.listeners: list[Listener] = []
         self.in_group = False
         self.is_muted = False
@@ -108,6 +111,8 @@ class Watch:
         with step_aside("closing the guard"):
             if self.guard is not None and not self.is_muted:
                 self.guard.close()
+                if self.recorder is not None:
+                    self.recorder.end(is_finite=not self.guard.incidents)
             if self._has_saved or (self.guard is not None and not self.is_muted):
                 self.save()
 
@@ -133,12 +138,17 @@ class Watch:
         self.seeds.forget_key()
         if self.guard is not None:
             self.guard.after_fork()
+            self.recorder = recorder_of(self.plan)
+            if self.recorder is not None:
+                self.guard.record_with(self.recorder)
 
     def _attach(self, torch: ModuleType) -> None:
         from stayfinite.guard import Guard, GuardSettings
 
         if self.is_muted:
             return
+        with step_aside("recording the run"):
+            self.recorder = recorder_of(self.plan)
         guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
         if guard.settings.on_nan == "recover":
             from stayfinite.guard.discover import recover_everything
@@ -146,6 +156,8 @@ class Watch:
             guard.attach(recover_everything(guard))
         else:
             guard.attach()
+        if self.recorder is not None:
+            guard.record_with(self.recorder)
         self.guard = guard
 
     def _heard(self, incident: Incident) -> None:
@@ -156,6 +168,9 @@ class Watch:
         self._rank = rank()
         with step_aside("saving the incident"):
             self.save()
+        if self.recorder is not None:
+            with step_aside("recording the incident"):
+                self.recorder.heard(self._with_rank(incident))
         for listen in self.listeners:
             with step_aside("telling of the incident"):
                 listen(self, self._with_rank(incident))

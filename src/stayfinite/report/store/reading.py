@@ -1,0 +1,254 @@
+"""Reads run directories, also while they are being written."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stayfinite.errors import RecordError
+from stayfinite.records import Incident, RunResult, from_data, from_json
+from stayfinite.report.store.schema import COLUMNS, RESULT, SCHEMA, End, RunInfo
+
+_WORDS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+@dataclass
+class Series:
+    """What is known of the attempted updates of one optimizer, a list for each column."""
+
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+    terms: dict[str, list[float | None]] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self.columns[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The gradients of one step, layer by layer; `layers` are their names."""
+
+    step: int
+    layers: list[str]
+    norms: list[float | None]
+    headroom: list[float | None]
+
+
+@dataclass
+class RankFile:
+    """One rank's file, as far as it was read; `more()` reads what has come since.
+
+    A last line without its end is left for later, any other that cannot be read is counted in
+    `broken` and passed over.
+    """
+
+    path: Path
+    schema: int = SCHEMA
+    info: RunInfo = field(default_factory=lambda: RunInfo(started=0.0))
+    series: dict[int, Series] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    forecasts: list[dict[str, Any]] = field(default_factory=list)
+    end: End | None = None
+    broken: int = 0
+    _offset: int = 0
+
+    def more(self) -> bool:
+        """Read on; whether there was anything new."""
+        lines = list(self._new_lines())
+        for line in lines:
+            self._take(line)
+        return bool(lines)
+
+    def _new_lines(self) -> Iterator[bytes]:
+        try:
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size <= self._offset:
+                    return
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self._offset += len(line)
+                    yield line
+        except OSError:
+            return
+
+    def _take(self, line: bytes) -> None:
+        try:
+            data = json.loads(line)
+            kind = data["kind"]
+            if kind == "steps":
+                self._take_steps(data)
+            elif kind == "layers":
+                self._series(data).layers = list(data["names"])
+            elif kind == "norms":
+                self._take_norms(data)
+            elif kind == "incident":
+                self.incidents.append(from_data(Incident, data["incident"]))
+            elif kind == "forecast":
+                self.forecasts.append(dict(data["forecast"]))
+            elif kind == "begin":
+                self.schema = int(data["schema"])
+                self.info = from_data(RunInfo, data["run"])
+            elif kind == "end":
+                self.end = from_data(End, {key: data[key] for key in ("exit", "code", "time")})
+        except (KeyError, TypeError, ValueError, AttributeError, RecordError):
+            self.broken += 1
+
+    def _series(self, data: dict[str, Any]) -> Series:
+        return self.series.setdefault(int(data.get("optimizer", 0)), Series())
+
+    def _take_steps(self, data: dict[str, Any]) -> None:
+        count = len(data["step"])
+        columns = {name: _numbers(data.get(name), count) for name in COLUMNS}
+        terms = {name: _numbers(values, count) for name, values in data.get("terms", {}).items()}
+        series = self._series(data)
+        before = len(series)
+        for name, values in columns.items():
+            series.columns[name] += values
+        for name in {*terms, *series.terms}:
+            column = series.terms.setdefault(name, [None] * before)
+            column += terms.get(name, [None] * count)
+
+    def _take_norms(self, data: dict[str, Any]) -> None:
+        series = self._series(data)
+        count = len(series.layers)
+        norms, headroom = _numbers(data["norms"], count), _numbers(data["headroom"], count)
+        series.samples.append(
+            Sample(step=int(data["step"]), layers=series.layers, norms=norms, headroom=headroom)
+        )
+
+
+def _numbers(values: Any, count: int) -> list[Any]:
+    if values is None:
+        return [None] * count
+    if len(values) != count:
+        raise ValueError(f"{len(values)} values for {count}")
+    return [_WORDS[value] if isinstance(value, str) else value for value in values]
+
+
+@dataclass
+class Run:
+    """A run directory; `refresh()` reads what has come since."""
+
+    path: Path
+    ranks: list[RankFile] = field(default_factory=list)
+    result: RunResult | None = None
+
+    @property
+    def info(self) -> RunInfo:
+        return self.ranks[0].info
+
+    @property
+    def series(self) -> Series:
+        """Of the first rank's first optimizer."""
+        found = self.ranks[0].series
+        return found[min(found)] if found else Series()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Those of the result, which are explained best; else as they were recorded."""
+        if self.result is not None and self.result.incidents:
+            return list(self.result.incidents)
+        return sorted((i for rank in self.ranks for i in rank.incidents), key=lambda i: i.step)
+
+    @property
+    def exit(self) -> str:
+        """How it ended: "finite", "incident", "script-error", "killed"; "running" if it has not."""
+        if self.result is not None:
+            return self.result.exit
+        ends = [rank.end for rank in self.ranks if rank.end is not None]
+        if ends:
+            return max(ends, key=lambda end: end.code).exit
+        return "running" if _may_live(self.info) else "killed"
+
+    @property
+    def steps(self) -> int:
+        counts = [
+            series["step"][-1] + 1
+            for rank in self.ranks
+            for series in rank.series.values()
+            if len(series)
+        ]
+        return max(counts, default=0)
+
+    def refresh(self) -> bool:
+        """Read on; whether there was anything new."""
+        known = {rank.path for rank in self.ranks}
+        self.ranks += [RankFile(path) for path in _rank_files(self.path) if path not in known]
+        news = [rank.more() for rank in self.ranks]
+        before, self.result = self.result, _result(self.path)
+        return any(news) or before != self.result
+
+
+def _may_live(info: RunInfo) -> bool:
+    """Whether the process may be there still; of another machine's nothing is known."""
+    if info.host != socket.gethostname() or not info.pid or sys.platform == "win32":
+        return True
+    try:
+        os.kill(info.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """The run in this directory; RecordError if it is none, or of a newer version."""
+    run = Run(Path(path))
+    run.refresh()
+    if not run.ranks:
+        raise RecordError(f"{run.path} is no run directory: it has no file rank-0.jsonl.")
+    newer = [rank.schema for rank in run.ranks if rank.schema != SCHEMA]
+    if newer:
+        raise RecordError(
+            f"{run.path} has schema {newer[0]}; this version reads schema {SCHEMA}. "
+            "Upgrade stayfinite to read it."
+        )
+    return run
+
+
+def is_run(path: Path) -> bool:
+    return bool(_rank_files(path))
+
+
+def runs_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """The run directories in a folder, newest first."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [Path(entry.path) for entry in entries if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(filter(is_run, found), key=lambda path: path.name, reverse=True)
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    try:
+        names = [name for name in os.listdir(folder) if name.startswith("rank-")]
+    except OSError:
+        return []
+    files = [name for name in names if name.endswith(".jsonl")]
+    return [folder / name for name in sorted(files, key=_by_rank)]
+
+
+def _by_rank(name: str) -> tuple[int, str]:
+    number = name.removeprefix("rank-").removesuffix(".jsonl").partition("-")[0]
+    return (int(number) if number.isdigit() else 1 << 30), name
+
+
+def _result(folder: Path) -> RunResult | None:
+    try:
+        return from_json(RunResult, (folder / RESULT).read_text(encoding="utf-8"))
+    except (OSError, RecordError):
+        return None

@@ -1,0 +1,47 @@
+"""`stayfinite list`: the recorded runs in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.argument("folder", required=False, type=click.Path(path_type=Path))
+def command(folder: Path | None, as_json: bool) -> None:
+    """List recorded runs, newest first.
+
+    FOLDER is where they are; without it, stayfinite-runs.
+    """
+    from stayfinite.report.store.environment import RUNS
+    from stayfinite.report.store.reading import read_run, runs_in
+    from stayfinite.report.summary import summary_of
+
+    place = Path(RUNS) if folder is None else folder
+    found = [summary_of(read_run(path)) for path in runs_in(place)]
+    if as_json:
+        from stayfinite.records import to_json
+
+        click.echo(to_json([_entry(each) for each in found], indent=1))
+    elif found:
+        from stayfinite.report.tables import as_list, console
+
+        console().print(as_list(found))
+    else:
+        click.echo(f"There is no recorded run in {place}.")
+
+
+def _entry(summary: object) -> dict[str, object]:
+    from stayfinite.report.summary import RunSummary
+
+    assert isinstance(summary, RunSummary)
+    return {
+        "path": summary.path,
+        "started": summary.started,
+        "script": summary.script,
+        "steps": summary.steps,
+        "incidents": len(summary.incidents),
+        "exit": summary.exit,
+    }

@@ -1,0 +1,29 @@
+"""`stayfinite show`: a recorded run in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from stayfinite.cli._runs import run_at
+
+
+@click.command("show")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+def command(run: Path | None, as_json: bool) -> None:
+    """Show a recorded run: bad and skipped steps, incidents, losses, norms, the worst layers.
+
+    RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
+    """
+    from stayfinite.records import to_json
+    from stayfinite.report.summary import summary_of
+
+    summary = summary_of(run_at(run))
+    if as_json:
+        click.echo(to_json(summary, indent=1))
+        return
+    from stayfinite.report.tables import as_summary, console
+
+    console().print(as_summary(summary))

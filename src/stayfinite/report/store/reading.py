@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,17 @@ class Series:
     def __getitem__(self, name: str) -> list[Any]:
         return self.columns[name]
 
+    def add_steps(self, columns: dict[str, list[Any]], terms: dict[str, list[Any]]) -> None:
+        before, count = len(self), len(columns["step"])
+        for name, values in columns.items():
+            self.columns[name] += values
+        for name in {*terms, *self.terms}:
+            column = self.terms.setdefault(name, [None] * before)
+            column += terms.get(name, [None] * count)
+
+    def add_norms(self, step: int, norms: list[Any], headroom: list[Any]) -> None:
+        self.samples.append(Sample(step=step, layers=self.layers, norms=norms, headroom=headroom))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -53,37 +64,41 @@ class RankFile:
     """
 
     path: Path
+    new_series: Callable[[], Any] = Series
+    """Makes what keeps the steps of an optimizer; it has the `add_` functions of Series."""
     schema: int = SCHEMA
     info: RunInfo = field(default_factory=lambda: RunInfo(started=0.0))
-    series: dict[int, Series] = field(default_factory=dict)
+    series: dict[int, Any] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     forecasts: list[dict[str, Any]] = field(default_factory=list)
     end: End | None = None
     broken: int = 0
-    _offset: int = 0
+    read: int = 0
+    """The bytes that were read."""
 
     def more(self) -> bool:
         """Read on; whether there was anything new."""
-        lines = list(self._new_lines())
-        for line in lines:
-            self._take(line)
-        return bool(lines)
+        before = self.read
+        for line in self._new_lines():
+            self.take(line)
+        return self.read > before
 
     def _new_lines(self) -> Iterator[bytes]:
         try:
             with open(self.path, "rb") as file:
-                if os.fstat(file.fileno()).st_size <= self._offset:
+                if os.fstat(file.fileno()).st_size <= self.read:
                     return
-                file.seek(self._offset)
+                file.seek(self.read)
                 for line in file:
                     if not line.endswith(b"\n"):
                         return
-                    self._offset += len(line)
+                    self.read += len(line)
                     yield line
         except OSError:
             return
 
-    def _take(self, line: bytes) -> None:
+    def take(self, line: bytes) -> None:
+        """Keep what one line says."""
         try:
             data = json.loads(line)
             kind = data["kind"]
@@ -105,28 +120,23 @@ class RankFile:
         except (KeyError, TypeError, ValueError, AttributeError, RecordError):
             self.broken += 1
 
-    def _series(self, data: dict[str, Any]) -> Series:
-        return self.series.setdefault(int(data.get("optimizer", 0)), Series())
+    def _series(self, data: dict[str, Any]) -> Any:
+        optimizer = int(data.get("optimizer", 0))
+        if optimizer not in self.series:
+            self.series[optimizer] = self.new_series()
+        return self.series[optimizer]
 
     def _take_steps(self, data: dict[str, Any]) -> None:
         count = len(data["step"])
         columns = {name: _numbers(data.get(name), count) for name in COLUMNS}
         terms = {name: _numbers(values, count) for name, values in data.get("terms", {}).items()}
-        series = self._series(data)
-        before = len(series)
-        for name, values in columns.items():
-            series.columns[name] += values
-        for name in {*terms, *series.terms}:
-            column = series.terms.setdefault(name, [None] * before)
-            column += terms.get(name, [None] * count)
+        self._series(data).add_steps(columns, terms)
 
     def _take_norms(self, data: dict[str, Any]) -> None:
         series = self._series(data)
         count = len(series.layers)
         norms, headroom = _numbers(data["norms"], count), _numbers(data["headroom"], count)
-        series.samples.append(
-            Sample(step=int(data["step"]), layers=series.layers, norms=norms, headroom=headroom)
-        )
+        series.add_norms(int(data["step"]), norms, headroom)
 
 
 def _numbers(values: Any, count: int) -> list[Any]:
@@ -150,8 +160,8 @@ class Run:
         return self.ranks[0].info
 
     @property
-    def series(self) -> Series:
-        """Of the first rank's first optimizer."""
+    def series(self) -> Any:
+        """The Series of the first rank's first optimizer."""
         found = self.ranks[0].series
         return found[min(found)] if found else Series()
 
@@ -182,10 +192,16 @@ class Run:
         ]
         return max(counts, default=0)
 
+    def rank_file(self, path: Path) -> RankFile:
+        """Begins to read a file; others keep less of it."""
+        return RankFile(path)
+
     def refresh(self) -> bool:
         """Read on; whether there was anything new."""
         known = {rank.path for rank in self.ranks}
-        self.ranks += [RankFile(path) for path in _rank_files(self.path) if path not in known]
+        new = [path for path in _rank_files(self.path) if path not in known]
+        self.ranks += map(self.rank_file, new)
+        self.ranks.sort(key=lambda rank: _by_rank(rank.path.name))
         news = [rank.more() for rank in self.ranks]
         before, self.result = self.result, _result(self.path)
         return any(news) or before != self.result
@@ -243,8 +259,8 @@ def _rank_files(folder: Path) -> list[Path]:
 
 
 def _by_rank(name: str) -> tuple[int, str]:
-    number = name.removeprefix("rank-").removesuffix(".jsonl").partition("-")[0]
-    return (int(number) if number.isdigit() else 1 << 30), name
+    rank, _, process = name.removeprefix("rank-").removesuffix(".jsonl").partition("-")
+    return (int(rank) if rank.isdigit() else 1 << 30), process
 
 
 def _result(folder: Path) -> RunResult | None:

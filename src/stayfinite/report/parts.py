@@ -128,8 +128,7 @@ def _note(page: Page) -> Part:
     origin = page.incident.origin
     if origin is None or origin.exact:
         return NOTHING
-    text = Text("this place was inferred, not seen; the true origin may be earlier")
-    return Part(lines=row(page, "note", text))
+    return Part(lines=row(page, "note", Text(wording.INFERRED)))
 
 
 def _names(page: Page) -> Part:

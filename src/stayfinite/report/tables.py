@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from stayfinite.report.comparison import Comparison, Line
 from stayfinite.report.summary import Range, RunSummary
-from stayfinite.report.wording import count, plain
+from stayfinite.report.wording import count, duration, moment, plain
 
 _COLOURS = {"finite": "green", "incident": "red", "script-error": "yellow", "killed": "yellow"}
 _MOST_INCIDENTS = 20
@@ -33,18 +32,6 @@ def number(value: Any) -> str:
     if isinstance(value, int) or (value == int(value) if math.isfinite(value) else False):
         return f"{int(value):,}" if abs(value) < 1e9 else f"{value:.4g}"
     return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
-
-
-def moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def as_summary(summary: RunSummary) -> RenderableType:

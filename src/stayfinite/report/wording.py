@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 import unicodedata
 
 from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, RunResult, TensorSummary
@@ -30,6 +31,8 @@ LOCATIONS = {
     "optimizer": "optimizer state",
 }
 
+INFERRED = "this place was inferred, not seen; the true origin may be earlier"
+
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
@@ -50,6 +53,18 @@ def plain(text: str) -> str:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
+
+
+def moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def headline(incident: Incident) -> str:

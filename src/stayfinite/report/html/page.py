@@ -1,0 +1,235 @@
+"""The page of a run, and the incidents of a guard as a piece of one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from stayfinite.records import Incident
+from stayfinite.report import wording
+from stayfinite.report.html.confidential import info_without_source, without_source
+from stayfinite.report.html.heatmap import heat_map
+from stayfinite.report.html.svg import short
+from stayfinite.report.html.timeline import Window, around, timeline
+from stayfinite.report.html.view import IncidentView, incident_view
+from stayfinite.report.html.words import Causes, shown, title_of, with_code
+from stayfinite.report.store.reading import Run, Series
+from stayfinite.report.store.schema import RunInfo
+from stayfinite.report.summary import summary_of
+
+TEMPLATES = Path(__file__).with_name("templates")
+_MOST_SHOWN = 20  # incidents in full; the list has them all
+_MOST_LISTED = 500
+
+
+def page_of(
+    run: Run, *, causes: Causes, advice: Sequence[str] = (), with_source: bool = True
+) -> str:
+    """The run as one HTML file that needs nothing else.
+
+    `causes` has the general words for each cause, `advice` what is recommended. Without source
+    the page has no line of code and no path.
+    """
+    incidents = run.incidents
+    info = run.info
+    folder = Path(info.script).parent if info.script and with_source else None
+    if not with_source:
+        incidents = [without_source(incident, causes) for incident in incidents]
+        info = info_without_source(info)
+    views = _views(run, incidents, causes=causes, folder=folder, with_source=with_source)
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            info=info,
+            name=Path(info.script).name or "Training run",
+            summary=summary_of(run),
+            verdict=verdict(run),
+            incidents=incidents[:_MOST_LISTED],
+            left=max(len(incidents) - _MOST_LISTED, 0),
+            views=views,
+            anchors=_anchors(views),
+            timeline=_whole(run, views),
+            heat=heat_map(run.series),
+            recovered=_recovered(incidents),
+            advice=advice,
+            facts=_facts(info, run.path if with_source else None),
+            titles={cause: title_of(cause, causes) for cause in _causes(incidents)},
+            with_source=with_source,
+        )
+    )
+
+
+def incidents_fragment(
+    incidents: Sequence[Incident], *, steps: int, causes: Causes, folder: Path | None = None
+) -> str:
+    """The incidents as a piece of HTML for a notebook, with its style."""
+    views = [
+        incident_view(
+            first,
+            anchor=f"sf-{first.step}",
+            causes=causes,
+            folder=folder,
+            timeline=[],
+            also_at=also,
+        )
+        for first, also in _alike(incidents)[:_MOST_SHOWN]
+    ]
+    template = _environment().get_template("fragment.html")
+    return template.render(views=views, verdict=_counted(len(incidents), steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How the run went, in a line; `mood` is a colour."""
+
+    mood: str
+    text: str
+    more: str = ""
+
+
+def verdict(run: Run) -> Verdict:
+    """From how it ended, and what happened before."""
+    steps, number = run.steps, len(run.incidents)
+    said = _counted(number, steps)
+    ends = {
+        "running": Verdict(mood="busy", text=said.text, more="The run is still being recorded."),
+        "killed": Verdict(mood="bad", text=said.text, more="The run ended without a word: killed."),
+        "script-error": Verdict(
+            mood="bad", text=said.text, more="The script ended with an error of its own."
+        ),
+    }
+    if run.exit in ends:
+        end = ends[run.exit]
+        return Verdict(mood="bad" if number else end.mood, text=end.text, more=end.more)
+    return said
+
+
+def _counted(incidents: int, steps: int) -> Verdict:
+    taken = wording.count(steps, "step")
+    if incidents:
+        return Verdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
+    if not steps:
+        return Verdict(mood="busy", text="No training step was seen")
+    return Verdict(mood="good", text=f"{taken}, all finite" if steps > 1 else "1 step, finite")
+
+
+def _views(
+    run: Run, incidents: list[Incident], *, causes: Causes, folder: Path | None, with_source: bool
+) -> list[IncidentView]:
+    series, steps = run.series, [incident.step for incident in incidents]
+    views = []
+    for first, also in _alike(incidents)[:_MOST_SHOWN]:
+        window = around(first.step, steps=run.steps)
+        view = incident_view(
+            first,
+            anchor=f"sf-{first.step}-{max(first.rank, 0)}",
+            causes=causes,
+            folder=folder,
+            timeline=timeline(series, window, incidents=steps),
+            afterwards=afterwards(series, first.step),
+            also_at=also,
+            source_left_out=not with_source,
+        )
+        views.append(view)
+    return views
+
+
+def _alike(incidents: Sequence[Incident]) -> list[tuple[Incident, list[int]]]:
+    """Incidents of one place and cause together: the first, and the steps of the others."""
+    found: dict[Any, tuple[Incident, list[int]]] = {}
+    for incident in incidents:
+        origin, diagnosis = incident.origin, incident.diagnosis
+        place = origin and (origin.phase, origin.op, origin.file, origin.line, origin.module)
+        key = place, diagnosis and diagnosis.cause, diagnosis and diagnosis.why
+        if key in found:
+            found[key][1].append(incident.step)
+        else:
+            found[key] = incident, []
+    return list(found.values())
+
+
+def _anchors(views: list[IncidentView]) -> dict[int, str]:
+    """The section that tells of a step."""
+    return {
+        step: view.anchor
+        for view in reversed(views)
+        for step in (view.incident.step, *view.also_at)
+    }
+
+
+def afterwards(series: Series, step: int) -> str:
+    """How training went on after this step; empty where it did not."""
+    losses = [
+        loss
+        for at, loss in zip(series["step"], series["loss"], strict=True)
+        if at > step and loss is not None
+    ]
+    if not losses:
+        return ""
+    bad = sum(not math.isfinite(loss) for loss in losses)
+    later = wording.count(len(losses), "more loss").replace("losss", "losses")
+    if bad:
+        return f"Training went on: {later}, of which {bad} not finite."
+    return f"Training went on: {later}, all finite, the last {short(losses[-1])}."
+
+
+def _whole(run: Run, views: list[IncidentView]) -> list[Any]:
+    """The whole run, unless the one close-up shows all of it."""
+    steps = [incident.step for incident in run.incidents]
+    whole = Window(first=0, last=max([run.steps - 1, 0, *steps]))
+    if len(views) == 1 and around(steps[0], steps=run.steps) == whole:
+        return []
+    return timeline(run.series, whole, incidents=steps)
+
+
+def _causes(incidents: Sequence[Incident]) -> set[str]:
+    return {incident.diagnosis.cause for incident in incidents if incident.diagnosis}
+
+
+def _recovered(incidents: Sequence[Incident]) -> dict[str, int]:
+    """How often each strategy was used."""
+    done = [incident.outcome.strategy for incident in incidents if incident.outcome]
+    return {strategy: done.count(strategy) for strategy in dict.fromkeys(done)}
+
+
+def _facts(info: RunInfo, path: Path | None) -> dict[str, str]:
+    """What the run was made with; what is not known is left out."""
+    dirty = " with changes that are not committed" if info.is_dirty else ""
+    facts = {
+        "script": info.script,
+        "command": " ".join(info.command),
+        "folder": info.cwd,
+        "record": "" if path is None else str(path),
+        "machine": info.host,
+        "platform": info.platform,
+        "ranks": str(info.world) if info.world > 1 else "",
+        "seed": "" if info.seed is None else str(info.seed),
+        "git commit": f"{info.commit}{dirty}" if info.commit else "",
+        "Python": info.python,
+        **info.versions,
+        **{f"option {key}": str(value) for key, value in info.config.items() if value is not None},
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"with_code": with_code, "count": wording.count, "short": short}
+    made.globals |= {"wording": wording}
+    return made

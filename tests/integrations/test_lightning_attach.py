@@ -132,15 +132,16 @@ def test_callback_stands_aside_under_run(on_nan: str, tmp_path: Path) -> None:
     assert ("finite True 0" in done.stdout) == (on_nan == "recover")
 
 
-def test_the_place_before_those_that_save() -> None:
-    class Other(Callback):
-        pass
-
-    saving, watching, other = ModelCheckpoint(), callback(), Other()
+def test_the_place_before_those_that_save(tmp_path: Path) -> None:
+    saving, watching, other = ModelCheckpoint(tmp_path), callback(), Callback()
     trainer = fit(
-        made_net(), batches(1), callbacks=[watching, saving, other], limit_train_batches=0
+        made_net(),
+        batches(1),
+        callbacks=[watching, saving, other],
+        limit_train_batches=0,
+        enable_checkpointing=True,
     )
-    assert trainer.callbacks.index(watching) < trainer.callbacks.index(saving)
+    assert trainer.callbacks[-3:] == [other, watching, saving]
 
 
 class Silent(lit.Net):

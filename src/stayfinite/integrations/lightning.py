@@ -94,11 +94,16 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
     @harmless("setting up a callback")
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the last place before those that save, to see what all others have done."""
-        ours = [each for each in trainer.callbacks if isinstance(each, StayFinite)]
-        self._key = "StayFinite" if ours[0] is self else f"StayFinite {ours.index(self)}"
         savers = trainer.checkpoint_callbacks
         others = [each for each in trainer.callbacks if each is not self and each not in savers]
         trainer.callbacks = [*others, self, *savers]
+        self._key = self._free_key([each for each in others if isinstance(each, StayFinite)])
+
+    def _free_key(self, others: list[StayFinite]) -> str:
+        """By the order in which callbacks are set up: that is the same when training resumes."""
+        taken = {each._key for each in others}
+        keys = ["StayFinite", *(f"StayFinite {number}" for number in range(1, len(others) + 1))]
+        return next(key for key in keys if key not in taken)
 
     @harmless("attaching to a trainer")
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

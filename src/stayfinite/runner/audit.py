@@ -44,7 +44,7 @@ class Audit:
             "os.symlink": lambda source, target, *_: self._renamed(target, target),
             "os.remove": self._removed,
             "os.rmdir": self._removed,
-            "os.mkdir": lambda path, mode, fd: self._changed("made", path, fd),
+            "os.mkdir": self._made_folder,
             "os.truncate": lambda path, *_: self._changed("truncated", path),
             "sqlite3.connect": self._connected_database,
             "socket.connect": self._connected,
@@ -80,6 +80,10 @@ class Audit:
     def _renamed(self, source: Any, target: Any, *fds: int) -> None:
         self._changed("renamed", source, *fds[:1])
         self._changed("renamed", target, *fds[1:2])
+
+    def _made_folder(self, path: Any, mode: int, fd: int = -1) -> None:
+        if not os.path.lexists(self._full(os.fsdecode(path), fd)):  # else nothing will come of it
+            self._changed("made", path, fd)
 
     def _removed(self, path: Any, fd: int = -1) -> None:
         self._changed("deleted", path, fd)

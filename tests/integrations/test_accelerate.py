@@ -206,6 +206,61 @@ def test_what_cannot_be_replayed_is_not_called_transient() -> None:
     assert training.skipped == [False, False, False, True, False]
 
 
+@GIVEN
+def test_bad_data_are_found_where_the_loop_calls_the_model(given: bool) -> None:
+    _, guard = trained(batches(5, bad={3: "data"}), given=given)
+    (incident,) = guard.incidents
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "bad_input_data"
+    assert incident.origin is not None
+    assert incident.origin.code == 'loss: Tensor = self.model(**batch)["loss"]'
+
+
+def test_overflow_inside_torch_is_found_where_the_loop_calls_the_model() -> None:
+    accelerator, net = Accelerator(cpu=True), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with watch(accelerator, model, optimizer, sinks=[]) as guard:
+        output = model(torch.full((1, 2), 1.5e38))
+        accelerator.backward(output.sum())
+        optimizer.step()
+    (incident,) = guard.incidents
+    assert incident.origin is not None
+    assert incident.origin.code == "output = model(torch.full((1, 2), 1.5e38))"
+    assert (incident.origin.phase, incident.origin.module) == ("forward", "1")
+
+
+def test_bad_loss_is_found_at_its_line() -> None:
+    training = Training(batches(6))
+    with (
+        training.watch() as guard,
+        inject(training.model, op="mse_loss", at_step=3, persistent=True),
+    ):
+        training.run()
+    (incident,) = guard.incidents
+    assert incident.step == 3
+    assert incident.reports[0].location == "loss"
+    assert incident.origin is not None
+    assert (incident.origin.line, incident.origin.module) == (line_of("the loss"), "")
+    assert training.weights[3] == training.weights[4]
+
+
+@GIVEN
+def test_gradient_that_is_bad_again_and_again_is_not_blamed_on_the_data(given: bool) -> None:
+    training = Training(batches(6))
+    fault = inject(training.model, gradient="linear.weight", at_step=3, persistent=True)
+    with training.watch() as guard, fault:
+        training.run(guard if given else None)
+    (incident,) = guard.incidents
+    assert incident.origin is not None
+    assert (incident.origin.phase, incident.origin.module) == ("backward", "linear")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
+    assert "No operation of torch made this gradient bad" in incident.diagnosis.why
+    assert training.weights[3] == training.weights[4]
+
+
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_bad_gradient_is_named_truly_although_clipping_spreads_it(value: Any) -> None:
     training = Training(batches(6))

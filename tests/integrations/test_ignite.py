@@ -248,6 +248,8 @@ def test_bad_loss_is_found_at_its_line() -> None:
     (incident,) = handler.incidents
     assert incident.origin is not None
     assert (incident.step, incident.origin.line) == (3, line_of("the loss"))
+    assert incident.reports[0].location == "loss"
+    assert training.weights[3] == training.weights[4]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -256,9 +258,25 @@ def test_bad_gradient_is_named_truly_although_clipping_spreads_it(value: Any) ->
     handler = training.watched(config=RecoveryConfig(primary_strategy="skip"))
     with inject(training.model, gradient="linear.weight", at_step=3, value=value, persistent=True):
         training.run()
-    incident = handler.incidents[0]
+    (incident,) = handler.incidents
+    assert incident.step == 3
     assert [report.location for report in incident.reports] == ["gradients.linear.weight"]
+    assert incident.origin is not None
+    assert (incident.origin.phase, incident.origin.module) == ("backward", "linear")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
     assert training.weights[3] == training.weights[4]
+
+
+def test_bad_data_are_found_in_the_batch() -> None:
+    training = Training(batches(5, bad={2: "data"}))
+    handler = training.watched()
+    training.run()
+    (incident,) = handler.incidents
+    assert (incident.step, incident.origin and incident.origin.phase) == (2, "data")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "bad_input_data"
+    assert training.weights[2] == training.weights[3]
 
 
 def test_bad_parameter_is_put_back() -> None:

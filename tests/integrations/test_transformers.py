@@ -178,6 +178,19 @@ def test_bad_gradient_is_named_truly_although_clipping_spreads_it(
     assert run.recorder.weights[4] != run.recorder.weights[5]
 
 
+def test_gradient_that_is_bad_again_and_again_is_not_blamed_on_the_data(tmp_path: Path) -> None:
+    callback = quiet()
+    run = Run(tmp_path, batches(6), callback)
+    with inject(run.model, gradient="linear.weight", at_step=3, persistent=True):
+        run.train()
+    (incident,) = callback.incidents
+    assert incident.origin is not None
+    assert (incident.origin.phase, incident.origin.module) == ("backward", "linear")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
+    assert "No operation of torch made this gradient bad" in incident.diagnosis.why
+
+
 def test_bad_parameter_is_put_back(tmp_path: Path) -> None:
     callback = quiet(config=RecoveryConfig(snapshot_every=1))
     run = Run(tmp_path, batches(6), callback)

@@ -134,11 +134,13 @@ def birth(incident: Incident, origin: Origin) -> str:
         return f"{made} in the backward pass of {_forward_op(origin)}"
     if origin.phase in ("forward", "distributed"):
         return f"{made} here{_from(origin.inputs)}"
-    return f"{made if op else f'{kind} found'} {PLACES[origin.phase]}"
+    return f"{made} {PLACES[origin.phase]}"
 
 
 def _made(op: str, kind: str, adverb: str) -> str:
-    return f"{op} {adverb}made {kind}" if op else f"{kind} {adverb}made"
+    if op:
+        return f"{op} {adverb}made {kind}"
+    return f"{kind} {adverb}made" if adverb else f"{kind} found"
 
 
 def _from(inputs: tuple[TensorSummary, ...]) -> str:

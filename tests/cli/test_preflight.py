@@ -161,3 +161,41 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path, words: list[str], messag
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SAVES = {
+    "torch.save": "torch.save(net.state_dict(), 'net.pt')",
+    "a file object": "open('net.pt', 'wb').write(b'after one update')",
+    "a rename": "import os; os.replace('net.new', 'net.pt')",
+    "deleting": "import os; os.remove('net.pt')",
+    "a thread": "import threading\n"
+    "    thread = threading.Thread(target=torch.save, args=(net.state_dict(), 'net.pt'))\n"
+    "    thread.start(); thread.join()",
+    "a new folder": "import os; os.makedirs('epoch-1')",
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_a_file_is_not_changed_after_the_first_update(tmp_path: Path, way: str) -> None:
+    (tmp_path / "net.pt").write_bytes(b"trained for a week")
+    (tmp_path / "net.new").write_bytes(b"")
+    done = start(script(tmp_path, f"{RISKY}    {SAVES[way]}\n"), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "step 0\n"
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "net.pt").read_bytes() == b"trained for a week"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.new", "net.pt", "train.py"]
+
+
+def test_what_a_script_saves_when_it_is_ended_is_not_saved(tmp_path: Path) -> None:
+    (tmp_path / "net.pt").write_bytes(b"trained for a week")
+    body = "".join(f"    {line}\n" for line in RISKY.splitlines())
+    text = (
+        "import atexit\natexit.register(lambda: open('log', 'w'))\n"
+        f"try:\n{body}finally:\n    torch.save(net, 'net.pt')\n"
+    )
+    done = start(script(tmp_path, text), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "net.pt").read_bytes() == b"trained for a week"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.pt", "train.py"]

@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader
 
 from stayfinite import RecoveryConfig, TrainingAbortedError
 from stayfinite.errors import InputError
+from stayfinite.guard import Guard, GuardSettings
+from stayfinite.guard.discover import recover_everything
 from stayfinite.integrations.accelerate import AcceleratorGuard, watch
 from stayfinite.testing import inject
 
@@ -55,7 +57,7 @@ class Training:
         )
         if scaler is not None:  # which Accelerate does not offer on a CPU by itself
             self.accelerator.scaler, self.accelerator.native_amp = scaler, True
-        model = net()
+        self.made, model = made, net()
         self.inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.inner_scheduler = torch.optim.lr_scheduler.ExponentialLR(self.inner, 0.9)
         loader = DataLoader(made, batch_size=None)  # type: ignore[arg-type]
@@ -273,12 +275,15 @@ def test_bad_gradient_is_named_truly_although_clipping_spreads_it(value: Any) ->
     assert training.weights[3] == training.weights[4]
 
 
-def test_bad_parameter_is_put_back() -> None:
+@GIVEN
+def test_bad_parameter_is_put_back(given: bool) -> None:
     training = Training(batches(6))
     fault = inject(training.model, parameter="linear.weight", at_step=3)
     with training.watch(config=RecoveryConfig(snapshot_every=1)) as guard, fault:
-        training.run()
-    assert guard.incidents[0].reports[0].location == "parameters.linear.weight"
+        training.run(guard if given else None)
+    (incident,) = guard.incidents
+    assert incident.step == 3
+    assert incident.reports[0].location == "parameters.linear.weight"
     assert training.weights[3] == training.weights[4]
 
 
@@ -359,6 +364,31 @@ class TestHarm:
         assert first.guard is second.guard
         assert len(first.incidents) == 1
         assert training.bytes() == trained(made, given=False)[0].bytes()
+
+    def test_two_models_under_one_guard_are_each_replayed_alone(self) -> None:
+        """As under `stayfinite run`; the second has gradients while the first is looked at."""
+
+        def run(made: list[Batch]) -> list[bytes]:
+            first, second = Training(made), Training(batches(6))
+            second.model.drop.p = 0.0  # both would draw on one generator
+            with first.watch(), second.watch():
+                for batch, other in zip(made, second.made, strict=True):
+                    second.accelerator.backward(second.loss(other))
+                    first.step(batch)
+                    second.optimizer.step()
+                    second.optimizer.zero_grad()
+            return second.now()
+
+        guard = Guard(GuardSettings(on_nan="recover"))
+        guard.attach(recover_everything(guard))
+        try:
+            is_same = run(batches(6)) == run(batches(6, bad={3: "log"}))
+        finally:
+            guard.close()
+        (incident,) = guard.incidents
+        assert incident.origin is not None
+        assert incident.origin.line == line_of(LINES["log"][0])
+        assert is_same
 
     def test_nothing_is_left_behind(self) -> None:
         before = utils.clip_grads_with_norm_, clip_grad._clip_grads_with_norm_

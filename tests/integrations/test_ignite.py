@@ -284,7 +284,9 @@ def test_bad_parameter_is_put_back() -> None:
     handler = training.watched(config=RecoveryConfig(snapshot_every=1))
     with inject(training.model, parameter="linear.weight", at_step=3):
         training.run()
-    assert handler.incidents[0].reports[0].location == "parameters.linear.weight"
+    (incident,) = handler.incidents
+    assert incident.step == 3
+    assert incident.reports[0].location == "parameters.linear.weight"
     assert training.weights[3] == training.weights[4]
 
 

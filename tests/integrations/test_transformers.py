@@ -197,6 +197,7 @@ def test_bad_parameter_is_put_back(tmp_path: Path) -> None:
     with inject(run.model, parameter="linear.weight", at_step=3):
         run.train()
     (incident,) = callback.incidents
+    assert incident.step == 3
     assert incident.reports[0].location == "parameters.linear.weight"
     assert run.recorder.weights[3] == run.recorder.weights[4]
     assert is_finite(run.model)

@@ -47,7 +47,7 @@ class Guard(Watcher):
         super().__init__(settings, on_incident=on_incident, only=only)
         self.jobs: dict[int, Job] = {}
         self._window: Window | None = None
-        self._replay: Replay | None = None
+        self.replay: Replay | None = None
         self.was_harmed = False
         self._afterwards = Afterwards(self._tracing)
 
@@ -70,9 +70,10 @@ class Guard(Watcher):
                 self._check_parameters([job.parts.optimizer], everything=True)
                 job.begin()
 
-    def replay_with(self, again: Callable[[], Any]) -> None:
-        """Find the operation of a bad step by `again`, which runs it anew up to its update."""
-        self._replay = Replay(self, again)
+    def replay_with(self, again: Callable[[], Any], *, only: Job | None = None) -> None:
+        """Find the operation of a bad step, or one of `only`, by `again`, which runs it anew."""
+        owner = self if only is None else only
+        owner.replay = Replay(self, again)
 
     def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
         """`fn(batch)`, or None when its update was bad and left out.
@@ -102,7 +103,7 @@ class Guard(Watcher):
                 if job.trouble is not None:
                     job.undo()
                 job.settle()
-                if self._attachment is not None and self.incidents:
+                if self._attachment is not None and self.incidents and not self.stopped:
                     self._check_parameters([job.parts.optimizer], everything=True)
         super().close()
         for job in self.jobs.values():
@@ -159,12 +160,12 @@ class Guard(Watcher):
 
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
-        if self.mended_harm(job):
+        if self.mended_harm(job, was_counted=False):  # the update is still to come
             return True
         incident = self._incident(finding_of(job, gradients), strategy="recover")
         job.undo()
-        if self._replay is not None:
-            incident = self._replay.located(job, incident)
+        if (replay := job.replay or self.replay) is not None:
+            incident = replay.located(job, incident)
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
@@ -268,11 +269,12 @@ class Guard(Watcher):
         elif self._tracing.is_on or self._evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)
 
-    def mended_harm(self, job: Job) -> bool:
+    def mended_harm(self, job: Job, *, was_counted: bool = True) -> bool:
         """Whether parameters were bad, on any rank; they have been put back then."""
         if not job.any_rank(not job.is_finite()):
             return False
-        self._harmed(parameters_found(job.parts.optimizer))
+        found = parameters_found(job.parts.optimizer)
+        self._harmed(dataclasses.replace(found, is_after_update=was_counted))
         return True
 
     def incident_now(self, finding: Finding, *, explain: bool) -> Incident:

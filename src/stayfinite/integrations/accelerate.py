@@ -142,7 +142,7 @@ class AcceleratorGuard:
             self._attachment = Attachment(lambda: None)
             return
         calls = RecordedCalls(model, job, accelerator.backward)
-        guard.replay_with(calls.again)
+        guard.replay_with(calls.again, only=job)
         self._attachment = together(
             calls.attach(), keep_bad_gradients(inner), tell_skips(optimizer, job)
         )

@@ -50,6 +50,8 @@ class RecordedCalls:
 
     def again(self) -> None:
         """Run the calls again, each with a backward pass; CannotReplayError if all is well."""
+        if not self._calls:
+            raise CannotReplayError("no call of the model is known")
         for place, args, kwargs in self._calls:
             loss = _loss(call_at(place, self._model, *args, **kwargs))
             if loss is not None:

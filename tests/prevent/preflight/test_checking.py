@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import stayfinite.prevent.preflight.checking as checking
 from stayfinite.errors import ConfigError, InputError
@@ -137,6 +138,18 @@ def test_labels_that_are_all_ignored_are_a_risk() -> None:
     assert "bad_label" in causes(found)
 
 
+def test_an_empty_batch_is_a_risk_and_no_error() -> None:
+    found = preflight(net(), None, batch(0), functional.cross_entropy)
+    assert found[0].level == "high"
+
+
+def test_complex_weights_are_looked_at_without_a_warning() -> None:
+    model = nn.Linear(8, 4, dtype=torch.cfloat)
+    x = batch()[0].to(torch.cfloat)
+    found = preflight(model, None, (x, x), lambda out, _: out.abs().square().sum())
+    assert causes(found) == []
+
+
 def test_nan_in_the_batch_is_a_risk_if_the_loss_sees_it() -> None:
     x, y = batch()
     x[3, 2] = float("nan")
@@ -234,6 +247,10 @@ def test_compiled_models_are_looked_into() -> None:
         ({"model": "model"}, InputError, "it must be a torch.nn.Module"),
         ({"model": net(), "optimizer": 3}, InputError, "it must be a torch.optim.Optimizer"),
         ({"model": net(), "precision": "half"}, ConfigError, "fp32, fp16, bf16"),
+        ({"model": net(), "batch": DataLoader(batch()[0])}, InputError, "give one batch of it"),
+        ({"model": net(), "batch": iter([batch()])}, InputError, "give one batch of it"),
+        ({"model": nn.LazyLinear(3), "batch": batch()[0]}, InputError, "lazy parameters"),
+        ({"model": nn.Linear(3, 3, device="meta")}, InputError, "meta device"),
     ],
 )
 def test_what_it_does_not_accept(given: Any, error: type[Exception], words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,18 @@ class Rehearsal:
     """What was seen of the first steps; told by hooks in a script, or by preflight() itself.
 
     Use it inside `with rehearsal.recorder:`. `folder` is what files are named relative to, and
-    `outside` the place from which all is called, which is no answer to where.
+    `outside` the place from which all is called, which is no answer to where. `on_new` is told of
+    each top-level module before its first call.
     """
 
-    def __init__(self, *, folder: str | None, outside: Place | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        folder: str | None,
+        outside: Place | None = None,
+        on_new: Callable[[nn.Module], None] = lambda module: None,
+    ) -> None:
+        self._on_new = on_new
         self.recorder = Recorder(on_enter=self.entered)
         self.scene = Scene(folder, outside=outside)
         self.scaling = Scaling()
@@ -55,6 +63,7 @@ class Rehearsal:
         if any(known is module for known in self.modules):
             return
         self.modules.append(module)
+        self._on_new(module)
         if module.training and torch.is_grad_enabled() and not _in_transform():
             self.calls.append(Called.now(module, args))
         self._risks += [*weight_risks(module), *stack_risks(module)]

@@ -111,27 +111,6 @@ def test_callback_stands_aside_where_watch_is_at_work() -> None:
     assert watching.incidents == []
 
 
-SCRIPT = """
-import sys
-import torch
-sys.path.insert(0, {support!r})
-import lit
-watching = lit.callback()
-trainer = lit.fit(lit.made_net(), lit.batches(bad=[lit.BAD]), watching)
-print("finite", lit.is_finite(trainer.lightning_module), len(watching.incidents))
-"""
-
-
-@pytest.mark.parametrize("on_nan", ["recover", "stop"])
-def test_callback_stands_aside_under_run(on_nan: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(support=str(ROOT / "tests" / "support")))
-    command = [sys.executable, "-m", "stayfinite", "run", "--on-nan", on_nan, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert "log_of_negative" in done.stdout + done.stderr, done.stderr
-    assert ("finite True 0" in done.stdout) == (on_nan == "recover")
-
-
 def test_the_place_before_those_that_save(tmp_path: Path) -> None:
     saving, watching, other = ModelCheckpoint(tmp_path), callback(), Callback()
     trainer = fit(

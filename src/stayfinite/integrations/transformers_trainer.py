@@ -24,6 +24,7 @@ from stayfinite.integrations.answers import OnNaN
 from stayfinite.integrations.clipping import keep_bad_gradients
 from stayfinite.integrations.harmless import harmless, wrapped_method
 from stayfinite.integrations.sharing import guard_of
+from stayfinite.integrations.transformers_joining import stand_in
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 
@@ -52,6 +53,7 @@ class WatchedTrainer:
     ) -> None:
         self._trainer = trainer
         self._inner = inner_optimizer(trainer.optimizer)
+        self._relief = stand_in(trainer)
         shared = guard_of(self._inner)
         self._is_shared = shared is not None
         self.guard = shared or guard_over(
@@ -91,6 +93,7 @@ class WatchedTrainer:
         """Leave torch and the trainer as they were; a guard that is somebody else's stays."""
         if not self._is_shared:
             self.guard.close()
+        self._relief.remove()
         self._attachment.remove()
         self._calls.clear()
 

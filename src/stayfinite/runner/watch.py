@@ -14,6 +14,7 @@ from stayfinite.records import Incident, RunResult, from_data
 from stayfinite.runner import tree
 from stayfinite.runner.aside import step_aside
 from stayfinite.runner.audit import Audit
+from stayfinite.runner.frameworks import join_frameworks
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.seeds import Seeds
@@ -21,6 +22,7 @@ from stayfinite.runner.unheard import note_native_writers, note_stdin
 
 if TYPE_CHECKING:
     from stayfinite.guard import Guard
+    from stayfinite.guard.post import Post
 
 Listener = Callable[["Watch", Incident], None]
 
@@ -31,7 +33,7 @@ class Watch:
     def __init__(self, plan: Plan, *, key: str) -> None:
         self.plan, self.key = plan, key
         self.pid = os.getpid()
-        self.guard: Guard | None = None
+        self._post: Post | None = None
         self.listeners: list[Listener] = []
         self.in_group = False
         self.is_muted = False
@@ -50,6 +52,11 @@ class Watch:
             note_native_writers(self.audit)
             note_stdin(self.audit)
         after_import("torch", self._attach)
+
+    @property
+    def guard(self) -> Guard | None:
+        """Who watches here now; None before torch is there."""
+        return None if self._post is None else self._post.guard
 
     @property
     def has_stopped(self) -> bool:
@@ -106,8 +113,8 @@ class Watch:
             return
         self._has_ended = True
         with step_aside("closing the guard"):
-            if self.guard is not None and not self.is_muted:
-                self.guard.close()
+            if self._post is not None and not self.is_muted:
+                self._post.close()
             if self._has_saved or (self.guard is not None and not self.is_muted):
                 self.save()
 
@@ -121,8 +128,8 @@ class Watch:
     def mute(self) -> None:
         """Report nothing from this process; what it changes is still noted."""
         self.is_muted = True
-        if self.guard is not None:
-            self.guard.close()
+        if self._post is not None:
+            self._post.close()
 
     def after_fork(self) -> None:
         """Become the watch of a forked child: its own record, nothing of the parent's."""
@@ -136,17 +143,14 @@ class Watch:
 
     def _attach(self, torch: ModuleType) -> None:
         from stayfinite.guard import Guard, GuardSettings
+        from stayfinite.guard.post import Post
 
         if self.is_muted:
             return
         guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
-        if guard.settings.on_nan == "recover":
-            from stayfinite.guard.discover import recover_everything
-
-            guard.attach(recover_everything(guard))
-        else:
-            guard.attach()
-        self.guard = guard
+        self._post = Post(guard, _attach_guard)
+        if self.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
+            join_frameworks()
 
     def _heard(self, incident: Incident) -> None:
         if self.is_muted:
@@ -164,6 +168,12 @@ class Watch:
         if incident.rank or not self._rank:
             return incident
         return dataclasses.replace(incident, rank=self._rank)
+
+
+def _attach_guard(guard: Guard) -> None:
+    from stayfinite.guard.discover import recover_everything
+
+    guard.attach(*([recover_everything(guard)] if guard.settings.on_nan == "recover" else ()))
 
 
 def rank() -> int:

@@ -355,6 +355,42 @@ class TestHarm:
         assert guard.incidents[0].step == 3
         assert training.bytes() == Training(made).run().bytes()
 
+    def test_step_can_be_given_to_one_that_only_warns(self) -> None:
+        made = batches(5, bad={3: "sqrt"})
+        training = Training(made)
+        with training.watch(on_nan="warn") as guard:
+            training.run(guard)
+        assert guard.incidents[0].step == 3
+        assert training.bytes() == Training(made).run().bytes()
+
+    @GIVEN
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "integrations.calls.user_place",
+            "guard.window.Window.step",
+            "guard.job.Job.begin",
+            "guard.job.Job.end",
+        ],
+    )
+    def test_error_of_ours_is_only_logged(
+        self,
+        name: str,
+        given: bool,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fails(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("a mistake of ours")
+
+        monkeypatch.setattr(f"stayfinite.{name}", fails)
+        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        training = Training(batches(4))
+        with training.watch() as guard:
+            training.run(guard if given else None)
+        assert training.bytes() == Training(batches(4)).run().bytes()
+        assert ("a mistake of ours" in caplog.text) is (given or "Window" not in name)
+
     @pytest.mark.parametrize("given", [False, True])
     def test_second_watch_uses_the_guard_of_the_first(self, given: bool) -> None:
         made = batches(6, bad={3: "log"})

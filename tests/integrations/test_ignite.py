@@ -346,6 +346,29 @@ class TestHarm:
         assert handler.incidents[0].step == 3
         assert training.bytes() == Training(made).run().bytes()
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "integrations.ignite.watch_loop",
+            "integrations.ignite._Steps._told",
+            "guard.window.Window.step",
+            "guard.job.Job.begin",
+            "guard.job.Job.end",
+        ],
+    )
+    def test_error_of_ours_is_only_logged(
+        self, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("a mistake of ours")
+
+        monkeypatch.setattr(f"stayfinite.{name}", fails)
+        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        training = Training(batches(4))
+        training.watched()
+        assert training.run().bytes() == Training(batches(4)).run().bytes()
+        assert "a mistake of ours" in caplog.text
+
     def test_second_handler_does_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         made = batches(6, bad={3: "log"})
         training, other = Training(made), Training(made)

@@ -16,6 +16,7 @@ from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_tensors
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import CannotReplayError
+from stayfinite.integrations.harmless import harmless
 from stayfinite.locate.source import Place, call_at, user_place
 
 Backward = Callable[[Tensor], Any]
@@ -44,9 +45,10 @@ class RecordedCalls:
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_dynamo_compiling() or is_run_again() or not torch.is_grad_enabled():
             return
-        if not self._job.has_begun:
-            self._calls.clear()
-        self._calls.append((user_place(sys._getframe(1)), args, kwargs))
+        with harmless("noting a call of the model"):
+            if not self._job.has_begun:
+                self._calls.clear()
+            self._calls.append((user_place(sys._getframe(1)), args, kwargs))
 
     def again(self) -> None:
         """Run the calls again, each with a backward pass; CannotReplayError if all is well."""

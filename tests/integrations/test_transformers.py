@@ -373,8 +373,10 @@ class TestLogs:
             quiet(),
             logging_nan_inf_filter=False,
             gradient_accumulation_steps=accumulation,
+            logging_steps=3,
         ).train()
         assert all(math.isfinite(entry["loss"]) for entry in run.losses())
+        assert math.isfinite(run.trainer.state.log_history[-1]["train_loss"])
 
 
 class TestCheckpoints:
@@ -395,6 +397,13 @@ class TestCheckpoints:
             tmp_path, batches(4, bad={3: "log"}), quiet(on_nan="warn"), save_strategy="epoch"
         ).train()
         assert list(tmp_path.glob("checkpoint-*")) == []
+
+    def test_what_is_meant_to_be_infinite_keeps_no_checkpoint_back(self, tmp_path: Path) -> None:
+        model = net()
+        model.frozen = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+        model.register_buffer("mask", torch.full((2,), -torch.inf))
+        Run(tmp_path, batches(4), quiet(), model=model, save_strategy="steps", save_steps=4).train()
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
     def test_training_goes_on_from_a_checkpoint_beside_a_vetoed_step(self, tmp_path: Path) -> None:
         made = batches(8, bad={3: "log"})
@@ -418,18 +427,36 @@ class TestHarm:
         assert "another callback watches it" in caplog.text
         assert run.bytes() == Run(tmp_path, made, quiet()).train().bytes()
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "transformers._calling_trainer",
+            "transformers_trainer.guard_over",
+            "transformers_trainer.WatchedTrainer._begin",
+            "transformers_trainer.WatchedTrainer.step_ended",
+            "transformers_trainer.WatchedTrainer.may_save",
+            "transformers_trainer.Losses.saw",
+            "transformers_trainer.Losses.added_to",
+        ],
+    )
     def test_error_of_ours_is_only_logged(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        name: str,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         def fails(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("a mistake of ours")
 
-        name = "stayfinite.integrations.transformers_trainer.guard_over"
-        monkeypatch.setattr(name, fails)
-        made = batches(4)
-        run = Run(tmp_path, made, quiet()).train()
+        monkeypatch.setattr(f"stayfinite.integrations.{name}", fails)
+        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        made, saving = batches(2), {"save_strategy": "steps", "save_steps": 2}
+        run = Run(tmp_path, made, quiet(), **saving).train()
         assert run.bytes() == Run(tmp_path, made).train().bytes()
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
         assert "a mistake of ours" in caplog.text
+        assert no_trace_in(run)
 
     def test_stopping_leaves_the_weights_of_the_last_good_step(self, tmp_path: Path) -> None:
         callback = quiet(on_nan="stop")

@@ -69,12 +69,12 @@ class StayFiniteCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        trainer = _calling_trainer()
-        if trainer is None or trainer in _watched:
-            reason = "no Trainer was found" if trainer is None else "another callback watches it"
-            logger.warning("StayFiniteCallback does nothing here: %s", reason)
-            return
         with harmless("attaching to a trainer"):
+            trainer = _calling_trainer()
+            if trainer is None or trainer in _watched:
+                why = "no Trainer was found" if trainer is None else "another callback watches it"
+                logger.warning("StayFiniteCallback does nothing here: %s", why)
+                return
             self._attach(trainer)
 
     def _attach(self, trainer: Any) -> None:

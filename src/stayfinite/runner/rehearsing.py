@@ -76,7 +76,7 @@ class RehearsalWatch(Watch):
             self._thread = threading.get_ident()
 
     def _keep_files(self) -> None:
-        if self.is_muted or self._script is None:
+        if self.is_muted or self._has_ended or self._script is None:
             return
         if not (self._is_over or self._script.has_trained):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lit import BAD, batches, callback, fit, made_net, state, without
 
 from stayfinite import RecoveryConfig, TrainingAbortedError
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_example.py"
 PRECISIONS = ["32-true", "bf16-mixed", "fp16"]
 
 
@@ -133,3 +136,13 @@ def test_gradient_of_its_own_is_found_in_the_backward_pass() -> None:
     assert "torch.sqrt(" in incident.origin.code
     assert lit.is_finite(trainer.lightning_module)
     assert trainer.global_step == 7
+
+
+def test_example_saves_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr()
+    without, watched, cause = printed.out.splitlines()[-3:]
+    assert without.endswith("after 32 steps; the model is all NaN")
+    assert watched.endswith("after 31 steps; the model is finite")
+    assert "log_of_negative in `loss = " in cause
+    assert printed.err.count("error[log_of_negative]") == 1

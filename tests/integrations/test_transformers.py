@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -584,8 +585,25 @@ def is_ours(callback: TrainerCallback) -> bool:
     return isinstance(callback, StayFiniteCallback)
 
 
-def test_report_goes_to_stderr_by_default(
+def test_report_goes_to_stderr_by_default_on_lines_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Run(tmp_path, batches(4, bad={2: "log"}), StayFiniteCallback()).train()
-    assert "log_of_negative" in capsys.readouterr().err
+    Run(tmp_path, batches(4, bad={2: "log"}), StayFiniteCallback(), disable_tqdm=False).train()
+    said = capsys.readouterr().err
+    assert "%|" in said  # a progress bar
+    assert said.partition("error[log_of_negative]")[0].endswith("\r")
+
+
+def test_incident_walks_through_all_objects_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks, everything = [], gc.get_objects
+
+    def counted() -> list[Any]:
+        walks.append(1)
+        return everything()
+
+    run = Run(tmp_path, batches(4, bad={2: "log"}), quiet())
+    monkeypatch.setattr(gc, "get_objects", counted)
+    run.train()
+    assert len(walks) == 1

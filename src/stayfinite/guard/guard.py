@@ -20,6 +20,7 @@ from stayfinite.guard.replay import Replay
 from stayfinite.guard.watcher import Watcher
 from stayfinite.guard.window import Window
 from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
+from stayfinite.locate.names import one_look
 from stayfinite.records import Incident, Outcome
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -158,6 +159,7 @@ class Guard(Watcher):
                 return self._answer(job, gradients)
         return True
 
+    @one_look()
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
         if self.mended_harm(job, was_counted=False):  # the update is still to come

@@ -93,6 +93,15 @@ def test_a_sound_script_ends_with_code_0(tmp_path: Path) -> None:
     assert done.stderr == "stayfinite: 0 risks found; the script was ended after its first step.\n"
 
 
+def test_a_loss_that_jumps_after_the_first_update_is_a_risk(tmp_path: Path) -> None:
+    text = TRAINING.replace("LOSS", "(net(torch.randn(8, 4)) - 1).square().mean()")
+    text = text.replace("lr=0.1", "lr=50")
+    start("--json", "found.json", script(tmp_path, text), cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())["risks"]
+    line = next(i for i, text in enumerate(TRAINING.splitlines(), 1) if "backward" in text)
+    assert (f"train.py:{line}", "lr_too_high") in {(r["where"], r["cause"]) for r in found}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import stayfinite.prevent.preflight.checking as checking
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.preflight.checking import preflight
+from stayfinite.prevent.preflight.checks.rising import Losses, rising_risks
 from stayfinite.prevent.risks import LEVELS, Risk
 
 
@@ -83,6 +84,44 @@ def test_optimizers_that_will_fail(optimizer: Any, cause: str) -> None:
     model = net()
     found = preflight(model, optimizer(model.parameters()), batch(), functional.cross_entropy)
     assert causes(found) == [cause]
+
+
+def test_the_rate_at_the_end_of_a_warm_up_counts_for_adam() -> None:
+    def found(rate: float) -> list[Risk]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert optimizer.param_groups[0]["lr"] == 0
+        return preflight(model, optimizer, batch(), functional.cross_entropy)
+
+    assert found(1e-2) == []
+    (risk,) = found(1.0)
+    assert (risk.level, risk.cause) == ("medium", "lr_too_high")
+    assert risk.what.endswith("the learning rate is too high where its warm-up ends.")
+
+
+def test_one_small_layer_does_not_make_a_rate_too_high() -> None:
+    model = net()
+    nn.init.normal_(model[2].weight, std=5e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    assert causes(preflight(model, optimizer, batch(), functional.cross_entropy)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([2.0, 3.0], [16.0], True),
+        ([2.0, 3.0], [14.0], False),
+        ([-0.1], [2.0], False),
+        ([2.0], [], False),
+        ([], [2.0], False),
+    ],
+)
+def test_a_loss_that_jumps_after_one_update_is_a_risk(
+    before: list[float], after: list[float], expected: bool
+) -> None:
+    found = rising_risks({"train.py:7": Losses(before=before, after=after)})
+    assert bool(found) == expected
 
 
 def test_an_eps_that_float16_loses_is_a_risk() -> None:

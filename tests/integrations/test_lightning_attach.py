@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +203,13 @@ def test_report_goes_to_every_sink() -> None:
 
     fit(made_net(), batches(bad=[BAD]), callback(sinks=[failing, heard.append]))
     assert [incident.step for incident in heard] == [BAD]
+
+
+def test_callback_travels_to_other_processes_before_and_after_training() -> None:
+    watching = callback()
+    assert pickle.loads(pickle.dumps(watching)).incidents == []
+    fit(made_net(), batches(2, bad=[1]), watching)
+    assert pickle.loads(pickle.dumps(watching)).incidents == watching.incidents != []
 
 
 @pytest.mark.parametrize("options", [{"on_nan": "ignore"}, {"on_nan": None}])

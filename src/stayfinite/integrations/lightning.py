@@ -75,7 +75,8 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         replay: bool = True,
     ) -> None:
         self._answer = answered_by(config, on_nan)
-        self._told, self._replays = told_to(sinks), replay
+        self._sinks = None if sinks is None else list(sinks)  # a list travels to other processes
+        self._replays = replay
         self._guard: LightningGuard | None = None
         self._attached: Attachment | None = None
         self._earlier: list[Incident] = []
@@ -137,7 +138,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         guard = LightningGuard(
             GuardSettings(on_nan=on_nan, folder=os.getcwd()),
             trainer,
-            on_incident=self._told,
+            on_incident=told_to(self._sinks),
             only=optimizers[0] if len(optimizers) == 1 else None,
             replays=self._replays,
         )
@@ -210,6 +211,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         if attached is not None and self._guard is not None:
             self._guard.settle_late()
             attached.remove()
+            self._earlier, self._guard = self.incidents, None
 
 
 class LentStayFinite(StayFinite):

@@ -18,6 +18,7 @@ from stayfinite.cli.preflight import command
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import from_data
 from stayfinite.runner.preflight import PreflightOptions
+from stayfinite.runner.risk_table import show
 
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 
@@ -91,6 +92,26 @@ def test_a_sound_script_ends_with_code_0(tmp_path: Path) -> None:
     done = start(script(tmp_path, SOUND), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "stayfinite: 0 risks found; the script was ended after its first step.\n"
+
+
+@pytest.mark.parametrize("width", ["12", "40", "100"])
+def test_risks_fit_the_terminal(
+    width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    risk = Risk(
+        level="high",
+        cause="log_of_zero",
+        what="log gets a softmax that can be 0, and nothing keeps it away.",
+        where="train.py:7",
+        fix="Take `log_softmax`.",
+        evidence={"code": "loss = -torch.log(p[:, 0]).mean()", "module": "head"},
+    )
+    show([risk], everything=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(" ".join(lines).split()).startswith("high train.py:7 in head log_of_zero")
+    assert all(line == line.rstrip() for line in lines)
+    assert max(map(len, lines)) <= max(int(width), 20 + 9)
 
 
 def test_a_loss_that_jumps_after_the_first_update_is_a_risk(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class Evidence:
         self.loss: Any = None
         self.grad_norm: Any = None
         self.scale: float | None = None
+        self.scaler: Any = None  # the one that multiplied the last loss
         self.uses_scaler = False
         self.skips_in_a_row = 0
         self.bad_keys: list[str] = []

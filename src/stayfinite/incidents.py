@@ -15,7 +15,7 @@ from stayfinite.evidence import Evidence, parameters_of
 from stayfinite.explain.rules import diagnose
 from stayfinite.locate.arming import Tracing
 from stayfinite.locate.graph import origin_from_graph
-from stayfinite.locate.names import Names
+from stayfinite.locate.names import Names, one_look
 from stayfinite.records import Incident, Outcome
 
 _DESCRIBED = 8
@@ -72,6 +72,7 @@ def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incid
     )
 
 
+@one_look()
 def explained(
     incident: Incident, finding: Finding, evidence: Evidence, tracing: Tracing, folder: str | None
 ) -> Incident:

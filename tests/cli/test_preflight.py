@@ -18,6 +18,7 @@ from stayfinite.cli.preflight import command
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import from_data
 from stayfinite.runner.preflight import PreflightOptions
+from stayfinite.runner.risk_table import show
 
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 
@@ -93,6 +94,35 @@ def test_a_sound_script_ends_with_code_0(tmp_path: Path) -> None:
     assert done.stderr == "stayfinite: 0 risks found; the script was ended after its first step.\n"
 
 
+@pytest.mark.parametrize("width", ["12", "40", "100"])
+def test_risks_fit_the_terminal(
+    width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    risk = Risk(
+        level="high",
+        cause="log_of_zero",
+        what="log gets a softmax that can be 0, and nothing keeps it away.",
+        where="train.py:7",
+        fix="Take `log_softmax`.",
+        evidence={"code": "loss = -torch.log(p[:, 0]).mean()", "module": "head"},
+    )
+    show([risk], everything=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(" ".join(lines).split()).startswith("high train.py:7 in head log_of_zero")
+    assert all(line == line.rstrip() for line in lines)
+    assert max(map(len, lines)) <= max(int(width), 20 + 9)
+
+
+def test_a_loss_that_jumps_after_the_first_update_is_a_risk(tmp_path: Path) -> None:
+    text = TRAINING.replace("LOSS", "(net(torch.randn(8, 4)) - 1).square().mean()")
+    text = text.replace("lr=0.1", "lr=50")
+    start("--json", "found.json", script(tmp_path, text), cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())["risks"]
+    line = next(i for i, text in enumerate(TRAINING.splitlines(), 1) if "backward" in text)
+    assert (f"train.py:{line}", "lr_too_high") in {(r["where"], r["cause"]) for r in found}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -161,3 +191,41 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path, words: list[str], messag
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SAVES = {
+    "torch.save": "torch.save(net.state_dict(), 'net.pt')",
+    "a file object": "open('net.pt', 'wb').write(b'after one update')",
+    "a rename": "import os; os.replace('net.new', 'net.pt')",
+    "deleting": "import os; os.remove('net.pt')",
+    "a thread": "import threading\n"
+    "    thread = threading.Thread(target=torch.save, args=(net.state_dict(), 'net.pt'))\n"
+    "    thread.start(); thread.join()",
+    "a new folder": "import os; os.makedirs('epoch-1')",
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_a_file_is_not_changed_after_the_first_update(tmp_path: Path, way: str) -> None:
+    (tmp_path / "net.pt").write_bytes(b"trained for a week")
+    (tmp_path / "net.new").write_bytes(b"")
+    done = start(script(tmp_path, f"{RISKY}    {SAVES[way]}\n"), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "step 0\n"
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "net.pt").read_bytes() == b"trained for a week"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.new", "net.pt", "train.py"]
+
+
+def test_what_a_script_saves_when_it_is_ended_is_not_saved(tmp_path: Path) -> None:
+    (tmp_path / "net.pt").write_bytes(b"trained for a week")
+    body = "".join(f"    {line}\n" for line in RISKY.splitlines())
+    text = (
+        "import atexit\natexit.register(lambda: open('log', 'w'))\n"
+        f"try:\n{body}finally:\n    torch.save(net, 'net.pt')\n"
+    )
+    done = start(script(tmp_path, text), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "net.pt").read_bytes() == b"trained for a week"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.pt", "train.py"]

@@ -52,6 +52,8 @@ def test_surface_is_frozen():
         "--trace": "boolean",
         "--max-scaler-skips": "integer",
         "--json": "text",
+        "--run-dir": "text",
+        "--no-record": "boolean",
         "--verbose": "boolean",
     }
 
@@ -60,7 +62,8 @@ def test_help_and_version_do_not_import_torch():
     code = (
         "import sys\n"
         "from stayfinite.cli import main\n"
-        "for words in (['--help'], ['--version'], ['run', '--help']):\n"
+        "helps = [[name, '--help'] for name in main.list_commands(None)]\n"
+        "for words in (['--help'], ['--version'], *helps):\n"
         "    try: main(words)\n"
         "    except SystemExit as request: assert request.code == 0\n"
         "heavy = {'torch', 'numpy', 'rich', 'multiprocessing'} & set(sys.modules)\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_snippet_runs(
         pytest.importorskip(package, reason=f"{package} is not installed")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    # Of what is new in torch, and of loaders without workers; pytest undoes it.
+    warnings.filterwarnings("ignore", module=r"lightning\.")
     try:
         exec(compile(code, request.node.callspec.id, "exec"), {"__name__": "snippet"})
     except PackageError as missing:

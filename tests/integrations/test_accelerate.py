@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader
 
 from stayfinite import RecoveryConfig, TrainingAbortedError
 from stayfinite.errors import InputError
+from stayfinite.guard import Guard, GuardSettings
+from stayfinite.guard.discover import recover_everything
 from stayfinite.integrations.accelerate import AcceleratorGuard, watch
 from stayfinite.testing import inject
 
@@ -55,7 +57,7 @@ class Training:
         )
         if scaler is not None:  # which Accelerate does not offer on a CPU by itself
             self.accelerator.scaler, self.accelerator.native_amp = scaler, True
-        model = net()
+        self.made, model = made, net()
         self.inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.inner_scheduler = torch.optim.lr_scheduler.ExponentialLR(self.inner, 0.9)
         loader = DataLoader(made, batch_size=None)  # type: ignore[arg-type]
@@ -206,6 +208,61 @@ def test_what_cannot_be_replayed_is_not_called_transient() -> None:
     assert training.skipped == [False, False, False, True, False]
 
 
+@GIVEN
+def test_bad_data_are_found_where_the_loop_calls_the_model(given: bool) -> None:
+    _, guard = trained(batches(5, bad={3: "data"}), given=given)
+    (incident,) = guard.incidents
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "bad_input_data"
+    assert incident.origin is not None
+    assert incident.origin.code == 'loss: Tensor = self.model(**batch)["loss"]'
+
+
+def test_overflow_inside_torch_is_found_where_the_loop_calls_the_model() -> None:
+    accelerator, net = Accelerator(cpu=True), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with watch(accelerator, model, optimizer, sinks=[]) as guard:
+        output = model(torch.full((1, 2), 1.5e38))
+        accelerator.backward(output.sum())
+        optimizer.step()
+    (incident,) = guard.incidents
+    assert incident.origin is not None
+    assert incident.origin.code == "output = model(torch.full((1, 2), 1.5e38))"
+    assert (incident.origin.phase, incident.origin.module) == ("forward", "1")
+
+
+def test_bad_loss_is_found_at_its_line() -> None:
+    training = Training(batches(6))
+    with (
+        training.watch() as guard,
+        inject(training.model, op="mse_loss", at_step=3, persistent=True),
+    ):
+        training.run()
+    (incident,) = guard.incidents
+    assert incident.step == 3
+    assert incident.reports[0].location == "loss"
+    assert incident.origin is not None
+    assert (incident.origin.line, incident.origin.module) == (line_of("the loss"), "")
+    assert training.weights[3] == training.weights[4]
+
+
+@GIVEN
+def test_gradient_that_is_bad_again_and_again_is_not_blamed_on_the_data(given: bool) -> None:
+    training = Training(batches(6))
+    fault = inject(training.model, gradient="linear.weight", at_step=3, persistent=True)
+    with training.watch() as guard, fault:
+        training.run(guard if given else None)
+    (incident,) = guard.incidents
+    assert incident.origin is not None
+    assert (incident.origin.phase, incident.origin.module) == ("backward", "linear")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
+    assert "No operation of torch made this gradient bad" in incident.diagnosis.why
+    assert training.weights[3] == training.weights[4]
+
+
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_bad_gradient_is_named_truly_although_clipping_spreads_it(value: Any) -> None:
     training = Training(batches(6))
@@ -218,12 +275,15 @@ def test_bad_gradient_is_named_truly_although_clipping_spreads_it(value: Any) ->
     assert training.weights[3] == training.weights[4]
 
 
-def test_bad_parameter_is_put_back() -> None:
+@GIVEN
+def test_bad_parameter_is_put_back(given: bool) -> None:
     training = Training(batches(6))
     fault = inject(training.model, parameter="linear.weight", at_step=3)
     with training.watch(config=RecoveryConfig(snapshot_every=1)) as guard, fault:
-        training.run()
-    assert guard.incidents[0].reports[0].location == "parameters.linear.weight"
+        training.run(guard if given else None)
+    (incident,) = guard.incidents
+    assert incident.step == 3
+    assert incident.reports[0].location == "parameters.linear.weight"
     assert training.weights[3] == training.weights[4]
 
 
@@ -295,6 +355,42 @@ class TestHarm:
         assert guard.incidents[0].step == 3
         assert training.bytes() == Training(made).run().bytes()
 
+    def test_step_can_be_given_to_one_that_only_warns(self) -> None:
+        made = batches(5, bad={3: "sqrt"})
+        training = Training(made)
+        with training.watch(on_nan="warn") as guard:
+            training.run(guard)
+        assert guard.incidents[0].step == 3
+        assert training.bytes() == Training(made).run().bytes()
+
+    @GIVEN
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "integrations.calls.user_place",
+            "guard.window.Window.step",
+            "guard.job.Job.begin",
+            "guard.job.Job.end",
+        ],
+    )
+    def test_error_of_ours_is_only_logged(
+        self,
+        name: str,
+        given: bool,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fails(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("a mistake of ours")
+
+        monkeypatch.setattr(f"stayfinite.{name}", fails)
+        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        training = Training(batches(4))
+        with training.watch() as guard:
+            training.run(guard if given else None)
+        assert training.bytes() == Training(batches(4)).run().bytes()
+        assert ("a mistake of ours" in caplog.text) is (given or "Window" not in name)
+
     @pytest.mark.parametrize("given", [False, True])
     def test_second_watch_uses_the_guard_of_the_first(self, given: bool) -> None:
         made = batches(6, bad={3: "log"})
@@ -304,6 +400,31 @@ class TestHarm:
         assert first.guard is second.guard
         assert len(first.incidents) == 1
         assert training.bytes() == trained(made, given=False)[0].bytes()
+
+    def test_two_models_under_one_guard_are_each_replayed_alone(self) -> None:
+        """As under `stayfinite run`; the second has gradients while the first is looked at."""
+
+        def run(made: list[Batch]) -> list[bytes]:
+            first, second = Training(made), Training(batches(6))
+            second.model.drop.p = 0.0  # both would draw on one generator
+            with first.watch(), second.watch():
+                for batch, other in zip(made, second.made, strict=True):
+                    second.accelerator.backward(second.loss(other))
+                    first.step(batch)
+                    second.optimizer.step()
+                    second.optimizer.zero_grad()
+            return second.now()
+
+        guard = Guard(GuardSettings(on_nan="recover"))
+        guard.attach(recover_everything(guard))
+        try:
+            is_same = run(batches(6)) == run(batches(6, bad={3: "log"}))
+        finally:
+            guard.close()
+        (incident,) = guard.incidents
+        assert incident.origin is not None
+        assert incident.origin.line == line_of(LINES["log"][0])
+        assert is_same
 
     def test_nothing_is_left_behind(self) -> None:
         before = utils.clip_grads_with_norm_, clip_grad._clip_grads_with_norm_

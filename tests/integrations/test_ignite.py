@@ -248,6 +248,8 @@ def test_bad_loss_is_found_at_its_line() -> None:
     (incident,) = handler.incidents
     assert incident.origin is not None
     assert (incident.step, incident.origin.line) == (3, line_of("the loss"))
+    assert incident.reports[0].location == "loss"
+    assert training.weights[3] == training.weights[4]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -256,9 +258,25 @@ def test_bad_gradient_is_named_truly_although_clipping_spreads_it(value: Any) ->
     handler = training.watched(config=RecoveryConfig(primary_strategy="skip"))
     with inject(training.model, gradient="linear.weight", at_step=3, value=value, persistent=True):
         training.run()
-    incident = handler.incidents[0]
+    (incident,) = handler.incidents
+    assert incident.step == 3
     assert [report.location for report in incident.reports] == ["gradients.linear.weight"]
+    assert incident.origin is not None
+    assert (incident.origin.phase, incident.origin.module) == ("backward", "linear")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
     assert training.weights[3] == training.weights[4]
+
+
+def test_bad_data_are_found_in_the_batch() -> None:
+    training = Training(batches(5, bad={2: "data"}))
+    handler = training.watched()
+    training.run()
+    (incident,) = handler.incidents
+    assert (incident.step, incident.origin and incident.origin.phase) == (2, "data")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "bad_input_data"
+    assert training.weights[2] == training.weights[3]
 
 
 def test_bad_parameter_is_put_back() -> None:
@@ -266,7 +284,9 @@ def test_bad_parameter_is_put_back() -> None:
     handler = training.watched(config=RecoveryConfig(snapshot_every=1))
     with inject(training.model, parameter="linear.weight", at_step=3):
         training.run()
-    assert handler.incidents[0].reports[0].location == "parameters.linear.weight"
+    (incident,) = handler.incidents
+    assert incident.step == 3
+    assert incident.reports[0].location == "parameters.linear.weight"
     assert training.weights[3] == training.weights[4]
 
 
@@ -325,6 +345,29 @@ class TestHarm:
         training.run()
         assert handler.incidents[0].step == 3
         assert training.bytes() == Training(made).run().bytes()
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "integrations.ignite.watch_loop",
+            "integrations.ignite._Steps._told",
+            "guard.window.Window.step",
+            "guard.job.Job.begin",
+            "guard.job.Job.end",
+        ],
+    )
+    def test_error_of_ours_is_only_logged(
+        self, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("a mistake of ours")
+
+        monkeypatch.setattr(f"stayfinite.{name}", fails)
+        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        training = Training(batches(4))
+        training.watched()
+        assert training.run().bytes() == Training(batches(4)).run().bytes()
+        assert "a mistake of ours" in caplog.text
 
     def test_second_handler_does_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         made = batches(6, bad={3: "log"})

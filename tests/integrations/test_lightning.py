@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lit import BAD, batches, callback, fit, made_net, state, without
 
 from stayfinite import RecoveryConfig, TrainingAbortedError
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_example.py"
 PRECISIONS = ["32-true", "bf16-mixed", "fp16"]
 
 
@@ -38,7 +41,7 @@ def test_healthy_training_is_the_same_to_the_byte(precision: str) -> None:
     assert state(watched) == state(plain)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, "16-mixed"])  # on a CPU that is bf16
 def test_operation_line_and_module_are_found(precision: str) -> None:
     watching = callback()
     fit(made_net(), batches(bad=[BAD]), watching, precision=precision)
@@ -89,6 +92,19 @@ def test_going_back_leaves_out_what_came_since_the_snapshot() -> None:
     assert after == expected
 
 
+def test_going_back_twice_leads_to_the_same_place() -> None:
+    """Optimizer.load_state_dict would leave the snapshot to be changed by the next update."""
+    config = RecoveryConfig(
+        primary_strategy="rewind", rewind_snapshots=0, rewind_skip_batches=0, snapshot_every=100
+    )
+    watched = fit(made_net(noise=0.0), batches(bad=[3, 5]), callback(config))
+    plain = fit(made_net(noise=0.0), batches()[6:])
+    after, expected = state(watched), state(plain)
+    for name in ("metrics", "global_step"):
+        del after[name], expected[name]
+    assert after == expected
+
+
 def test_training_stops_with_the_reason_and_good_weights() -> None:
     watching = callback(None, on_nan="stop")
     net, same = made_net(), made_net()
@@ -133,3 +149,13 @@ def test_gradient_of_its_own_is_found_in_the_backward_pass() -> None:
     assert "torch.sqrt(" in incident.origin.code
     assert lit.is_finite(trainer.lightning_module)
     assert trainer.global_step == 7
+
+
+def test_example_saves_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr()
+    without, watched, cause = printed.out.splitlines()[-3:]
+    assert without.endswith("after 32 steps; the model is all NaN")
+    assert watched.endswith("after 31 steps; the model is finite")
+    assert "log_of_negative in `loss = " in cause
+    assert printed.err.count("error[log_of_negative]") == 1

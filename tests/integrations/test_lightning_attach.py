@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -111,36 +112,16 @@ def test_callback_stands_aside_where_watch_is_at_work() -> None:
     assert watching.incidents == []
 
 
-SCRIPT = """
-import sys
-import torch
-sys.path.insert(0, {support!r})
-import lit
-watching = lit.callback()
-trainer = lit.fit(lit.made_net(), lit.batches(bad=[lit.BAD]), watching)
-print("finite", lit.is_finite(trainer.lightning_module), len(watching.incidents))
-"""
-
-
-@pytest.mark.parametrize("on_nan", ["recover", "stop"])
-def test_callback_stands_aside_under_run(on_nan: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(support=str(ROOT / "tests" / "support")))
-    command = [sys.executable, "-m", "stayfinite", "run", "--on-nan", on_nan, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert "log_of_negative" in done.stdout + done.stderr, done.stderr
-    assert ("finite True 0" in done.stdout) == (on_nan == "recover")
-
-
-def test_the_place_before_those_that_save() -> None:
-    class Other(Callback):
-        pass
-
-    saving, watching, other = ModelCheckpoint(), callback(), Other()
+def test_the_place_before_those_that_save(tmp_path: Path) -> None:
+    saving, watching, other = ModelCheckpoint(tmp_path), callback(), Callback()
     trainer = fit(
-        made_net(), batches(1), callbacks=[watching, saving, other], limit_train_batches=0
+        made_net(),
+        batches(1),
+        callbacks=[watching, saving, other],
+        limit_train_batches=0,
+        enable_checkpointing=True,
     )
-    assert trainer.callbacks.index(watching) < trainer.callbacks.index(saving)
+    assert trainer.callbacks[-3:] == [other, watching, saving]
 
 
 class Silent(lit.Net):
@@ -222,6 +203,13 @@ def test_report_goes_to_every_sink() -> None:
 
     fit(made_net(), batches(bad=[BAD]), callback(sinks=[failing, heard.append]))
     assert [incident.step for incident in heard] == [BAD]
+
+
+def test_callback_travels_to_other_processes_before_and_after_training() -> None:
+    watching = callback()
+    assert pickle.loads(pickle.dumps(watching)).incidents == []
+    fit(made_net(), batches(2, bad=[1]), watching)
+    assert pickle.loads(pickle.dumps(watching)).incidents == watching.incidents != []
 
 
 @pytest.mark.parametrize("options", [{"on_nan": "ignore"}, {"on_nan": None}])

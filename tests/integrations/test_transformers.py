@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,12 +179,26 @@ def test_bad_gradient_is_named_truly_although_clipping_spreads_it(
     assert run.recorder.weights[4] != run.recorder.weights[5]
 
 
+def test_gradient_that_is_bad_again_and_again_is_not_blamed_on_the_data(tmp_path: Path) -> None:
+    callback = quiet()
+    run = Run(tmp_path, batches(6), callback)
+    with inject(run.model, gradient="linear.weight", at_step=3, persistent=True):
+        run.train()
+    (incident,) = callback.incidents
+    assert incident.origin is not None
+    assert (incident.origin.phase, incident.origin.module) == ("backward", "linear")
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
+    assert "No operation of torch made this gradient bad" in incident.diagnosis.why
+
+
 def test_bad_parameter_is_put_back(tmp_path: Path) -> None:
     callback = quiet(config=RecoveryConfig(snapshot_every=1))
     run = Run(tmp_path, batches(6), callback)
     with inject(run.model, parameter="linear.weight", at_step=3):
         run.train()
     (incident,) = callback.incidents
+    assert incident.step == 3
     assert incident.reports[0].location == "parameters.linear.weight"
     assert run.recorder.weights[3] == run.recorder.weights[4]
     assert is_finite(run.model)
@@ -359,8 +374,10 @@ class TestLogs:
             quiet(),
             logging_nan_inf_filter=False,
             gradient_accumulation_steps=accumulation,
+            logging_steps=3,
         ).train()
         assert all(math.isfinite(entry["loss"]) for entry in run.losses())
+        assert math.isfinite(run.trainer.state.log_history[-1]["train_loss"])
 
 
 class TestCheckpoints:
@@ -381,6 +398,13 @@ class TestCheckpoints:
             tmp_path, batches(4, bad={3: "log"}), quiet(on_nan="warn"), save_strategy="epoch"
         ).train()
         assert list(tmp_path.glob("checkpoint-*")) == []
+
+    def test_what_is_meant_to_be_infinite_keeps_no_checkpoint_back(self, tmp_path: Path) -> None:
+        model = net()
+        model.frozen = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+        model.register_buffer("mask", torch.full((2,), -torch.inf))
+        Run(tmp_path, batches(4), quiet(), model=model, save_strategy="steps", save_steps=4).train()
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
     def test_training_goes_on_from_a_checkpoint_beside_a_vetoed_step(self, tmp_path: Path) -> None:
         made = batches(8, bad={3: "log"})
@@ -404,18 +428,36 @@ class TestHarm:
         assert "another callback watches it" in caplog.text
         assert run.bytes() == Run(tmp_path, made, quiet()).train().bytes()
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "transformers._calling_trainer",
+            "transformers_trainer.guard_over",
+            "transformers_trainer.WatchedTrainer._begin",
+            "transformers_trainer.WatchedTrainer.step_ended",
+            "transformers_trainer.WatchedTrainer.may_save",
+            "transformers_trainer.Losses.saw",
+            "transformers_trainer.Losses.added_to",
+        ],
+    )
     def test_error_of_ours_is_only_logged(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        name: str,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         def fails(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("a mistake of ours")
 
-        name = "stayfinite.integrations.transformers_trainer.guard_over"
-        monkeypatch.setattr(name, fails)
-        made = batches(4)
-        run = Run(tmp_path, made, quiet()).train()
+        monkeypatch.setattr(f"stayfinite.integrations.{name}", fails)
+        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        made, saving = batches(2), {"save_strategy": "steps", "save_steps": 2}
+        run = Run(tmp_path, made, quiet(), **saving).train()
         assert run.bytes() == Run(tmp_path, made).train().bytes()
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
         assert "a mistake of ours" in caplog.text
+        assert no_trace_in(run)
 
     def test_stopping_leaves_the_weights_of_the_last_good_step(self, tmp_path: Path) -> None:
         callback = quiet(on_nan="stop")
@@ -543,8 +585,25 @@ def is_ours(callback: TrainerCallback) -> bool:
     return isinstance(callback, StayFiniteCallback)
 
 
-def test_report_goes_to_stderr_by_default(
+def test_report_goes_to_stderr_by_default_on_lines_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Run(tmp_path, batches(4, bad={2: "log"}), StayFiniteCallback()).train()
-    assert "log_of_negative" in capsys.readouterr().err
+    Run(tmp_path, batches(4, bad={2: "log"}), StayFiniteCallback(), disable_tqdm=False).train()
+    said = capsys.readouterr().err
+    assert "%|" in said  # a progress bar
+    assert said.partition("error[log_of_negative]")[0].endswith("\r")
+
+
+def test_incident_walks_through_all_objects_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks, everything = [], gc.get_objects
+
+    def counted() -> list[Any]:
+        walks.append(1)
+        return everything()
+
+    run = Run(tmp_path, batches(4, bad={2: "log"}), quiet())
+    monkeypatch.setattr(gc, "get_objects", counted)
+    run.train()
+    assert len(walks) == 1

@@ -11,8 +11,11 @@ import torch
 from scenes import Net, guilty, origin
 from torch import Tensor, nn
 
+from stayfinite.explain.history import Context
+from stayfinite.explain.rules import diagnose
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.tracer import Tracer
+from stayfinite.testing.harm import Harm
 
 
 @pytest.fixture
@@ -124,6 +127,69 @@ def test_labelled_weight_comes_from_the_checkpoint() -> None:
         found, event = origin_of(tracer.events_of([loss]), folder=None)
     assert found.phase == "checkpoint"
     assert event.outputs[0].name == "first.weight of last.pt"
+
+
+class TestChanged:
+    """Computed in the step, and changed by no operation: neither data nor a birth."""
+
+    def test_gradient_is_named_by_the_module_whose_parameter_it_belongs_to(self) -> None:
+        net = Net()
+        with Tracer() as tracer:
+            net(torch.ones(1, 3)).sum().backward()
+            spoil(net.first.weight.grad)
+            found, _ = origin_of(tracer.events_of([net.first.weight.grad]), folder=None)
+        assert (found.phase, found.op, found.module) == ("backward", None, "first")
+        assert diagnose(found, Context()).cause == "unknown"
+
+    def test_gradient_is_known_after_clipping_has_spread_it(self) -> None:
+        net = Net()
+        with Tracer() as tracer:
+            net(torch.ones(1, 3)).sum().backward()
+            spoil(net.first.weight.grad)
+            nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            bad = [p.grad for p in net.parameters() if p.grad is not None]
+            found, _ = origin_of(tracer.events_of(bad), folder=None)
+        assert (found.phase, found.module) == ("backward", "first")
+
+    def test_gradient_inside_the_backward_pass_has_the_line_that_reads_it(self) -> None:
+        net = Net()
+
+        def step() -> Tensor:
+            loss = torch.exp(net(torch.ones(1, 3)))
+            loss.register_hook(spoil)
+            (loss * 2.0).backward()
+            return net.first.weight.grad
+
+        found = origin(step)
+        assert (found.phase, found.op) == ("backward", None)
+        assert found.code == "loss = torch.exp(net(torch.ones(1, 3)))"
+
+    def test_loss_has_the_line_that_computed_it(self) -> None:
+        net = Net()
+
+        def step() -> Tensor:
+            loss = net(torch.ones(1, 3)).sum()
+            spoil(loss)
+            return loss
+
+        found = origin(step)
+        assert (found.phase, found.op) == ("forward", None)
+        assert found.code == "loss = net(torch.ones(1, 3)).sum()"
+        assert diagnose(found, Context()).cause == "unknown"
+
+    @pytest.mark.parametrize("seen_as", ["itself", "view"])
+    def test_input_that_wants_a_gradient_is_still_data(self, seen_as: str) -> None:
+        net, batch = Net(), torch.full((1, 3), math.nan, requires_grad=True)
+
+        def step() -> Tensor:
+            return net(batch if seen_as == "itself" else batch.view(1, 3)).sum()
+
+        assert origin(step).phase == "data"
+
+
+def spoil(tensor: Tensor | None) -> None:
+    """As a flipped bit would: no operation is seen."""
+    Harm().write(tensor, location="", step=0)  # type: ignore[arg-type]
 
 
 def test_finite_tensors_have_no_events() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from scenes import origin
 from torch import Tensor, nn
 
-from stayfinite.locate.names import Names, running_statistics
+from stayfinite.locate.names import Names, one_look, running_statistics
 
 
 class Bad(nn.Module):
@@ -151,3 +152,24 @@ def test_running_statistics_are_those_of_living_modules_and_no_other_buffers() -
     found = {id(tensor) for tensor in running_statistics()}
     assert {id(net[1].running_mean), id(net[1].running_var)} <= found
     assert id(net.mask) not in found
+
+
+def test_living_modules_are_looked_for_once_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = []
+    everything = gc.get_objects
+
+    def counted() -> list[Any]:
+        walks.append(1)
+        return everything()
+
+    monkeypatch.setattr(gc, "get_objects", counted)
+    root = Root()
+    with one_look():
+        Names()
+        with one_look():
+            running_statistics()
+        assert Names().module(root.heads["main"]) == ("Root", "heads.main")
+    assert len(walks) == 1
+    late = Root()
+    assert Names().module(late.heads["main"]) == ("Root", "heads.main")
+    assert len(walks) == 2

@@ -27,6 +27,7 @@ with tempfile.NamedTemporaryFile() as f: f.write(b"x")
     "socket.create_connection(s.getsockname()).close()",
     "memory database": "import sqlite3; sqlite3.connect(':memory:').close()",
     "looking at the machine": "import platform; platform.processor(); platform.uname()",
+    "a folder that is there": "import os; os.makedirs('tree', exist_ok=True)",
     "stdout": "print(1); open(1, 'w', closefd=False).write('x')",
 }
 EFFECTS = {

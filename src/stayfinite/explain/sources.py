@@ -76,6 +76,22 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
     )
 
 
+def changed_value(clue: Clue) -> Diagnosis | None:
+    """A value or gradient of the step that was finite when an operation made it."""
+    first = clue.origin.lineage[0].kind if clue.origin.lineage else ""
+    if clue.origin.op or first != "foreign" or clue.origin.phase not in ("forward", "backward"):
+        return None
+    what = "gradient" if clue.is_backward else "value"
+    return diagnosis(
+        "unknown",
+        f"No operation of torch made this {what} bad, as far as they were seen: it was finite when "
+        "it was computed, and was changed afterwards.",
+        "Look for what writes past torch: a hook or kernel in native code, an array of NumPy or a "
+        "thread that shares its memory; else test the memory and the device.",
+        sure="possible",
+    )
+
+
 def absurd_values(clue: Clue) -> Diagnosis | None:
     """Data so large, though finite, that the first operation on it overflows."""
     if clue.origin.phase not in ("forward", "backward", "distributed"):
@@ -121,6 +137,7 @@ SOURCE_RULES = (
     narrowed_checkpoint,
     unwritten_memory,
     bad_batch,
+    changed_value,
     absurd_values,
     other_rank,
 )

@@ -20,6 +20,7 @@ from stayfinite.guard.replay import Replay
 from stayfinite.guard.watcher import Watcher
 from stayfinite.guard.window import Window
 from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
+from stayfinite.locate.names import one_look
 from stayfinite.records import Incident, Outcome
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -47,7 +48,7 @@ class Guard(Watcher):
         super().__init__(settings, on_incident=on_incident, only=only)
         self.jobs: dict[int, Job] = {}
         self._window: Window | None = None
-        self._replay: Replay | None = None
+        self.replay: Replay | None = None
         self.was_harmed = False
         self._afterwards = Afterwards(self._tracing)
 
@@ -70,9 +71,10 @@ class Guard(Watcher):
                 self._check_parameters([job.parts.optimizer], everything=True)
                 job.begin()
 
-    def replay_with(self, again: Callable[[], Any]) -> None:
-        """Find the operation of a bad step by `again`, which runs it anew up to its update."""
-        self._replay = Replay(self, again)
+    def replay_with(self, again: Callable[[], Any], *, only: Job | None = None) -> None:
+        """Find the operation of a bad step, or one of `only`, by `again`, which runs it anew."""
+        owner = self if only is None else only
+        owner.replay = Replay(self, again)
 
     def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
         """`fn(batch)`, or None when its update was bad and left out.
@@ -102,7 +104,7 @@ class Guard(Watcher):
                 if job.trouble is not None:
                     job.undo()
                 job.settle()
-                if self._attachment is not None and self.incidents:
+                if self._attachment is not None and self.incidents and not self.stopped:
                     self._check_parameters([job.parts.optimizer], everything=True)
         super().close()
         for job in self.jobs.values():
@@ -157,14 +159,15 @@ class Guard(Watcher):
                 return self._answer(job, gradients)
         return True
 
+    @one_look()
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
-        if self.mended_harm(job):
+        if self.mended_harm(job, was_counted=False):  # the update is still to come
             return True
         incident = self._incident(finding_of(job, gradients), strategy="recover")
         job.undo()
-        if self._replay is not None:
-            incident = self._replay.located(job, incident)
+        if (replay := job.replay or self.replay) is not None:
+            incident = replay.located(job, incident)
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
@@ -249,7 +252,7 @@ class Guard(Watcher):
             return
         self.was_harmed = False
         if job is not None:
-            job.seen = self._evidence.seen(optimizer)
+            job.seen = self.evidence.seen(optimizer)
         super().stepped(optimizer, vetoed=vetoed)
         is_good = is_good and not self.was_harmed
         if is_ours and window is not None:
@@ -265,21 +268,22 @@ class Guard(Watcher):
             return
         if job.any_rank(not job.is_finite_after_update()):
             self._harmed(parameters_found(optimizer))
-        elif self._tracing.is_on or self._evidence.statistics_are_due(optimizer):
+        elif self._tracing.is_on or self.evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)
 
-    def mended_harm(self, job: Job) -> bool:
+    def mended_harm(self, job: Job, *, was_counted: bool = True) -> bool:
         """Whether parameters were bad, on any rank; they have been put back then."""
         if not job.any_rank(not job.is_finite()):
             return False
-        self._harmed(parameters_found(job.parts.optimizer))
+        found = parameters_found(job.parts.optimizer)
+        self._harmed(dataclasses.replace(found, is_after_update=was_counted))
         return True
 
     def incident_now(self, finding: Finding, *, explain: bool) -> Incident:
         """What was found in a step of ours; where and why only if it is being traced."""
         if explain:
             return self._incident(finding, strategy="recover")
-        return incident_of(finding, self._evidence, strategy="recover")
+        return incident_of(finding, self.evidence, strategy="recover")
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:

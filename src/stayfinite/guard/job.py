@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.recover.recovery import Recovery
 from stayfinite.recover.situation import Done, Situation, Trouble
 from stayfinite.snapshot import Mark, Snapshot, SnapshotRing, TrainingState
+
+if TYPE_CHECKING:
+    from stayfinite.guard.replay import Replay
 
 _FOLLOWING = ("param_groups", "scheduler", "scaler", "ema")  # what a loop updates after its step
 
@@ -76,6 +79,7 @@ class Job:
         self.parts, self.config, self.manager = parts, config, manager
         self._look_around = look_around
         self.trouble: Finding | None = None
+        self.replay: Replay | None = None  # of its steps; without, the guard may have one
         self.state = parts.state()
         self.ring = SnapshotRing(self.state, slots=config.snapshot_slots)
         self.good_steps = 0

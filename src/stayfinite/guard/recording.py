@@ -79,7 +79,7 @@ class Recorder:
             loss=evidence.loss,
             norm=evidence.grad_norm,
             lr=groups[0].get("lr") if groups else None,
-            scale=evidence.scale,
+            scale=evidence.scale if skipped else None,  # in the others it has not changed much
             skipped=skipped,
             terms=self.terms,
             optimizer=book.number,
@@ -87,6 +87,8 @@ class Recorder:
         self.terms = None
         self._rows.append(row)
         if row.step % _EVERY == 0 and not skipped:
+            if evidence.scaler is not None:
+                row.scale = float(evidence.scaler.get_scale())  # host sync
             self._sample(optimizer, book, row)
         if len(self._rows) >= _EVERY or now - self._handed > _LONGEST:
             self.hand_over()

@@ -74,7 +74,7 @@ def watch(
     if recorder is None:
         guard.attach()
     else:
-        guard.record_with(recorder)
+        guard.evidence.on_step = recorder.stepped
         guard.attach(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
     return guard
 

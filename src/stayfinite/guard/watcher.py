@@ -26,7 +26,6 @@ from stayfinite.errors import TrainingAbortedError
 from stayfinite.evidence import Evidence, bad_statistics, parameters_of
 from stayfinite.guard.aside import Aside
 from stayfinite.guard.losses import Losses
-from stayfinite.guard.recording import Recorder
 from stayfinite.incidents import (
     Finding,
     explained,
@@ -63,11 +62,11 @@ class Watcher(StepListener):
         self.stopped = False
         self.crashed = False
         self._on_incident = on_incident
-        self._evidence = Evidence()
-        self._tracing = Tracing(self._evidence.entered)
+        self.evidence = Evidence()
+        self._tracing = Tracing(self.evidence.entered)
         self._aside = Aside(self._tracing)
         self._attachment: Attachment | None = None
-        self._losses = Losses(self._evidence)
+        self._losses = Losses(self.evidence)
         self._leaves: list[Tensor] | None = None
         self._incident_clock: int | None = None
         self._was_skipped = False
@@ -75,7 +74,7 @@ class Watcher(StepListener):
     @property
     def steps(self) -> int:
         """Updates attempted so far; without an optimizer, backward passes."""
-        return self._evidence.steps
+        return self.evidence.steps
 
     @property
     def looks_at_loss(self) -> bool:
@@ -87,12 +86,8 @@ class Watcher(StepListener):
         every = self.settings.check_every
         if every == 1:
             return True
-        count = self.steps if optimizer is None else self._evidence.count(optimizer)
+        count = self.steps if optimizer is None else self.evidence.count(optimizer)
         return count % every == 0
-
-    def record_with(self, recorder: Recorder) -> None:
-        """Have every attempted update recorded."""
-        self._evidence.on_step = recorder.stepped
 
     def arm_at(self) -> int:
         """The tick from which a second run has to be traced: two steps before the incident."""
@@ -109,7 +104,7 @@ class Watcher(StepListener):
             watch_scaling(self._after_scaling),
             watch_loading(self._before_loading),
             watch_scalers(self),
-            watch_buffers(self._evidence.registered),
+            watch_buffers(self.evidence.registered),
             watch_steps(self, optimizer=self._only, defer=may_defer),
         )
         if self.settings.trace == "start" or self.settings.arm_at == 0:
@@ -123,7 +118,7 @@ class Watcher(StepListener):
         with contextlib.suppress(TrainingAbortedError), self._aside:
             attachment.flush()
             if not self.incidents:
-                self._check_parameters(self._evidence.optimizers(), everything=True)
+                self._check_parameters(self.evidence.optimizers(), everything=True)
         with contextlib.suppress(TrainingAbortedError):
             attachment.remove()
         self._tracing.switch_off()
@@ -131,7 +126,7 @@ class Watcher(StepListener):
     def after_fork(self) -> None:
         """Forget what the parent process has seen."""
         self.incidents, self.scaler_skips, self.stopped = [], 0, False
-        self._evidence.forget_counts()
+        self.evidence.forget_counts()
 
     def script_crashed(self, error: BaseException) -> None:
         """The script died of an error of its own; an incident if a NaN was behind it."""
@@ -171,7 +166,7 @@ class Watcher(StepListener):
                 self._leaves = []
                 if not all_finite(gradient for _, gradient in gradients):
                     self._notice(gradients_found(gradients, None))
-        self._evidence.backward_passes += 1
+        self.evidence.backward_passes += 1
 
     def _judge_loss(self, root: Tensor) -> None:
         bad = self._losses.bad_one(root) if self.looks_at_loss else None
@@ -184,6 +179,7 @@ class Watcher(StepListener):
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
         with self._aside:
             if scaler.is_enabled():
+                self.evidence.scaler = scaler
                 self._losses.scaled(losses, scaled)
 
     def _before_loading(self, target: Any, state: Mapping[str, Any]) -> None:
@@ -191,7 +187,7 @@ class Watcher(StepListener):
             for path, tensor in named_tensors(state, "state"):
                 if not all_finite([tensor]):
                     name = path.removeprefix("state.")
-                    self._evidence.bad_keys.append(name)
+                    self.evidence.bad_keys.append(name)
                     self._tracing.label(tensor, name)
 
     def judge(
@@ -201,7 +197,7 @@ class Watcher(StepListener):
         with self._aside:
             self._tracing.tick(arm_at=self.settings.arm_at)
             if self._tracing.is_on:
-                self._evidence.first_look(optimizer)
+                self.evidence.first_look(optimizer)
             return self._verdict(optimizer, gradients, on_device)
         return None
 
@@ -211,7 +207,7 @@ class Watcher(StepListener):
         if not self.settings.check_gradients or not self._is_due(optimizer):
             gradients = []
         far = self._losses.far_flags()
-        if not on_device and not far and self._evidence.saw_finite(optimizer, gradients):
+        if not on_device and not far and self.evidence.saw_finite(optimizer, gradients):
             return None
         return nonfinite([*gradients, *far], exact_on_device=on_device)
 
@@ -225,10 +221,10 @@ class Watcher(StepListener):
         """An update was attempted."""
         with self._aside:
             looks = self.settings.check_parameters and self._is_due(optimizer)
-            self._evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
-            self._tracing.stepped(self._evidence.steps)
+            self.evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
+            self._tracing.stepped(self.evidence.steps)
             if not self._was_skipped:
-                self._evidence.skips_in_a_row = 0
+                self.evidence.skips_in_a_row = 0
                 if looks and not vetoed:
                     self._look_after_update(optimizer)
             self._was_skipped = False
@@ -239,7 +235,7 @@ class Watcher(StepListener):
             self._tracing.tick(arm_at=self.settings.arm_at)
             self.scaler_skips += 1
             self._was_skipped = True
-            evidence = self._evidence
+            evidence = self.evidence
             evidence.skips_in_a_row += 1
             evidence.scale = scaler.get_scale() if scaler is not None else None
             hopeless = evidence.scale is not None and evidence.scale <= 1.0
@@ -257,14 +253,14 @@ class Watcher(StepListener):
     def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
         """Look at those parameters whose turn it is after the update, or at all of them."""
         for optimizer in optimizers:
-            params = parameters_of(optimizer) if everything else self._evidence.due(optimizer)
+            params = parameters_of(optimizer) if everything else self.evidence.due(optimizer)
             if not all_finite(params):
                 self._harmed(parameters_found(optimizer))
-            if everything or self._evidence.statistics_are_due(optimizer):
+            if everything or self.evidence.statistics_are_due(optimizer):
                 self._check_statistics(optimizer)
 
     def _check_statistics(self, optimizer: Optimizer) -> None:
-        bad = bad_statistics(self._evidence.statistics())
+        bad = bad_statistics(self.evidence.statistics())
         if bad:
             self._harmed(statistics_found(bad, optimizer))
 
@@ -286,9 +282,9 @@ class Watcher(StepListener):
         """What was found, explained as far as it can be here and now."""
         if self._incident_clock is None:
             self._incident_clock = self._tracing.clock
-        incident = incident_of(finding, self._evidence, strategy=strategy)
+        incident = incident_of(finding, self.evidence, strategy=strategy)
         with self._aside:
-            return explained(incident, finding, self._evidence, self._tracing, self.settings.folder)
+            return explained(incident, finding, self.evidence, self._tracing, self.settings.folder)
         return incident
 
     def _record(self, incident: Incident) -> None:

@@ -12,6 +12,7 @@ from stayfinite.detect.repeats import run_again
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.replay import CLEAN_AGAIN
 from stayfinite.incidents import Finding
+from stayfinite.locate.names import one_look
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.snapshot import RandomState, RecentBatches
@@ -113,6 +114,7 @@ class Window:
         finally:
             self._mode = "idle"
 
+    @one_look()
     def _recover(self, number: int) -> Any:
         """Undo, locate, let the policy choose; again and again while a new try is bad too."""
         job, guard = self._job, self._guard

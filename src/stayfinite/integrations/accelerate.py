@@ -18,6 +18,7 @@ from stayfinite.guard.watch import watch as watch_loop
 from stayfinite.integrations.answers import OnNaN, answered_by
 from stayfinite.integrations.calls import RecordedCalls
 from stayfinite.integrations.clipping import keep_bad_gradients
+from stayfinite.integrations.harmless import careful_step, harmless
 from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.sharing import guard_of
 from stayfinite.records import Incident
@@ -138,11 +139,12 @@ class AcceleratorGuard:
         self._accelerator = accelerator
         inner = inner_optimizer(optimizer)
         job = guard.jobs.get(id(inner))
+        self._is_watching = job is not None
         if job is None:  # it only warns
             self._attachment = Attachment(lambda: None)
             return
         calls = RecordedCalls(model, job, accelerator.backward)
-        guard.replay_with(calls.again)
+        guard.replay_with(calls.again, only=job)
         self._attachment = together(
             calls.attach(), keep_bad_gradients(inner), tell_skips(optimizer, job)
         )
@@ -162,7 +164,7 @@ class AcceleratorGuard:
         `fn` may use `accelerator.accumulate`: when it is called again, Accelerate counts as it
         did the first time.
         """
-        if self._is_shared:
+        if self._is_shared or not self._is_watching:
             return fn(batch)
         counters = _Counters(self._accelerator)
 
@@ -170,10 +172,12 @@ class AcceleratorGuard:
             counters.put_back()
             return fn(given)
 
-        return self.guard.step(counted, batch)
+        result: Result | None = careful_step(self.guard, counted, batch, gives_up=self.close)
+        return result
 
     def close(self) -> None:
         """Leave torch and Accelerate as they were."""
+        self._is_watching = False
         if not self._is_shared:
             self.guard.close()
         self._attachment.remove()
@@ -191,10 +195,11 @@ def tell_skips(optimizer: Optimizer, job: Job) -> Attachment:
         return Attachment(lambda: None)
 
     def stepped(inner: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer.scaler is None:
-            optimizer._is_overflow = not job.was_good
-        elif not job.was_good:
-            optimizer._accelerate_step_called = False  # from which it is concluded there
+        with harmless("telling of a skipped step"):
+            if optimizer.scaler is None:
+                optimizer._is_overflow = not job.was_good
+            elif not job.was_good:
+                optimizer._accelerate_step_called = False  # from which it is concluded there
 
     def forget() -> None:
         handle.remove()

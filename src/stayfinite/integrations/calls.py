@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_tensors
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import CannotReplayError
+from stayfinite.integrations.harmless import harmless
+from stayfinite.locate.source import Place, call_at, user_place
 
 Backward = Callable[[Tensor], Any]
 
@@ -28,7 +31,7 @@ class RecordedCalls:
 
     def __init__(self, model: nn.Module, job: Job, backward: Backward) -> None:
         self._model, self._job, self._backward = model, job, backward
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._calls: list[tuple[Place | None, tuple[Any, ...], dict[str, Any]]] = []
 
     def attach(self) -> Attachment:
         hook = self._model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -42,14 +45,17 @@ class RecordedCalls:
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_dynamo_compiling() or is_run_again() or not torch.is_grad_enabled():
             return
-        if not self._job.has_begun:
-            self._calls.clear()
-        self._calls.append((args, kwargs))
+        with harmless("noting a call of the model"):
+            if not self._job.has_begun:
+                self._calls.clear()
+            self._calls.append((user_place(sys._getframe(1)), args, kwargs))
 
     def again(self) -> None:
         """Run the calls again, each with a backward pass; CannotReplayError if all is well."""
-        for args, kwargs in self._calls:
-            loss = _loss(self._model(*args, **kwargs))
+        if not self._calls:
+            raise CannotReplayError("no call of the model is known")
+        for place, args, kwargs in self._calls:
+            loss = _loss(call_at(place, self._model, *args, **kwargs))
             if loss is not None:
                 self._backward(loss)
         gradients = [gradient for _, gradient in self._job.gradients()]

@@ -18,7 +18,7 @@ from stayfinite.guard.watch import Sink
 from stayfinite.guard.watch import watch as watch_loop
 from stayfinite.integrations.answers import OnNaN, answered_by
 from stayfinite.integrations.clipping import keep_bad_gradients
-from stayfinite.integrations.harmless import harmless, wrapped_method
+from stayfinite.integrations.harmless import careful_step, harmless, wrapped_method
 from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.sharing import guard_of
 from stayfinite.records import Incident
@@ -101,11 +101,12 @@ class StayFinite:
 
     def _started(self, engine: Engine) -> None:
         self._ended()
-        if guard_of(self._optimizer) is not None:
-            logger.warning("StayFinite does nothing here: this optimizer has a guard already")
-            return
-        scaler = self._scaler if self._scaler is not None else getattr(engine.state, "scaler", None)
         with harmless("attaching to an engine"):
+            if guard_of(self._optimizer) is not None:
+                logger.warning("StayFinite does nothing here: this optimizer has a guard already")
+                return
+            found = getattr(engine.state, "scaler", None)
+            scaler = self._scaler if self._scaler is not None else found
             self.guard = watch_loop(self._model, self._optimizer, scaler=scaler, **self._options)
             for job in self.guard.jobs.values():
                 self._attachment = _around(engine, _Steps(self.guard, job, self._ended), job)
@@ -141,6 +142,7 @@ class _Steps:
         self._guard, self._job, self._fails = guard, job, fails
         self._outputs: list[Any] = []  # the last good one
         self._was_left_out = False
+        self._has_failed = False
 
     def around_update(self, original: Update) -> Update:
         def update(engine: Engine, batch: Any) -> Any:
@@ -157,14 +159,22 @@ class _Steps:
                 return made[-1]
 
             try:
-                output = self._guard.step(at_its_time, batch)
+                output = careful_step(self._guard, at_its_time, batch, gives_up=self._give_up)
             except BaseException:
                 if Events.EXCEPTION_RAISED not in engine._event_handlers:  # as the engine asks
                     self._fails()
                 raise
-            return self._told(output, made)
+            if self._has_failed:
+                return output
+            with harmless("ending an update"):
+                return self._told(output, made)
+            return output
 
         return update
+
+    def _give_up(self) -> None:
+        self._has_failed = True
+        self._fails()
 
     def _told(self, output: Any, made: list[Any]) -> Any:
         """The output; of a step that is bad, that of the last good one."""

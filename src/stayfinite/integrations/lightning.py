@@ -15,12 +15,19 @@ from torch.optim import Optimizer
 from stayfinite.detect.entrypoints import together
 from stayfinite.detect.hooks import Attachment, listeners
 from stayfinite.guard.guard import Guard
+from stayfinite.guard.post import Post, free_post
 from stayfinite.guard.watch import Sink, told_to
 from stayfinite.integrations.answers import OnNaN, answered_by
 from stayfinite.integrations.clipping import keep_bad_gradients
 from stayfinite.integrations.harmless import harmless
 from stayfinite.integrations.lightning_files import refuse_bad_checkpoints
-from stayfinite.integrations.lightning_guard import LightningGuard, LightningJob
+from stayfinite.integrations.lightning_guard import (
+    LightningGuard,
+    LightningJob,
+    StoppingJob,
+    UnattendedJob,
+)
+from stayfinite.integrations.lightning_joining import is_alone
 from stayfinite.integrations.lightning_tools import NaNTools as NaNTools
 from stayfinite.integrations.lightning_tools import equip as equip
 from stayfinite.integrations.packages import check_package
@@ -68,16 +75,19 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         replay: bool = True,
     ) -> None:
         self._answer = answered_by(config, on_nan)
-        self._told, self._replays = told_to(sinks), replay
+        self._sinks = None if sinks is None else list(sinks)  # a list travels to other processes
+        self._replays = replay
         self._guard: LightningGuard | None = None
         self._attached: Attachment | None = None
         self._earlier: list[Incident] = []
+        self._first = 0  # of the guard's incidents that is ours
         self._key: str | None = None
 
     @property
     def incidents(self) -> list[Incident]:
         """All so far; those of the run that this one goes on from come first."""
-        return [*self._earlier, *(self._guard.incidents if self._guard is not None else ())]
+        guard = self._guard
+        return [*self._earlier, *(guard.incidents[self._first :] if guard is not None else ())]
 
     @property
     def state_key(self) -> str:
@@ -94,38 +104,58 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
     @harmless("setting up a callback")
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the last place before those that save, to see what all others have done."""
-        ours = [each for each in trainer.callbacks if isinstance(each, StayFinite)]
-        self._key = "StayFinite" if ours[0] is self else f"StayFinite {ours.index(self)}"
         savers = trainer.checkpoint_callbacks
         others = [each for each in trainer.callbacks if each is not self and each not in savers]
         trainer.callbacks = [*others, self, *savers]
+        self._key = self._free_key([each for each in others if isinstance(each, StayFinite)])
+
+    def _free_key(self, others: list[StayFinite]) -> str:
+        """By the order in which callbacks are set up: that is the same when training resumes."""
+        taken = {each._key for each in others}
+        keys = ["StayFinite", *(f"StayFinite {number}" for number in range(1, len(others) + 1))]
+        return next(key for key in keys if key not in taken)
 
     @harmless("attaching to a trainer")
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach, now that there are optimizers."""
         optimizers = [each for each in trainer.optimizers if _is_known(each)]
-        reason = _reason_to_stand_aside(trainer, optimizers)
-        if reason is None:
-            self._earlier = self.incidents
+        post = free_post() if is_alone(trainer) else None
+        reason = _reason_to_stand_aside(trainer, optimizers, has_post=post is not None)
+        if reason is not None:
+            self._says_no(reason)
+            return
+        self._earlier = self.incidents
+        if post is None:
             self._attach(trainer, optimizers)
         else:
-            logger.warning("the StayFinite callback does nothing here: %s", reason)
+            self._join(post, trainer, optimizers)
+
+    def _says_no(self, reason: str) -> None:
+        logger.warning("the StayFinite callback does nothing here: %s", reason)
 
     def _attach(self, trainer: Any, optimizers: list[Optimizer]) -> None:
-        on_nan, config = self._answer["on_nan"], self._answer["config"]
-        self._guard = LightningGuard(
+        on_nan, config = self._answer["on_nan"], self._answer["config"] or RecoveryConfig()
+        guard = LightningGuard(
             GuardSettings(on_nan=on_nan, folder=os.getcwd()),
             trainer,
-            on_incident=self._told,
+            on_incident=told_to(self._sinks),
             only=optimizers[0] if len(optimizers) == 1 else None,
             replays=self._replays,
         )
-        attached = [refuse_bad_checkpoints(trainer)]
-        for optimizer in optimizers if on_nan == "recover" else ():
-            self._guard.add(LightningJob(trainer, optimizer, config or RecoveryConfig()))
-            attached.append(keep_bad_gradients(optimizer))
-        self._attached = together(*attached)
-        self._guard.attach()
+        watched = optimizers if on_nan == "recover" else []
+        attached = _prepare(trainer, guard, [LightningJob(trainer, o, config) for o in watched])
+        guard.attach()
+        self._guard, self._first = guard, 0
+        self._attached = together(attached, Attachment(guard.close))
+
+    def _join(self, post: Post, trainer: Any, optimizers: list[Optimizer]) -> None:
+        """Watch for the command that watches this process; it says what is done, and tells."""
+        guard = LightningGuard(post.settings, trainer, replays=self._replays)
+        job = StoppingJob if post.stops else UnattendedJob
+        attached = _prepare(trainer, guard, [job(trainer, o, post.config) for o in optimizers])
+        relief = post.hand_over(guard)
+        self._guard, self._first = guard, len(guard.incidents)
+        self._attached = together(attached, relief)
 
     @harmless("the beginning of a batch")
     def on_train_batch_start(
@@ -180,13 +210,32 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         attached, self._attached = self._attached, None
         if attached is not None and self._guard is not None:
             self._guard.settle_late()
-            self._guard.close()
             attached.remove()
+            self._earlier, self._guard = self.incidents, None
 
 
-def _reason_to_stand_aside(trainer: Any, optimizers: list[Optimizer]) -> str | None:
+class LentStayFinite(StayFinite):
+    """In a script that has no callback of ours: no file has a trace of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def _says_no(self, reason: str) -> None:
+        """Nothing: nobody asked for it, and the process is watched all the same."""
+
+
+def _prepare(trainer: Any, guard: LightningGuard, jobs: list[LightningJob]) -> Attachment:
+    for job in jobs:
+        guard.add(job)
+    keeping = [keep_bad_gradients(job.parts.optimizer) for job in jobs]
+    return together(refuse_bad_checkpoints(trainer), *keeping)
+
+
+def _reason_to_stand_aside(
+    trainer: Any, optimizers: list[Optimizer], *, has_post: bool
+) -> str | None:
     strategy = type(trainer.strategy).__name__
-    if any(isinstance(listener, Guard) for listener in listeners()):
+    if not has_post and any(isinstance(listener, Guard) for listener in listeners()):
         return "this process is watched already, by a callback, by watch() or by `stayfinite run`"
     if strategy.startswith(_SHARDED):
         return f"sharded models are not handled, and the strategy is {strategy}"

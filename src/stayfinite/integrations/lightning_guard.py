@@ -16,6 +16,7 @@ from stayfinite.detect.gradients import Pairs, params_of
 from stayfinite.detect.scan import all_finite
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
+from stayfinite.guard.post import WithoutSnapshots
 from stayfinite.guard.replay import CannotReplayError
 from stayfinite.integrations.lightning_again import can_run_again, run_again
 from stayfinite.integrations.lightning_books import LateAverages, Logged, averages_of, uncount
@@ -31,8 +32,16 @@ Kept = list[tuple[Tensor, Tensor | None, Tensor | None]]
 class LightningJob(Job):
     """One optimizer's training; keeps the batches of the step that is under way."""
 
-    def __init__(self, trainer: Any, optimizer: Optimizer, config: RecoveryConfig) -> None:
-        super().__init__(parts_of(trainer, optimizer), config, NaNRecoveryManager(config))
+    def __init__(
+        self,
+        trainer: Any,
+        optimizer: Optimizer,
+        config: RecoveryConfig,
+        *,
+        look_around: Callable[[Parts], Parts] | None = None,
+    ) -> None:
+        parts, manager = parts_of(trainer, optimizer), NaNRecoveryManager(config)
+        super().__init__(parts, config, manager, look_around=look_around)
         self._trainer = trainer
         self.batches: list[tuple[Any, int]] = []
         self.has_stepped = False  # in this batch
@@ -64,6 +73,19 @@ class LightningJob(Job):
         super().hold()
 
 
+class StoppingJob(WithoutSnapshots, LightningJob):
+    """Ends with its first bad step."""
+
+
+class UnattendedJob(LightningJob):
+    """Of a script whose author is not asked: weights that are bad from the start are mended too."""
+
+    def __init__(self, trainer: Any, optimizer: Optimizer, config: RecoveryConfig) -> None:
+        super().__init__(
+            trainer, optimizer, config, look_around=lambda _: parts_of(trainer, optimizer)
+        )
+
+
 class LightningGuard(Guard):
     """Knows the trainer: where its batches begin, and which of its updates were left out."""
 
@@ -72,9 +94,9 @@ class LightningGuard(Guard):
         settings: GuardSettings,
         trainer: Any,
         *,
-        on_incident: Callable[[Incident], None],
-        only: Optimizer | None,
-        replays: bool,
+        on_incident: Callable[[Incident], None] | None = None,
+        only: Optimizer | None = None,
+        replays: bool = True,
     ) -> None:
         super().__init__(settings, on_incident=on_incident, only=only)
         self._trainer = trainer

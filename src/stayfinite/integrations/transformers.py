@@ -26,6 +26,7 @@ check_package("accelerate", extra="hf")
 from transformers.trainer_callback import TrainerCallback  # noqa: E402
 
 from stayfinite.integrations.accelerate import inner_optimizer  # noqa: E402
+from stayfinite.integrations.transformers_joining import post_for  # noqa: E402
 from stayfinite.integrations.transformers_trainer import WatchedTrainer  # noqa: E402
 
 logger = logging.getLogger("stayfinite")
@@ -68,12 +69,12 @@ class StayFiniteCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        trainer = _calling_trainer()
-        if trainer is None or trainer in _watched:
-            reason = "no Trainer was found" if trainer is None else "another callback watches it"
-            logger.warning("StayFiniteCallback does nothing here: %s", reason)
-            return
         with harmless("attaching to a trainer"):
+            trainer = _calling_trainer()
+            if trainer is None or trainer in _watched:
+                why = "no Trainer was found" if trainer is None else "another callback watches it"
+                logger.warning("StayFiniteCallback does nothing here: %s", why)
+                return
             self._attach(trainer)
 
     def _attach(self, trainer: Any) -> None:
@@ -116,10 +117,10 @@ class StayFiniteCallback(TrainerCallback):
 
 
 class JoiningCallback(StayFiniteCallback):
-    """Helps a guard that recovers the trainer's steps already; does nothing without one."""
+    """Helps whoever watches the process already; does nothing without that."""
 
     def _attach(self, trainer: Any) -> None:
-        if guard_of(inner_optimizer(trainer.optimizer)) is not None:
+        if post_for(trainer) or guard_of(inner_optimizer(trainer.optimizer)):
             super()._attach(trainer)
 
 

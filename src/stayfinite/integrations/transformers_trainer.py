@@ -24,6 +24,7 @@ from stayfinite.integrations.answers import OnNaN
 from stayfinite.integrations.clipping import keep_bad_gradients
 from stayfinite.integrations.harmless import harmless, wrapped_method
 from stayfinite.integrations.sharing import guard_of
+from stayfinite.integrations.transformers_joining import stand_in
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 
@@ -52,6 +53,7 @@ class WatchedTrainer:
     ) -> None:
         self._trainer = trainer
         self._inner = inner_optimizer(trainer.optimizer)
+        self._relief = stand_in(trainer)
         shared = guard_of(self._inner)
         self._is_shared = shared is not None
         self.guard = shared or guard_over(
@@ -67,9 +69,10 @@ class WatchedTrainer:
         self._job = self.guard.jobs.get(id(self._inner))
         self._calls: list[tuple[Method, tuple[Any, ...], dict[str, Any]]] = []
         self._losses = Losses()
-        self._infinite = {name for name, tensor in self._buffers() if not all_finite([tensor])}
+        # Masks and the like, which are meant to be so.
+        self._infinite = {name for name, tensor in self._fixed() if not all_finite([tensor])}
         self._attachment = together(*self._attachments())
-        self.guard.replay_with(self._again)
+        self.guard.replay_with(self._again, only=self._job)
 
     def _attachments(self) -> Iterable[Attachment]:
         trainer, job = self._trainer, self._job
@@ -91,6 +94,7 @@ class WatchedTrainer:
         """Leave torch and the trainer as they were; a guard that is somebody else's stays."""
         if not self._is_shared:
             self.guard.close()
+        self._relief.remove()
         self._attachment.remove()
         self._calls.clear()
 
@@ -98,7 +102,10 @@ class WatchedTrainer:
         """Take back what followed a vetoed update, before anybody evaluates or saves."""
         if self._job is not None:
             self._job.settle()
-        self._losses.step_ended(is_good=self._job is None or self._job.was_good)
+        is_good = self._job is None or self._job.was_good
+        self._losses.step_ended(is_good=is_good)
+        if not is_good:
+            self._mend_sum(self._losses.sum)
 
     def may_save(self) -> bool:
         """Whether all that a checkpoint would hold is finite; says so if it is not."""
@@ -111,21 +118,30 @@ class WatchedTrainer:
         return False
 
     def _bad_name(self) -> str | None:
-        buffers = [(name, tensor) for name, tensor in self._buffers() if name not in self._infinite]
         named: list[Named] = [
-            *((f"parameters.{name}", p) for name, p in self._trainer.model.named_parameters()),
-            *((f"buffers.{name}", buffer) for name, buffer in buffers),
+            *((f"parameters.{name}", param) for name, param in self._parameters(trained=True)),
+            *(each for each in self._fixed() if each[0] not in self._infinite),
             *named_tensors(list(self._inner.state.values()), "optimizer"),
         ]
         if all_finite(tensor for _, tensor in named):
             return None
         return next((name for name, tensor in named if not all_finite([tensor])), None)
 
-    def _buffers(self) -> list[Named]:
-        return list(self._trainer.model.named_buffers())
+    def _fixed(self) -> list[Named]:
+        """What no update changes: frozen parameters, and buffers."""
+        buffers = self._trainer.model.named_buffers()
+        frozen = self._parameters(trained=False)
+        return [
+            *((f"parameters.{name}", param) for name, param in frozen),
+            *((f"buffers.{name}", buffer) for name, buffer in buffers),
+        ]
+
+    def _parameters(self, *, trained: bool) -> list[Named]:
+        named = self._trainer.model.named_parameters()
+        return [(name, param) for name, param in named if param.requires_grad is trained]
 
     def _again(self) -> None:
-        if not self._calls:  # a guard that is shared may ask for the step of another
+        if not self._calls:
             raise CannotReplayError("no step of the trainer is under way")
         for training_step, args, kwargs in self._calls:
             training_step(*args, **kwargs)
@@ -154,16 +170,16 @@ class WatchedTrainer:
             with harmless("looking at a log of the trainer"):
                 if "loss" in logs:
                     logs = self._losses.added_to(logs)
-                    self._mend_sum()
+                    self._mend_sum(0.0)
             return original(logs, *args, **kwargs)
 
         return log
 
-    def _mend_sum(self) -> None:
-        """A NaN in the sum of losses would stay there: what is left after a log must be 0."""
+    def _mend_sum(self, value: Any) -> None:
+        """A NaN in the trainer's sum of losses would stay there; without one it is as it was."""
         total = getattr(self._trainer, "_tr_loss", None)
         if isinstance(total, Tensor) and not all_finite([total]):
-            total.zero_()
+            total.copy_(torch.as_tensor(value))
 
     def _around_saving(self, original: Method) -> Method:
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -201,14 +217,14 @@ class Losses:
     def _forget(self) -> None:
         self._seen = self._steps = self._skipped = 0
         self._bad: Any = 0
-        self._sum: Any = 0.0
+        self.sum: Any = 0.0  # of the good ones
 
     def saw(self, loss: Tensor) -> None:
         """One of a micro-batch; nothing is read from the device here."""
         is_bad = ~torch.isfinite(loss)
         self._seen += 1
         self._bad = self._bad + is_bad
-        self._sum = self._sum + loss.masked_fill(is_bad, 0.0)
+        self.sum = self.sum + loss.masked_fill(is_bad, 0.0)
 
     def step_ended(self, *, is_good: bool) -> None:
         self._steps += 1
@@ -229,4 +245,4 @@ class Losses:
         """Of the good losses, for a whole step; NaN without any."""
         if not good or not self._steps:
             return math.nan
-        return float(self._sum) / good * self._seen / self._steps
+        return float(self.sum) / good * self._seen / self._steps

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ _WRAPPERS = {
     "OptimizedModule",
     "FullyShardedDataParallel",
 }
+
+_KEPT: ContextVar[list[nn.Module] | None] = ContextVar("stayfinite_modules", default=None)
 
 
 class Names:
@@ -61,8 +65,25 @@ class Names:
         return owners[0] if owners else None
 
 
+@contextlib.contextmanager
+def one_look() -> Iterator[None]:
+    """A block, such as one incident, in which the living modules are looked for only once."""
+    token = None if _KEPT.get() is not None else _KEPT.set([])
+    try:
+        yield
+    finally:
+        if token is not None:
+            _KEPT.reset(token)
+
+
 def _living_modules() -> list[nn.Module]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    kept = _KEPT.get()
+    if kept:
+        return kept
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    if kept is not None:
+        kept += found
+    return found
 
 
 def _children(module: nn.Module, kind: str) -> list[tuple[str, Any]]:

@@ -59,6 +59,8 @@ def _meaning(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site
         return "checkpoint", event.site.place, Site(None)
     if event.facts.get("is_parameter"):
         return "init", event.site.place, event.site
+    if event.phase != "data":  # computed, and changed by no operation
+        return event.phase, event.site.place, event.site
     entered = next((hop for hop in hops[1:] if hop.site.entry is not None), None)
     if entered is not None and event.site.entry is None:
         return "data", entered.site.entry, Site(None)

@@ -17,16 +17,10 @@ from stayfinite.detect import walk
 from stayfinite.detect.parts import unwrapped
 from stayfinite.detect.scan import classify, summarize
 from stayfinite.detect.veto import StepAside
+from stayfinite.locate.arrivals import Arrivals
 from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, Site
-from stayfinite.locate.kinds import (
-    holds,
-    is_mask,
-    kind_of_event,
-    read_for,
-    wait_for,
-    written_by,
-)
+from stayfinite.locate.kinds import holds, is_mask, kind_of_event, read_for, wait_for, written_by
 from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in
 from stayfinite.locate.provenance import Provenance
 from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
@@ -51,6 +45,7 @@ class Tracer(TorchDispatchMode):
         self.is_paused = False
         self.count = 0
         self.nodes = NodeSites()
+        self._arrivals = Arrivals(self.nodes)
         self._infos: dict[Any, OpInfo] = {}
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
@@ -106,6 +101,7 @@ class Tracer(TorchDispatchMode):
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         self._entry = user_place(sys._getframe(2))
+        self._arrivals.entered(module)
         with self.paused():
             for path, tensor in walk.named_tensors(args, "inputs"):
                 self._past.entered(tensor, path)
@@ -248,10 +244,13 @@ class Tracer(TorchDispatchMode):
         raw, label = self._past.unwritten(tensor), self._past.labels.get(tensor)
         kind: HopKind = "foreign" if raw is None else "allocation"
         phase: Phase = "init" if raw else "checkpoint" if label else "data"
+        site = raw or site
+        if phase == "data" and (arrival := self._arrivals.of(tensor)) is not None:
+            phase, site = arrival
         summary = summarize(label or self._past.names.get(tensor) or "value", tensor)
         if kind == "foreign" and is_mask(summary):
             kind = "constant"
-        event = self._event(kind, "", phase, raw or site, summary.nan_type, None, ())
+        event = self._event(kind, "", phase, site, summary.nan_type, None, ())
         event.outputs = (summary,)
         is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         event.facts = {"is_parameter": is_parameter, "label": label}

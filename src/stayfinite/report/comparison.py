@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,14 @@ class Comparison:
     changes: tuple[Change, ...]
 
 
-def compare(before: Run, after: Run) -> Comparison:
+def compare(
+    before: Run, after: Run, *, summarise: Callable[[Run], RunSummary] = summary_of
+) -> Comparison:
     """What became of the first run in the second."""
     return Comparison(
         before=str(before.path),
         after=str(after.path),
-        lines=tuple(_lines(summary_of(before), summary_of(after))),
+        lines=tuple(_lines(summarise(before), summarise(after))),
         changes=tuple(_changes(before, after)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import random
@@ -48,8 +49,18 @@ def show(incident: Incident) -> None:
     state = random.getstate()  # which rich draws from, even when it is loaded
     from stayfinite.report.terminal import show
 
-    show(incident)
+    with _beside_bars():
+        show(incident)
     random.setstate(state)
+
+
+def _beside_bars() -> contextlib.AbstractContextManager[None]:
+    """A block whose output does not begin in the middle of a progress bar of tqdm."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None:
+        return contextlib.nullcontext()
+    beside: contextlib.AbstractContextManager[None] = bars.external_write_mode(file=sys.stderr)
+    return beside
 
 
 def tell_trackers(incident: Incident) -> None:

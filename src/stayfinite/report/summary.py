@@ -76,7 +76,7 @@ class RunSummary:
 def summary_of(run: Run) -> RunSummary:
     """The run as it is recorded now."""
     series = run.series
-    rows = tuple(_row(incident) for incident in run.incidents)
+    rows = tuple(incident_row(incident) for incident in run.incidents)
     everyone = [each for rank in run.ranks for each in rank.series.values()]
     skipped = max((sum(each["skipped"]) for each in everyone), default=0)
     terms = {name: found for name, column in series.terms.items() if (found := spread(column))}
@@ -140,7 +140,7 @@ def _size(norm: float | None) -> float:
     return math.inf if math.isnan(norm) else norm
 
 
-def _row(incident: Any) -> Row:
+def incident_row(incident: Any) -> Row:
     origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome
     line = f"{origin.file}:{origin.line}" if origin and origin.file else None
     done = outcome and ": ".join(part for part in (outcome.strategy, outcome.detail) if part)

@@ -69,10 +69,14 @@ def moment(seconds: float) -> str:
 
 def headline(incident: Incident) -> str:
     """What went bad, when, and where it was noticed."""
+    seen = f" in {noticed(incident)}" if any(each.has_nan for each in incident.reports) else ""
+    return f"{seen_kind(incident)} at step {incident.step}{on_rank(incident)}{seen}"
+
+
+def seen_kind(incident: Incident) -> str:
+    """Which kind was noticed; if that is not known, which was born."""
     bad = [report for report in incident.reports if report.has_nan]
-    kind = KINDS[bad[0].nan_type] if bad else made_kind(incident)
-    seen = f" in {noticed(incident)}" if bad else ""
-    return f"{kind} at step {incident.step}{on_rank(incident)}{seen}"
+    return KINDS[bad[0].nan_type] if bad else made_kind(incident)
 
 
 def noticed(incident: Incident) -> str:
@@ -149,11 +153,13 @@ def birth(incident: Incident, origin: Origin) -> str:
         return f"{made} in the backward pass of {_forward_op(origin)}"
     if origin.phase in ("forward", "distributed"):
         return f"{made} here{_from(origin.inputs)}"
-    return f"{made if op else f'{kind} found'} {PLACES[origin.phase]}"
+    return f"{made} {PLACES[origin.phase]}"
 
 
 def _made(op: str, kind: str, adverb: str) -> str:
-    return f"{op} {adverb}made {kind}" if op else f"{kind} {adverb}made"
+    if op:
+        return f"{op} {adverb}made {kind}"
+    return f"{kind} {adverb}made" if adverb else f"{kind} found"
 
 
 def _from(inputs: tuple[TensorSummary, ...]) -> str:

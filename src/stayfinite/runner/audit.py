@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from stayfinite.errors import TrainingAbortedError
 from stayfinite.runner.aside import step_aside
 from stayfinite.runner.plan import VARIABLE, ours
 
@@ -22,11 +23,22 @@ _LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0", "::ffff:127.")
 
 
 class Audit:
-    """Collects the effects of this process; `on_first` is called when there is a first one."""
+    """Collects the effects of this process; `on_first` is called when there is a first one.
 
-    def __init__(self, *, keep: tuple[str, ...], on_first: Callable[[], None]) -> None:
+    `before_change` is called before a file or folder is changed, and may forbid it by a
+    TrainingAbortedError.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: tuple[str, ...],
+        on_first: Callable[[], None],
+        before_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.effects: list[str] = []
         self._on_first = on_first
+        self._before_change = before_change
         self._made: set[str] = set()
         self._temporary = _temporary_folders()
         self._keep = tuple(
@@ -44,7 +56,7 @@ class Audit:
             "os.symlink": lambda source, target, *_: self._renamed(target, target),
             "os.remove": self._removed,
             "os.rmdir": self._removed,
-            "os.mkdir": lambda path, mode, fd: self._changed("made", path, fd),
+            "os.mkdir": self._made_folder,
             "os.truncate": lambda path, *_: self._changed("truncated", path),
             "sqlite3.connect": self._connected_database,
             "socket.connect": self._connected,
@@ -61,6 +73,8 @@ class Audit:
             if judge is not None and not getattr(ours, "is_writing", False):
                 try:
                     judge(*args)  # type: ignore[operator]
+                except TrainingAbortedError:
+                    raise
                 except Exception:
                     self._note(f"did something that could not be judged ({event})")
 
@@ -80,6 +94,10 @@ class Audit:
     def _renamed(self, source: Any, target: Any, *fds: int) -> None:
         self._changed("renamed", source, *fds[:1])
         self._changed("renamed", target, *fds[1:2])
+
+    def _made_folder(self, path: Any, mode: int, fd: int = -1) -> None:
+        if not os.path.lexists(self._full(os.fsdecode(path), fd)):  # else nothing will come of it
+            self._changed("made", path, fd)
 
     def _removed(self, path: Any, fd: int = -1) -> None:
         self._changed("deleted", path, fd)
@@ -101,7 +119,10 @@ class Audit:
     def _changed(self, what: str, path: Any, fd: int = -1) -> None:
         if not isinstance(path, int):
             full = self._full(os.fsdecode(path), fd)
-            if not self.is_temporary(full) and not self._is_of_this_run(full):
+            if self.is_temporary(full):
+                return
+            self._before_change()
+            if not self._is_of_this_run(full):
                 self._note(f"{what} {full}")
 
     def _full(self, path: str, fd: int) -> str:

@@ -101,6 +101,17 @@ def watch_threads() -> None:
     threading.excepthook = excepthook
 
 
+def watch_unraisable() -> None:
+    """Keep our own stop from being printed where it can go no further: in `__del__`, at exit."""
+    theirs = sys.unraisablehook
+
+    def unraisablehook(unraisable: sys.UnraisableHookArgs) -> None:
+        if not is_ours(unraisable.exc_value):
+            theirs(unraisable)
+
+    sys.unraisablehook = unraisablehook
+
+
 def watch_sudden_exit(finish: Callable[[Ending], int]) -> None:
     """Have `finish` run, and give the exit code, when the script calls `os._exit`."""
     theirs = os._exit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -11,25 +12,40 @@ from stayfinite.errors import TrainingAbortedError
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import RunResult, from_data, to_data
 from stayfinite.runner.aside import step_aside
+from stayfinite.runner.audit import Audit
+from stayfinite.runner.ending import watch_unraisable
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.peers import end_peers_soon
 from stayfinite.runner.plan import Plan, write_atomically
+from stayfinite.runner.unheard import note_native_writers
 from stayfinite.runner.watch import Watch
 
 if TYPE_CHECKING:
     from stayfinite.prevent.preflight.script import ScriptRehearsal
 
+_NO_ERROR = "preflight has seen the first step; this is not an error."
+
 
 class RehearsalWatch(Watch):
-    """Ends the script when it is about to make its second update, and leaves its risks on disk."""
+    """Ends the script when it is about to make its second update, and leaves its risks on disk.
+
+    If it is about to change a file after its first update, that is its end too: a checkpoint of a
+    model with one update must not take the place of a good one.
+    """
 
     def __init__(self, plan: Plan, *, key: str) -> None:
         super().__init__(plan, key=key)
         self._script: ScriptRehearsal | None = None
         self._is_over = self._has_written = False
+        self._thread = threading.get_ident()
+        keep = (os.getcwd(), str(plan.guard.get("folder") or os.getcwd()))
+        self.audit = Audit(keep=keep, on_first=lambda: None, before_change=self._keep_files)
 
     def start(self) -> None:
-        """Attach to torch as soon as the script imports it."""
+        """Attach to this process, and to torch as soon as the script imports it."""
+        self.audit.install()
+        note_native_writers(self.audit)
+        watch_unraisable()
         after_import("torch", self._attach)
 
     @property
@@ -57,6 +73,16 @@ class RehearsalWatch(Watch):
             folder = self.plan.guard.get("folder")
             self._script = ScriptRehearsal(folder=folder, enough=self._enough)
             self._script.attach()
+            self._thread = threading.get_ident()
+
+    def _keep_files(self) -> None:
+        if self.is_muted or self._has_ended or self._script is None:
+            return
+        if not (self._is_over or self._script.has_trained):
+            return
+        if threading.get_ident() != self._thread:  # the rehearsal cannot be ended from there
+            raise TrainingAbortedError(_NO_ERROR)
+        self._enough()
 
     def _enough(self) -> None:
         self._is_over = True
@@ -65,7 +91,7 @@ class RehearsalWatch(Watch):
         with step_aside("noting the end"):
             self.save()
             end_peers_soon(self)
-        raise TrainingAbortedError("preflight has seen the first step; this is not an error.")
+        raise TrainingAbortedError(_NO_ERROR)
 
     def _write(self) -> None:
         script = self._script

@@ -14,6 +14,7 @@ from stayfinite.records import Incident, RunResult, from_data
 from stayfinite.runner import tree
 from stayfinite.runner.aside import step_aside
 from stayfinite.runner.audit import Audit
+from stayfinite.runner.frameworks import join_frameworks
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.recording import recorder_of
@@ -22,6 +23,7 @@ from stayfinite.runner.unheard import note_native_writers, note_stdin
 
 if TYPE_CHECKING:
     from stayfinite.guard import Guard
+    from stayfinite.guard.post import Post
     from stayfinite.guard.recording import Recorder
 
 Listener = Callable[["Watch", Incident], None]
@@ -33,7 +35,7 @@ class Watch:
     def __init__(self, plan: Plan, *, key: str) -> None:
         self.plan, self.key = plan, key
         self.pid = os.getpid()
-        self.guard: Guard | None = None
+        self._post: Post | None = None
         self.recorder: Recorder | None = None
         self.listeners: list[Listener] = []
         self.in_group = False
@@ -53,6 +55,11 @@ class Watch:
             note_native_writers(self.audit)
             note_stdin(self.audit)
         after_import("torch", self._attach)
+
+    @property
+    def guard(self) -> Guard | None:
+        """Who watches here now; None before torch is there."""
+        return None if self._post is None else self._post.guard
 
     @property
     def has_stopped(self) -> bool:
@@ -109,10 +116,10 @@ class Watch:
             return
         self._has_ended = True
         with step_aside("closing the guard"):
-            if self.guard is not None and not self.is_muted:
-                self.guard.close()
+            if self._post is not None and not self.is_muted:
+                self._post.close()
                 if self.recorder is not None:
-                    self.recorder.end(is_finite=not self.guard.incidents)
+                    self.recorder.end(is_finite=not self._post.guard.incidents)
             if self._has_saved or (self.guard is not None and not self.is_muted):
                 self.save()
 
@@ -126,8 +133,8 @@ class Watch:
     def mute(self) -> None:
         """Report nothing from this process; what it changes is still noted."""
         self.is_muted = True
-        if self.guard is not None:
-            self.guard.close()
+        if self._post is not None:
+            self._post.close()
 
     def after_fork(self) -> None:
         """Become the watch of a forked child: its own record, nothing of the parent's."""
@@ -138,27 +145,24 @@ class Watch:
         self.seeds.forget_key()
         if self.guard is not None:
             self.guard.after_fork()
-            self.recorder = recorder_of(self.plan)
-            if self.recorder is not None:
-                self.guard.record_with(self.recorder)
+            self._begin_record(self.guard)
 
     def _attach(self, torch: ModuleType) -> None:
         from stayfinite.guard import Guard, GuardSettings
+        from stayfinite.guard.post import Post
 
         if self.is_muted:
             return
+        guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
+        self._post = Post(guard, _attach_guard)
+        self._begin_record(guard)
+        if self.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
+            join_frameworks()
+
+    def _begin_record(self, guard: Guard) -> None:
         with step_aside("recording the run"):
             self.recorder = recorder_of(self.plan)
-        guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
-        if guard.settings.on_nan == "recover":
-            from stayfinite.guard.discover import recover_everything
-
-            guard.attach(recover_everything(guard))
-        else:
-            guard.attach()
-        if self.recorder is not None:
-            guard.record_with(self.recorder)
-        self.guard = guard
+            guard.evidence.on_step = None if self.recorder is None else self.recorder.stepped
 
     def _heard(self, incident: Incident) -> None:
         if self.is_muted:
@@ -179,6 +183,12 @@ class Watch:
         if incident.rank or not self._rank:
             return incident
         return dataclasses.replace(incident, rank=self._rank)
+
+
+def _attach_guard(guard: Guard) -> None:
+    from stayfinite.guard.discover import recover_everything
+
+    guard.attach(*([recover_everything(guard)] if guard.settings.on_nan == "recover" else ()))
 
 
 def rank() -> int:

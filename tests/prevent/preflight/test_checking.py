@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import stayfinite.prevent.preflight.checking as checking
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.preflight.checking import preflight
+from stayfinite.prevent.preflight.checks.rising import Losses, rising_risks
 from stayfinite.prevent.risks import LEVELS, Risk
 
 
@@ -84,6 +86,44 @@ def test_optimizers_that_will_fail(optimizer: Any, cause: str) -> None:
     assert causes(found) == [cause]
 
 
+def test_the_rate_at_the_end_of_a_warm_up_counts_for_adam() -> None:
+    def found(rate: float) -> list[Risk]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert optimizer.param_groups[0]["lr"] == 0
+        return preflight(model, optimizer, batch(), functional.cross_entropy)
+
+    assert found(1e-2) == []
+    (risk,) = found(1.0)
+    assert (risk.level, risk.cause) == ("medium", "lr_too_high")
+    assert risk.what.endswith("the learning rate is too high where its warm-up ends.")
+
+
+def test_one_small_layer_does_not_make_a_rate_too_high() -> None:
+    model = net()
+    nn.init.normal_(model[2].weight, std=5e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    assert causes(preflight(model, optimizer, batch(), functional.cross_entropy)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([2.0, 3.0], [16.0], True),
+        ([2.0, 3.0], [14.0], False),
+        ([-0.1], [2.0], False),
+        ([2.0], [], False),
+        ([], [2.0], False),
+    ],
+)
+def test_a_loss_that_jumps_after_one_update_is_a_risk(
+    before: list[float], after: list[float], expected: bool
+) -> None:
+    found = rising_risks({"train.py:7": Losses(before=before, after=after)})
+    assert bool(found) == expected
+
+
 def test_an_eps_that_float16_loses_is_a_risk() -> None:
     model = net().half()
     assert causes(preflight(model, torch.optim.AdamW(model.parameters()))) == ["optimizer_eps"]
@@ -135,6 +175,18 @@ def test_labels_that_are_all_ignored_are_a_risk() -> None:
     found = preflight(net(), None, (x, torch.full_like(y, -100)), functional.cross_entropy)
     assert found[0].level == "high"
     assert "bad_label" in causes(found)
+
+
+def test_an_empty_batch_is_a_risk_and_no_error() -> None:
+    found = preflight(net(), None, batch(0), functional.cross_entropy)
+    assert found[0].level == "high"
+
+
+def test_complex_weights_are_looked_at_without_a_warning() -> None:
+    model = nn.Linear(8, 4, dtype=torch.cfloat)
+    x = batch()[0].to(torch.cfloat)
+    found = preflight(model, None, (x, x), lambda out, _: out.abs().square().sum())
+    assert causes(found) == []
 
 
 def test_nan_in_the_batch_is_a_risk_if_the_loss_sees_it() -> None:
@@ -234,6 +286,10 @@ def test_compiled_models_are_looked_into() -> None:
         ({"model": "model"}, InputError, "it must be a torch.nn.Module"),
         ({"model": net(), "optimizer": 3}, InputError, "it must be a torch.optim.Optimizer"),
         ({"model": net(), "precision": "half"}, ConfigError, "fp32, fp16, bf16"),
+        ({"model": net(), "batch": DataLoader(batch()[0])}, InputError, "give one batch of it"),
+        ({"model": net(), "batch": iter([batch()])}, InputError, "give one batch of it"),
+        ({"model": nn.LazyLinear(3), "batch": batch()[0]}, InputError, "lazy parameters"),
+        ({"model": nn.Linear(3, 3, device="meta")}, InputError, "meta device"),
     ],
 )
 def test_what_it_does_not_accept(given: Any, error: type[Exception], words: str) -> None:

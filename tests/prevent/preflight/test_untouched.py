@@ -100,6 +100,24 @@ def test_nothing_is_changed_when_the_loss_is_not_finite() -> None:
     assert everything(model, optimizer, batch) == before
 
 
+def test_what_only_the_loss_function_knows_is_unchanged() -> None:
+    model, optimizer, batch = job()
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    shift = torch.zeros(3, requires_grad=True)
+    critic[0].weight.grad = gradient = torch.ones(4, 3)
+    before = [plain(value) for value in critic.state_dict().values()]
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(out + shift, target) + critic(out).square().mean()
+
+    preflight(model, optimizer, batch, loss)
+    assert [plain(value) for value in critic.state_dict().values()] == before
+    assert critic[0].weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(4, 3))
+    assert shift.grad is None
+    assert critic[2].weight.grad is None
+
+
 def test_training_goes_on_as_if_there_had_been_none() -> None:
     def trained(look: bool) -> dict[str, Any]:
         model, optimizer, (x, y) = job()

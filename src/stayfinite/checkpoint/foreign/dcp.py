@@ -76,9 +76,9 @@ def is_dcp_folder(path: Path) -> bool:
 
 def read_dcp(path: Path) -> dict[str, Any]:
     """The saved dict with whole tensors, put together from the parts of all ranks."""
-    _require_whole(_metadata_of(path))
     state: dict[str, Any] = {}
     try:
+        _require_whole(_metadata_of(path))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there is known
             _load_state_dict(state, storage_reader=_Reader(path), planner=_Planner(), no_dist=True)

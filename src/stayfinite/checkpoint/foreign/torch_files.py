@@ -41,7 +41,7 @@ def read_torch(path: Path, reading: Reading) -> tuple[Any, list[Problem]]:
 
     torch.load itself does not look at the checksums that torch.save wrote.
     """
-    is_zip = zipfile.is_zipfile(path)
+    is_zip = _is_zip(path)
     problems = _damaged_records(path, reading.progress) if is_zip else []
     try:
         with warnings.catch_warnings():
@@ -56,6 +56,13 @@ def read_torch(path: Path, reading: Reading) -> tuple[Any, list[Problem]]:
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(f"torch.load fails: {_first_line(error)}") from error
     return tree, problems
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of what it takes for an archive on several disks
+        return False
 
 
 def _unsafe(error: Exception) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.locate.replay import LossFunction, call, loss_of
@@ -17,11 +20,11 @@ from stayfinite.locate.source import user_place
 from stayfinite.prevent.data.batch import batch_risks
 from stayfinite.prevent.preflight.checks.optimizers import optimizer_risks
 from stayfinite.prevent.preflight.eager import eager, quiet_about_hooks
+from stayfinite.prevent.preflight.keeping import Keeper
 from stayfinite.prevent.preflight.merging import lowered, proven, said_once
 from stayfinite.prevent.preflight.probe import changed, loss_run, probe
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
 from stayfinite.prevent.risks import Risk, ranked
-from stayfinite.snapshot import Snapshot
 
 Precision = Literal["fp32", "fp16", "bf16"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -53,31 +56,46 @@ def preflight(
     _require(model, optimizer, precision)
     if batch is None:
         return _at_rest(model, optimizer)
+    _require_one_batch(model, batch)
     modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    snapshot = Snapshot(modules)
-    rehearsal = Rehearsal(folder=os.getcwd(), outside=user_place(sys._getframe(1)))
+    keeper = Keeper(modules)
+    rehearsal = Rehearsal(
+        folder=os.getcwd(), outside=user_place(sys._getframe(1)), on_new=keeper.add_module
+    )
     own = changed(batch, torch.clone)
     try:
         model.train()
-        of_batch = _rehearse(rehearsal, model, optimizer, own, loss_fn, precision)
+        of_batch = _rehearse(rehearsal, keeper, model, optimizer, own, loss_fn, precision)
         found = [*rehearsal.risks(), *of_batch]
-        snapshot.restore()
+        keeper.restore()
         model.train()
         edges = _probed(rehearsal, modules, own, loss_fn, precision)
     finally:
-        snapshot.restore()
+        keeper.restore()
     return ranked(said_once(proven(found, edges)))
 
 
 def _require(model: Any, optimizer: Any, precision: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("model is scripted, and nothing is seen inside; give the module itself.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("model is on the meta device, where weights have no values.")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise InputError(f"optimizer is a {kind}; it must be a torch.optim.Optimizer, or None.")
     known = get_args(Precision)
     if precision is not None and precision not in known:
         raise ConfigError(f"precision is {precision!r}; it must be one of {', '.join(known)}.")
+
+
+def _require_one_batch(model: nn.Module, batch: Any) -> None:
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise InputError("model has lazy parameters; call it once, so that they get their shapes.")
+    if isinstance(batch, DataLoader | Iterator):
+        kind = type(batch).__name__
+        raise InputError(f"batch is a {kind}; give one batch of it: `next(iter(loader))`.")
 
 
 def _at_rest(model: nn.Module, optimizer: Optimizer | None) -> list[Risk]:
@@ -91,6 +109,7 @@ def _at_rest(model: nn.Module, optimizer: Optimizer | None) -> list[Risk]:
 
 def _rehearse(
     rehearsal: Rehearsal,
+    keeper: Keeper,
     model: nn.Module,
     optimizer: Optimizer | None,
     batch: Any,
@@ -122,6 +141,8 @@ def _rehearse(
                 raise
         rehearsal.going_back([loss], None)
         if loss.requires_grad:
+            with rehearsal.recorder.paused():
+                keeper.add_leaves(loss)
             loss.backward()
             rehearsal.went_back()
         if optimizer is not None:

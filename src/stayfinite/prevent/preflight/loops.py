@@ -49,7 +49,7 @@ class Loops:
             if known is None or not is_turn:
                 known = self._by_weight[id(weight)] = Loop(site, made)
             known.latest = made
-            known.sizes.append(float(out.detach().double().square().mean().sqrt()))
+            known.sizes.append(float(out.detach().abs().double().square().mean().sqrt()))
 
     def growing(self) -> list[Loop]:
         return list(self._by_weight.values())

@@ -113,7 +113,7 @@ def reduced(args: Sequence[Any]) -> Facts:
 def columns(args: Sequence[Any]) -> Facts:
     """The sizes of the columns that go into a layer."""
     values = next((a for a in args if isinstance(a, Tensor) and a.dim() >= 2), None)
-    if values is None or not values.is_floating_point():
+    if values is None or not values.is_floating_point() or not values.numel():
         return {}
     table = values.movedim(1, -1).reshape(-1, values.shape[1]).double()
     rms = torch.nan_to_num(table, posinf=0.0, neginf=0.0).square().mean(0).sqrt()

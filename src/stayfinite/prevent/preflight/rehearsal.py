@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from stayfinite.prevent.preflight.checks.judging import line_risks
 from stayfinite.prevent.preflight.checks.lines import other_line_risks
 from stayfinite.prevent.preflight.checks.optimizers import optimizer_risks
 from stayfinite.prevent.preflight.checks.present import present_risk
+from stayfinite.prevent.preflight.checks.rising import Losses, rising_risks
 from stayfinite.prevent.preflight.checks.scaling import Clip, Scaling, scaling_risks
 from stayfinite.prevent.preflight.checks.stacks import stack_risks
 from stayfinite.prevent.preflight.checks.weights import weight_risks
@@ -36,10 +38,18 @@ class Rehearsal:
     """What was seen of the first steps; told by hooks in a script, or by preflight() itself.
 
     Use it inside `with rehearsal.recorder:`. `folder` is what files are named relative to, and
-    `outside` the place from which all is called, which is no answer to where.
+    `outside` the place from which all is called, which is no answer to where. `on_new` is told of
+    each top-level module before its first call.
     """
 
-    def __init__(self, *, folder: str | None, outside: Place | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        folder: str | None,
+        outside: Place | None = None,
+        on_new: Callable[[nn.Module], None] = lambda module: None,
+    ) -> None:
+        self._on_new = on_new
         self.recorder = Recorder(on_enter=self.entered)
         self.scene = Scene(folder, outside=outside)
         self.scaling = Scaling()
@@ -49,12 +59,14 @@ class Rehearsal:
         self._roots: list[Reach] = []
         self._risks: list[Risk] = []
         self._of_data: list[Risk] = []
+        self._losses: dict[str, Losses] = {}
 
     def entered(self, module: nn.Module, args: Any) -> None:
         """A top-level module is called."""
         if any(known is module for known in self.modules):
             return
         self.modules.append(module)
+        self._on_new(module)
         if module.training and torch.is_grad_enabled() and not _in_transform():
             self.calls.append(Called.now(module, args))
         self._risks += [*weight_risks(module), *stack_risks(module)]
@@ -68,9 +80,21 @@ class Rehearsal:
             reaches = [self.recorder.reach(root) for root in plain]
             self._note_bad("The loss", plain)
         self._roots += reaches
-        scaling = self.scaling
-        scaling.backward_at = scaling.backward_at or self.scene.line(Site(place))
+        scaling, line = self.scaling, self.scene.line(Site(place))
+        scaling.backward_at = scaling.backward_at or line
+        self._note_losses(line, plain)
         scaling.scales_itself |= any(reach.op == "mul" for reach in reaches)
+
+    def _note_losses(self, line: str, roots: Sequence[Tensor]) -> None:
+        seen = self._losses.setdefault(line, Losses())
+        values = seen.after if self.recorder.lap else seen.before
+        with self.recorder.paused():
+            sizes = [
+                float(root.detach())
+                for root in roots
+                if root.numel() == 1 and not root.is_complex()
+            ]
+        values += [size / (self.scaling.scale or 1.0) for size in sizes if math.isfinite(size)]
 
     def went_back(self) -> None:
         """A backward pass is over."""
@@ -130,6 +154,7 @@ class Rehearsal:
             *line_risks(self.recorder.uses, self._roots, self.scene),
             *other_line_risks(self.recorder, self.scene),
             *scaling_risks(self.scaling),
+            *rising_risks(self._losses),
             *self._risks,
             *self.data_risks(),
         ]

@@ -86,6 +86,11 @@ class ScriptRehearsal:
         """Updates that were begun; without an optimizer, backward passes."""
         return self._updates or self._passes
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether an update was begun; without an optimizer, whether a backward pass is over."""
+        return bool(self._updates) or bool(self._passes and not _optimizers_live())
+
     def risks(self) -> list[Risk]:
         """All that was found, the worst first; call it after `detach`."""
         found, edges = self.rehearsal.risks(), []

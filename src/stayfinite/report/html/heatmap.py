@@ -38,7 +38,8 @@ class HeatMap:
 def heat_map(series: Series) -> HeatMap | None:
     """None without samples of the gradients."""
     samples = list(_stretches(series.samples))
-    names = list(dict.fromkeys(name for stretch in samples for name in stretch[-1].layers))
+    known = [layers for layers, _ in groupby(series.samples, key=lambda sample: sample.layers)]
+    names = list(dict.fromkeys(name for layers in known for name in layers))
     if not names:
         return None
     groups = _groups(names)
@@ -47,7 +48,7 @@ def heat_map(series: Series) -> HeatMap | None:
     sizes = [each for row in grid for each in row if each is not None and math.isfinite(each)]
     low, high = (min(sizes), max(sizes)) if sizes else (0.0, 0.0)
     levels = [[_level(each, low, high) for each in row] for row in grid]
-    steps = [stretch[-1].step for stretch in samples]
+    steps = [stretch[0].step for stretch in samples]
     return HeatMap(
         picture=_picture(labels, grid, levels),
         rows=tuple(labels),
@@ -79,25 +80,28 @@ def _groups(names: list[str]) -> dict[str, str]:
 
 def _grid(stretches: list[Sequence[Sample]], groups: dict[str, str], labels: list[str]) -> Grid:
     """Of each row the decimal logarithms of its largest norms; None where there is none."""
+    row_of = {label: at for at, label in enumerate(labels)}
     columns = []
     for stretch in stretches:
-        largest: dict[str, float] = {}
-        for sample in stretch:
-            for name, norm in zip(sample.layers, sample.norms, strict=True):
-                if norm is not None:
-                    row = groups.get(name, name)
-                    largest[row] = max(largest.get(row, 0.0), _size(norm))
-        columns.append([_log(largest.get(label)) for label in labels])
+        largest = [0.0] * len(labels)
+        for layers, same in groupby(stretch, key=lambda sample: sample.layers):
+            peaks = map(max, zip(*(_sizes(sample.norms) for sample in same), strict=True))
+            for name, peak in zip(layers, peaks, strict=True):
+                at = row_of[groups[name]]
+                largest[at] = max(largest[at], peak)
+        columns.append([_log(size) for size in largest])
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _size(norm: float) -> float:
-    return norm if math.isfinite(norm) else math.inf
+def _sizes(norms: list[float | None]) -> list[float]:
+    """One that is not known is 0, one that is not finite infinite."""
+    known = [0.0 if norm is None else norm for norm in norms]
+    return [math.inf if math.isnan(norm) else norm for norm in known]
 
 
-def _log(norm: float | None) -> float | None:
+def _log(norm: float) -> float | None:
     """A norm of 0 has no logarithm, and no colour."""
-    return math.log10(norm) if norm else None
+    return math.log10(norm) if norm > 0 else None
 
 
 def _level(size: float | None, low: float, high: float) -> int | None:
@@ -148,7 +152,7 @@ def _labels(steps: list[int]) -> tuple[Label, ...]:
     if len(steps) < 2:
         return (Label(at=50, text=short(steps[0])),)
     labels = {}
-    for number in round_numbers(steps[0], steps[-1]):
+    for number in round_numbers(steps[0], steps[-1], 6):
         column = next(at for at, step in enumerate(steps) if step >= number - 1e-9)
         labels[column] = short(steps[column])
     return tuple(Label(at=100 * (at + 0.5) / len(steps), text=t) for at, t in labels.items())

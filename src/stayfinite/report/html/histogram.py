@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 from markupsafe import Markup
 
@@ -12,6 +13,7 @@ from stayfinite.report.wording import count
 
 _MOST_BARS = 56
 _NEAR = 18  # percent: two labels would touch
+_ROOM, _WIDEST = 95.0, 160.0  # units for a bar with a name, and for any
 _LARGEST = {
     "float64": 1.7976931348623157e308,
     "float32": 3.4028234663852886e38,
@@ -30,27 +32,25 @@ def histogram(tensor: TensorSummary) -> Plot | None:
     bars = _finite_bars(tensor) + _bad_bars(tensor)
     if not bars:
         return None
-    wide, most = WIDTH / len(bars), max(number for _, number, _ in bars)
-    pieces = [_bar(bar, at * wide, wide, most) for at, bar in enumerate(bars) if bar[1]]
+    places, most = _places(bars), max(number for _, number, _ in bars)
+    pieces = [_bar(bar, *place, most) for bar, place in zip(bars, places, strict=True) if bar[1]]
     said = "how many values have which size: " + "; ".join(
         f"{number} {what}" for _, number, what in bars if number
     )
     return Plot(
         name="values by size",
         picture=plot(pieces, said=said),
-        across=_labels(bars),
-        note=headroom(tensor),
+        across=_labels(bars, places),
     )
 
 
-def headroom(tensor: TensorSummary) -> str:
-    """How far the largest value is from the end of its dtype; empty where that is not known."""
+def doublings_left(tensor: TensorSummary) -> str:
+    """How often the largest value can double before its dtype ends; "-" where that is unknown."""
     end = _LARGEST.get(tensor.dtype.removeprefix("torch."))
     largest = max(abs(tensor.min or 0.0), abs(tensor.max or 0.0))
     if end is None or not largest or not math.isfinite(largest):
-        return ""
-    left = math.log2(end) - math.log2(largest)
-    return f"{left:.1f} doublings below the largest {tensor.dtype.removeprefix('torch.')}"
+        return "-"
+    return f"{math.log2(end) - math.log2(largest):.1f}"
 
 
 def _finite_bars(tensor: TensorSummary) -> list[Bar]:
@@ -97,6 +97,16 @@ def _bad_bars(tensor: TensorSummary) -> list[Bar]:
     return [("", 0, ""), *bars] if bars and tensor.histogram else bars
 
 
+def _places(bars: list[Bar]) -> list[tuple[float, float]]:
+    """Left side and width of each bar; those that are not finite get room for their names."""
+    bad = sum(kind == "sf-badbar" for kind, _, _ in bars)
+    wide = min(WIDTH / len(bars), _WIDEST)
+    if bad and wide < _ROOM:
+        wide = (WIDTH - bad * _ROOM) / (len(bars) - bad)
+    widths = [max(wide, _ROOM) if kind == "sf-badbar" else wide for kind, _, _ in bars]
+    return list(zip(accumulate(widths, initial=0.0), widths, strict=False))
+
+
 def _bar(bar: Bar, left: float, wide: float, most: int) -> Markup:
     kind, number, what = bar
     high = max(HEIGHT * number / most, 2.0)  # one of a million is seen, too
@@ -106,17 +116,14 @@ def _bar(bar: Bar, left: float, wide: float, most: int) -> Markup:
     return tag("rect", said, class_=kind, **words)
 
 
-def _labels(bars: list[Bar]) -> tuple[Label, ...]:
+def _labels(bars: list[Bar], places: list[tuple[float, float]]) -> tuple[Label, ...]:
     """Names of what is not finite, zero, and the ends of the rest where there is room for them."""
-    wide, names = 100 / len(bars), {"sf-zero": "0"}
-    shown = {at: bar[2] for at, bar in enumerate(bars) if bar[0] == "sf-badbar"}
-    shown |= {at: names[bar[0]] for at, bar in enumerate(bars) if bar[0] in names}
+    middles = [100 * (left + wide / 2) / WIDTH for left, wide in places]
+    shown = {middles[at]: bar[2] for at, bar in enumerate(bars) if bar[0] == "sf-badbar"}
+    shown |= {middles[at]: "0" for at, bar in enumerate(bars) if bar[0] == "sf-zero"}
     plain = [at for at, bar in enumerate(bars) if bar[0] == "sf-bar"]
-    ends = {}
-    if plain:
-        ends[plain[-1]] = bars[plain[-1]][2].split(" to ")[-1]
-        ends[plain[0]] = bars[plain[0]][2].split(" to ")[0]
-    for at, text in ends.items():
-        if all(abs(at - other) * wide > _NEAR for other in shown):
-            shown[at] = text
-    return tuple(Label(at=wide * (at + 0.5), text=text) for at, text in sorted(shown.items()))
+    ends = [(plain[-1], -1), (plain[0], 0)] if plain else []
+    for at, side in ends:
+        if all(abs(middles[at] - other) > _NEAR for other in shown):
+            shown[middles[at]] = bars[at][2].split(" to ")[side]
+    return tuple(Label(at=at, text=text) for at, text in sorted(shown.items()))

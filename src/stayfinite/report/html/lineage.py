@@ -65,8 +65,7 @@ def _stations(incident: Incident, hops: Sequence[Hop], lanes: tuple[str, ...]) -
             yield Station(kind="more", what=wording.count(left, "more op"), lane=_lane(hop, lanes))
             left = 0
         yield _station(hop, lanes)
-    value = wording.KINDS[incident.reports[0].nan_type] if incident.reports else ""
-    what = f"noticed in {wording.noticed(incident)}"
+    value, what = wording.seen_kind(incident), f"noticed in {wording.noticed(incident)}"
     yield Station(kind="end", value=value, what=what, lane=_lane(hops[-1], lanes))
 
 

@@ -113,7 +113,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def _counted(incidents: int, steps: int) -> Verdict:
-    taken = wording.count(steps, "step")
+    taken = "1 step" if steps == 1 else f"{steps:,} steps"
     if incidents:
         return Verdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
     if not steps:

@@ -28,17 +28,23 @@ def code_lines(origin: Origin | None, *, folder: Path | None) -> list[CodeLine]:
     """The lines around the origin; empty where no source is known."""
     if origin is None:
         return []
-    return [_split(line) for line in excerpt(origin, folder=folder, width=_LONGEST)]
+    lines = excerpt(origin, folder=folder, width=_LONGEST)
+    texts = [line.text for line in lines if line.text.strip() and line.number is not None]
+    shared = min((len(text) - len(text.lstrip(" ")) for text in texts), default=0)
+    return [_split(line, shared) for line in lines]
 
 
-def _split(line: SourceLine) -> CodeLine:
+def _split(line: SourceLine, shared: int) -> CodeLine:
+    """Without the indentation that all lines share."""
+    is_code = line.number is not None
     start, end = (_characters(line.text, cells) for cells in (line.start, line.end))
+    left = min(shared, start) if start < end else shared
     return CodeLine(
         number=line.number,
-        before=line.text[:start],
+        before=line.text[left if is_code else 0 : start if start < end else None],
         guilty=line.text[start:end],
-        after=line.text[end:],
-        indent=line.start,
+        after=line.text[end:] if start < end else "",
+        indent=max(line.start - left, 0),
     )
 
 

@@ -84,6 +84,8 @@ def decades(low: float, high: float, most: int = 4) -> list[float]:
 
 def short(value: float) -> str:
     """A number for a label."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
     if value == int(value) and abs(value) < 1e5:
         return f"{int(value):,}"
     return f"{value:.3g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")

@@ -114,7 +114,7 @@ def _said(name: str, points: list[Point], good: list[float], bad: list[int]) -> 
 
 
 def _steps(window: Window, across: Axis) -> tuple[Label, ...]:
-    numbers = round_numbers(window.first, window.last) if window.first < window.last else []
+    numbers = round_numbers(window.first, window.last, 6) if window.first < window.last else []
     whole = [number for number in numbers if number == int(number)] or [window.first]
     return tuple(Label(at=100 * across.at(each), text=short(each)) for each in whole)
 

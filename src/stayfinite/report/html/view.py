@@ -9,7 +9,7 @@ from pathlib import Path
 from stayfinite.records import Diagnosis, Incident, TensorSummary
 from stayfinite.report import wording
 from stayfinite.report.columns import FULL, remark
-from stayfinite.report.html.histogram import histogram
+from stayfinite.report.html.histogram import doublings_left, histogram
 from stayfinite.report.html.lineage import Lineage, lineage
 from stayfinite.report.html.source import CodeLine, code_lines
 from stayfinite.report.html.svg import Plot
@@ -110,7 +110,10 @@ def _tensor(role: str, tensor: TensorSummary) -> TensorView:
         role=role,
         name=wording.plain(tensor.name),
         remark=remark(tensor),
-        facts={name: column(tensor) for name, column in FULL.items()},
+        facts={
+            **{name: column(tensor) for name, column in FULL.items()},
+            "doublings left": doublings_left(tensor),
+        },
         plot=histogram(tensor),
         is_bad=bool(tensor.bad_count),
     )
@@ -127,12 +130,16 @@ def _patch_kind(line: str) -> str:
     return {"+": "new", "-": "old"}.get(line[0], "same")
 
 
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
+
+
 def _checks(incident: Incident) -> Iterator[str]:
     origin, diagnosis = incident.origin, incident.diagnosis
     if origin is not None:
         seen = "The operation was seen at work, with the inputs that are shown here."
-        yield seen if origin.exact else wording.INFERRED.capitalize() + "."
-    yield from diagnosis.evidence if diagnosis else ()
+        yield seen if origin.exact else _sentence(wording.INFERRED)
+    yield from map(_sentence, diagnosis.evidence if diagnosis else ())
     if diagnosis is not None and diagnosis.confidence != "proven":
         yield (
             "The cause follows from the operation and its inputs; no replay has proven it. "

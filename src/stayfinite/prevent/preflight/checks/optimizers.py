@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from stayfinite.explain.causes import CAUSES
 from stayfinite.prevent.risks import Level, Risk
 
-# Their first update has the size of the learning rate, whatever the gradient is.
+# Their updates have about the size of the learning rate, whatever the gradient is.
 _NORMALISED = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
 _LARGE_STEP = 1.0
 _HUGE_STEP = 10.0
@@ -61,30 +62,51 @@ def _epsilons(optimizer: Optimizer, where: str) -> Iterator[Risk]:
 
 def _steps(optimizer: Optimizer, where: str) -> Iterator[Risk]:
     """Updates that are larger than the weights themselves."""
-    worst = max(
-        (step for group in optimizer.param_groups for step in _relative_steps(optimizer, group)),
-        default=0.0,
-    )
+    ratios = [r for group in optimizer.param_groups for r in _relative_steps(optimizer, group)]
+    worst, usual = max(ratios, default=0.0), _median(ratios)
+    is_lasting = usual >= _LARGE_STEP and _is_normalised(optimizer)
     if worst >= _LARGE_STEP:
-        level: Level = "medium" if worst >= _HUGE_STEP else "low"
-        what = (
-            f"The first update is about {worst:.3g} times as large as the weights of a layer; "
-            "the learning rate is too high for a start without warm-up."
-        )
+        level: Level = "medium" if worst >= _HUGE_STEP or is_lasting else "low"
+        size = f"{usual:.3g} times as large as the weights of most layers"
+        size = size if is_lasting else f"{worst:.3g} times as large as the weights of a layer"
+        what = f"An update is about {size}; the learning rate is too high{_for_what(optimizer)}."
         yield _risk(level, "lr_too_high", what, where, update_to_weight=worst)
 
 
+def _for_what(optimizer: Optimizer) -> str:
+    warms_up = any(_peak(group) > _rate(group) for group in optimizer.param_groups)
+    return " where its warm-up ends" if warms_up else " for a start without warm-up"
+
+
 def _relative_steps(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[float]:
-    rate = _number(group.get("lr"))
-    if rate is None or not math.isfinite(rate) or isinstance(optimizer, LBFGS):
+    is_normalised = _is_normalised(optimizer)
+    rate = _peak(group) if is_normalised else _rate(group)
+    if not math.isfinite(rate) or isinstance(optimizer, LBFGS):
         return
-    is_normalised = type(optimizer).__name__ in _NORMALISED
     for param in group["params"]:
         if param.grad is None or param.dim() < 2 or param.grad.is_sparse:
             continue
         weight, gradient = _rms(param), 1.0 if is_normalised else _rms(param.grad)
         if weight > 0 and math.isfinite(gradient):
             yield rate * gradient / weight
+
+
+def _is_normalised(optimizer: Optimizer) -> bool:
+    return type(optimizer).__name__ in _NORMALISED
+
+
+def _rate(group: dict[str, Any]) -> float:
+    return _number(group.get("lr")) or 0.0
+
+
+def _peak(group: dict[str, Any]) -> float:
+    """The highest rate that a schedule has written down for the group."""
+    rates = (_number(group.get(key)) or 0.0 for key in ("initial_lr", "max_lr"))
+    return max(_rate(group), *rates)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median_low(values) if values else 0.0
 
 
 def _rms(tensor: torch.Tensor) -> float:

@@ -1,0 +1,25 @@
+// Elements without markup: text is only ever set as text.
+
+export const byId = (id) => document.getElementById(id);
+
+export function el(tag, options = {}, ...children) {
+  const { class: names, text, on, data, ...attributes } = options;
+  const made = document.createElement(tag);
+  if (names) made.className = names;
+  if (text !== undefined) made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  for (const [name, listener] of Object.entries(on ?? {})) made.addEventListener(name, listener);
+  Object.assign(made.dataset, data ?? {});
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+export function fill(parent, ...children) {
+  parent.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
+}
+
+export const cssColor = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,0 +1,77 @@
+// Incidents as they come, and forecasts if a run recorded any.
+
+import { byId, el, fill } from "./dom.js";
+import { count, whole } from "./format.js";
+
+const MOST = 50;
+
+export function drawIncidents(state, runs, open) {
+  const { incidents } = state;
+  const focused = document.activeElement?.dataset?.incident;
+  const title = el("h2", { id: "incidents-title", text: incidents.length ? count(incidents.length, "incident") : "Incidents" });
+  const items = incidents.slice(0, MOST).map((each) => item(each, state, runs, open));
+  const more = incidents.length - items.length;
+  byId("incidents").className = incidents.length ? "panel incidents some" : "panel incidents";
+  fill(byId("incidents"), title,
+    incidents.length ? el("ol", { class: "incident-list" }, ...items) : calm(runs),
+    more > 0 ? el("p", { class: "muted", text: `and ${whole(more)} earlier` }) : null);
+  if (focused) byId("incidents").querySelector(`[data-incident="${focused}"]`)?.focus();
+}
+
+function calm(runs) {
+  const steps = runs.reduce((sum, run) => sum + (run.steps ?? 0), 0);
+  const text = steps ? `None: no NaN or Inf reached an update in ${count(steps, "step")}.` : "None so far.";
+  return el("p", { class: "calm", text });
+}
+
+function item(each, state, runs, open) {
+  const run = runs.find(({ id }) => id === each.run);
+  const isFresh = state.fresh?.has(`${each.run}-${each.step}-${each.rank}`);
+  const button = el("button", {
+    type: "button",
+    class: `incident${isFresh ? " fresh" : ""}`,
+    data: { incident: `${each.run}-${each.number}` },
+    on: { click: () => open(each.run, each.number) },
+  },
+  el("span", { class: "incident-step" }, el("small", { text: "step" }), whole(each.step)),
+  el("span", { class: "incident-body" },
+    el("span", { class: "incident-headline", text: each.headline }),
+    el("span", { class: "incident-where" },
+      each.spot ? el("code", { text: each.spot }) : null,
+      runs.length > 1 && run ? el("span", { class: `chip color-${run.place % 6} tinted`, text: run.name }) : null),
+    each.why ? el("span", { class: "incident-why", text: each.why }) : null),
+  el("span", { class: "incident-side" },
+    each.cause ? el("span", { class: "chip bad", text: each.cause }) : null,
+    each.done ? el("span", { class: "muted small-text", text: each.done }) : null,
+    el("span", { class: "open-hint", text: "Open the report" })));
+  return el("li", {}, button);
+}
+
+export function drawForecasts(forecasts, runs) {
+  const panel = byId("forecasts");
+  panel.hidden = !forecasts.length;
+  if (!forecasts.length) return;
+  const items = forecasts.slice(0, MOST).map(({ run, forecast }) => forecastItem(run, forecast, runs));
+  fill(panel, el("h2", { id: "forecasts-title", text: count(forecasts.length, "forecast") }),
+    el("ul", { class: "forecast-list" }, ...items));
+}
+
+const SAID = new Set(["message", "text", "step", "eta", "steps_left", "layer"]);
+
+function forecastItem(id, forecast, runs) {
+  const run = runs.find((each) => each.id === id);
+  const eta = forecast.steps_left ?? forecast.eta;
+  const others = Object.entries(forecast)
+    .filter(([name, value]) => !SAID.has(name) && value !== null && typeof value !== "object")
+    .map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+  const title = forecast.message ?? forecast.text ?? forecast.layer ?? "Forecast";
+  const when = [
+    forecast.step === undefined ? "" : `at step ${whole(forecast.step)}`,
+    eta === undefined || eta === null ? "" : `in about ${count(Math.round(eta), "step")}`,
+    forecast.layer && title !== forecast.layer ? forecast.layer : "",
+    ...others,
+    runs.length > 1 && run ? run.name : "",
+  ];
+  return el("li", {}, el("strong", { text: String(title) }), " ",
+    el("span", { class: "muted", text: when.filter(Boolean).join(" · ") }));
+}

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from stayfinite.report.html.words import shown
+
 WIDTH, HEIGHT = 1000.0, 100.0
 _LARGEST = 1e300  # differences of larger ones would overflow
 
@@ -59,10 +61,11 @@ class Axis:
 
 def axis_of(values: Sequence[float]) -> Axis:
     """An axis with room for these finite values, in powers of ten where they are far apart."""
-    low, high = min(values), max(values)
+    low, high = max(min(values), -_LARGEST), min(max(values), _LARGEST)
     if low > 0 and high / low > 100:
-        return Axis(low=low / 1.2, high=min(high, _LARGEST) * 1.2, is_log=True)
+        return Axis(low=low / 1.2, high=high * 1.2, is_log=True)
     room = (high / 2 - low / 2) * 0.12 or abs(high) * 0.1 or 1.0
+    room = max(room, 1 / _LARGEST)
     return Axis(low=low - room, high=high + room)
 
 
@@ -99,10 +102,10 @@ def unit(value: float) -> str:
 def tag(name: str, content: Markup | str = "", **attributes: object) -> Markup:
     """An element; `class_` is `class`, and `stroke_width` is `stroke-width`."""
     words = Markup("").join(
-        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value)
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), shown(value))
         for key, value in attributes.items()
     )
-    return Markup("<{0}{1}>{2}</{0}>").format(name, words, content)
+    return Markup("<{0}{1}>{2}</{0}>").format(name, words, shown(content))
 
 
 def plot(pieces: Iterable[Markup], *, said: str, height: float = HEIGHT) -> Markup:

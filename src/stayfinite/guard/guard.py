@@ -17,7 +17,7 @@ from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard.afterwards import Afterwards
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.replay import Replay
-from stayfinite.guard.watcher import Watcher
+from stayfinite.guard.reporting import ReportingWatcher
 from stayfinite.guard.window import Window
 from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
 from stayfinite.locate.names import one_look
@@ -32,7 +32,7 @@ Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
 
-class Guard(Watcher):
+class Guard(ReportingWatcher):
     """Watches training, and with on_nan="recover" answers a bad step as its jobs say.
 
     In a loop that is not ours a bad update is vetoed; `step` can also run it again, exactly.

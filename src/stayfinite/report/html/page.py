@@ -80,10 +80,10 @@ def incidents_fragment(
             timeline=[],
             also_at=also,
         )
-        for first, also in _alike(incidents)[:_MOST_SHOWN]
+        for first, also in alike(incidents)[:_MOST_SHOWN]
     ]
     template = _environment().get_template("fragment.html")
-    return template.render(views=views, verdict=_counted(len(incidents), steps))
+    return template.render(views=views, verdict=counted(len(incidents), steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Verdict:
 def verdict(run: Run) -> Verdict:
     """From how it ended, and what happened before."""
     steps, number = run.steps, len(run.incidents)
-    said = _counted(number, steps)
+    said = counted(number, steps)
     ends = {
         "running": Verdict(mood="busy", text=said.text, more="The run is still being recorded."),
         "killed": Verdict(mood="bad", text=said.text, more="The run ended without a word: killed."),
@@ -112,7 +112,8 @@ def verdict(run: Run) -> Verdict:
     return said
 
 
-def _counted(incidents: int, steps: int) -> Verdict:
+def counted(incidents: int, steps: int) -> Verdict:
+    """What happened in so many steps."""
     taken = "1 step" if steps == 1 else f"{steps:,} steps"
     if incidents:
         return Verdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
@@ -126,7 +127,7 @@ def _views(
 ) -> list[IncidentView]:
     series, steps = run.series, [incident.step for incident in incidents]
     views = []
-    for first, also in _alike(incidents)[:_MOST_SHOWN]:
+    for first, also in alike(incidents)[:_MOST_SHOWN]:
         window = around(first.step, steps=run.steps)
         view = incident_view(
             first,
@@ -142,7 +143,7 @@ def _views(
     return views
 
 
-def _alike(incidents: Sequence[Incident]) -> list[tuple[Incident, list[int]]]:
+def alike(incidents: Sequence[Incident]) -> list[tuple[Incident, list[int]]]:
     """Incidents of one place and cause together: the first, and the steps of the others."""
     found: dict[Any, tuple[Incident, list[int]]] = {}
     for incident in incidents:

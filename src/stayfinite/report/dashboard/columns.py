@@ -39,8 +39,9 @@ class Columns:
             for name, values in new.items():
                 self._columns[name].extend(values)
             for name in {*more, *self.terms}:
-                column = self.terms.setdefault(name, array("f", [UNKNOWN]) * before)
-                column.extend(more.get(name, array("f", [UNKNOWN]) * count))
+                if name not in self.terms:
+                    self.terms[name] = array("f", [UNKNOWN]) * before
+                self.terms[name].extend(more.get(name) or array("f", [UNKNOWN]) * count)
             self.lasted = next((t for t in reversed(columns["time"]) if t is not None), self.lasted)
 
     def add_norms(self, step: int, norms: list[Any], headroom: list[Any]) -> None:
@@ -56,9 +57,8 @@ class Columns:
 
 def _packed(values: list[Any], name: str = "") -> array[Any]:
     kind = _KINDS.get(name, "f")
-    if kind != "f":
-        return array(kind, [int(value or 0) for value in values])
     try:
         return array(kind, values)
     except TypeError:
-        return array(kind, [UNKNOWN if value is None else value for value in values])
+        missing = UNKNOWN if kind == "f" else 0
+        return array(kind, [missing if value is None else value for value in values])

@@ -144,6 +144,8 @@ def _numbers(values: Any, count: int) -> list[Any]:
         return [None] * count
     if len(values) != count:
         raise ValueError(f"{len(values)} values for {count}")
+    if str not in set(map(type, values)):
+        return list(values)
     return [_WORDS[value] if isinstance(value, str) else value for value in values]
 
 

@@ -33,11 +33,27 @@ def command(run_dirs: tuple[Path, ...], port: int | None, no_open: bool) -> None
         raise Refused(f"{', '.join(missing)}: there is no such directory.")
     try:
         check_packages()
-        serve(run_dirs or [Path(RUNS)], port=port, tell=_tell, opens_browser=not no_open)
+        serve(
+            run_dirs or [Path(RUNS)],
+            port=port,
+            report_of=_report_of,
+            tell=_tell,
+            opens_browser=not no_open,
+        )
     except (ConfigError, PackageError) as error:
         raise Refused(str(error)) from error
     except KeyboardInterrupt:
         click.echo("stayfinite ui: ended.", err=True)
+
+
+def _report_of(path: Path) -> str:
+    from stayfinite.explain.causes import CAUSES
+    from stayfinite.recover.recorded import recommended
+    from stayfinite.report.html.page import page_of
+    from stayfinite.report.store.reading import read_run
+
+    run = read_run(path)
+    return page_of(run, causes=CAUSES, advice=recommended(run))
 
 
 def _tell(address: str) -> None:

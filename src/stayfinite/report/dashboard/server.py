@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stayfinite.errors import RecordError
 from stayfinite.report.dashboard import views
 from stayfinite.report.dashboard.comparing import compare_view
 from stayfinite.report.dashboard.incidents import incident_view, incidents_view
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 _TICK = 0.2  # seconds between two looks at what is new
 _ALIVE = 10.0  # seconds after which a silent stream says that it is there
 
+_MOST_REPORTED = 200_000  # steps
+_REPORT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; sandbox allow-popups"
+)
+
 _KINDS = {
     ".css": "text/css",
     ".html": "text/html",
@@ -29,12 +37,20 @@ _KINDS = {
 }
 
 
-def make_app(shelf: Shelf, *, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
-    """The app without its guard, which is `Access`; `is_ending` ends the streams."""
+def make_app(
+    shelf: Shelf,
+    *,
+    report_of: Callable[[Path], str] | None = None,
+    is_ending: Callable[[], bool] = lambda: False,
+) -> Starlette:
+    """The app without its guard, which is `Access`.
+
+    `report_of` gives the report of a run as a page, `is_ending` ends the streams.
+    """
     from starlette.applications import Starlette
     from starlette.routing import Route
 
-    pages = _Pages(shelf, is_ending)
+    pages = _Pages(shelf, report_of, is_ending)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -61,8 +77,13 @@ def make_app(shelf: Shelf, *, is_ending: Callable[[], bool] = lambda: False) -> 
 class _Pages:
     """One method for each address. Those that are not `async` run in threads."""
 
-    def __init__(self, shelf: Shelf, is_ending: Callable[[], bool]) -> None:
-        self._shelf, self._is_ending = shelf, is_ending
+    def __init__(
+        self,
+        shelf: Shelf,
+        report_of: Callable[[Path], str] | None,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        self._shelf, self._report_of, self._is_ending = shelf, report_of, is_ending
         self._assets = dict(_assets())
 
     def page(self, request: Request) -> Response:
@@ -138,13 +159,18 @@ class _Pages:
         return _json(compare_view(runs))
 
     def report(self, request: Request) -> Response:
-        from starlette.responses import PlainTextResponse
+        """The whole report; of a very long run, which would take much memory, the incidents."""
+        from starlette.responses import HTMLResponse, PlainTextResponse
 
         from stayfinite.report.terminal import as_text
 
         run = self._shelf.open(request.path_params["run"])
         if run is None:
             return _nothing()
+        if self._report_of is not None and run.steps <= _MOST_REPORTED:
+            with contextlib.suppress(RecordError):
+                page = self._report_of(run.path)
+                return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
         texts = [as_text(incident, verbose=True) for incident in run.incidents]
         return PlainTextResponse("\n\n".join(texts) or "No incident was recorded.\n")
 

@@ -35,6 +35,7 @@ def serve(
     places: Sequence[Path],
     *,
     port: int | None = None,
+    report_of: Callable[[Path], str] | None = None,
     tell: Callable[[str], None] = print,
     opens_browser: bool = False,
 ) -> None:
@@ -46,7 +47,7 @@ def serve(
     chosen, token = listening.getsockname()[1], secrets.token_urlsafe(24)
     shelf = Shelf([place.absolute() for place in places])
     server: uvicorn.Server
-    app = make_app(shelf, is_ending=lambda: server.should_exit)
+    app = make_app(shelf, report_of=report_of, is_ending=lambda: server.should_exit)
     guarded = Access(app, token=token, secret=kept_secret(), port=chosen)
     config = uvicorn.Config(
         guarded,

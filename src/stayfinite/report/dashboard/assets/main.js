@@ -15,6 +15,7 @@ import { readAddress, writeAddress } from "./address.js";
 import { bindTheme } from "./themes.js";
 
 const PAUSE = 250; // milliseconds between two answers
+const READING_PAUSE = 1200; // while a long run is read, which should not wait for us
 const HEAT_PAUSE = 1500;
 const MOST_SHOWN = 6;
 
@@ -114,7 +115,8 @@ async function refresh() {
     } catch { /* the stream tells that the server is gone, and asks again */
       Object.assign(asked, { series: "", incidents: "", heat: "", compare: "" });
     }
-    await new Promise((done) => setTimeout(done, PAUSE));
+    const isReading = shownRuns().some((run) => run.progress < 1);
+    await new Promise((done) => setTimeout(done, isReading ? READING_PAUSE : PAUSE));
   }
   isAsking = false;
 }

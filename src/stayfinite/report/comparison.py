@@ -57,7 +57,8 @@ def _lines(old: RunSummary, new: RunSummary) -> Iterator[Line]:
     yield Line(name="steps", before=old.steps, after=new.steps)
     yield Line(name="bad steps", before=old.bad_steps, after=new.bad_steps, better=-1)
     yield Line(name="skipped steps", before=old.skipped_steps, after=new.skipped_steps, better=-1)
-    yield from _ranged("gradient norm", old.norm, new.norm, ("high", "median"), better=-1)
+    yield from _ranged("gradient norm", old.norm, new.norm, ("high",), better=-1)
+    yield from _ranged("gradient norm", old.norm, new.norm, ("median",))
     yield from _ranged("loss", old.loss, new.loss, ("low", "high", "last"), better=-1)
     for term in sorted({*old.terms, *new.terms}):
         found = old.terms.get(term), new.terms.get(term)

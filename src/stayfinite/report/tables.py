@@ -17,6 +17,7 @@ from stayfinite.report.wording import count, duration, moment, plain
 
 _COLOURS = {"finite": "green", "incident": "red", "script-error": "yellow", "killed": "yellow"}
 _MOST_INCIDENTS = 20
+_NOISE = 0.05  # a smaller difference is neither better nor worse
 
 
 def console() -> Console:
@@ -127,7 +128,7 @@ def as_comparison(comparison: Comparison) -> RenderableType:
 def _verdict(line: Line) -> Text:
     old, new = line.before, line.after
     is_known = isinstance(old, int | float) and isinstance(new, int | float)
-    if not line.better or not is_known or old == new:
+    if not line.better or not is_known or abs(new - old) <= _NOISE * max(abs(old), abs(new)):
         return Text()
     is_better = (new - old) * line.better > 0
     return Text("better", "green") if is_better else Text("worse", "red")

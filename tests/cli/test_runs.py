@@ -1,0 +1,129 @@
+"""list, show and compare: what they print of recorded runs, and how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from recorded_runs import record
+
+from stayfinite.cli import main
+from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType, Origin, Outcome
+
+GOLDEN = Path(__file__).parents[1] / "report" / "golden"
+SOURCE = Path(__file__).parents[2] / "src"
+INCIDENT = Incident(
+    step=20,
+    reports=(NaNReport(has_nan=True, nan_type=NaNType.NAN, location="loss", tensor_shape=()),),
+    origin=Origin(phase="forward", op="aten.log.default", file="train.py", line=7, exact=True),
+    diagnosis=Diagnosis(cause="log_of_negative", why="w", fix="f"),
+    outcome=Outcome(strategy="skip", detail="the step was skipped"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where there are two runs, and the clock of one place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    runs = tmp_path / "stayfinite-runs"
+    record(runs / "20231114-221320-train", incidents=[INCIDENT], terms=["box", "dfl"])
+    fixed: dict[str, Any] = {"config": {"on_nan": "stop"}, "sources": {"train.py": "abc"}}
+    record(runs / "20231114-231320-train", terms=["box", "dfl"], **fixed)
+    yield tmp_path
+    monkeypatch.undo()
+    time.tzset()
+
+
+def said(*words: str) -> Result:
+    done = CliRunner().invoke(main, list(words), env={"COLUMNS": "100"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+BEFORE, AFTER = "20231114-221320-train", "20231114-231320-train"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("show", ["show", BEFORE]),
+        ("list", ["list"]),
+        ("compare", ["compare", BEFORE, AFTER]),
+    ],
+)
+def test_output_is_the_golden_text(folder: Path, name: str, words: list[str]) -> None:
+    lines = [line.rstrip() for line in said(*words).output.splitlines()]
+    text = "\n".join(lines) + "\n"
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_without_a_name_the_newest_is_shown(folder: Path) -> None:
+    assert AFTER in said("show").output
+
+
+def test_list_as_json(folder: Path) -> None:
+    newest, oldest = json.loads(said("list", "--json").output)
+    assert set(newest) == {"path", "started", "script", "steps", "incidents", "exit"}
+    assert [newest["incidents"], oldest["incidents"]] == [0, 1]
+    assert (oldest["steps"], oldest["exit"]) == (60, "incident")
+    assert Path(oldest["path"]).name == BEFORE
+
+
+def test_show_as_json(folder: Path) -> None:
+    shown = json.loads(said("show", "--json", BEFORE).output)
+    assert shown["bad_steps"] == shown["skipped_steps"] == 1
+    assert shown["causes"] == {"log_of_negative": 1}
+    assert shown["incidents"][0]["place"] == "train.py:7"
+    assert shown["worst_layers"][0]["norm"] > 0
+    assert set(shown["terms"]) == {"box", "dfl"}
+
+
+def test_compare_as_json(folder: Path) -> None:
+    compared = json.loads(said("compare", "--json", BEFORE, AFTER).output)
+    lines = {line["name"]: (line["before"], line["after"]) for line in compared["lines"]}
+    assert lines["bad steps"] == (1, 0)
+    changes = {(change["kind"], change["name"]) for change in compared["changes"]}
+    assert {("option", "on_nan"), ("file", "train.py")} <= changes
+
+
+def test_nothing_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no recorded run" in said("list").output
+    assert json.loads(said("list", "--json").output) == []
+    none = said("show")
+    assert (none.exit_code, "there is no run" in none.output) == (2, True)
+    other = said("show", "nowhere")
+    assert (other.exit_code, "no run directory" in other.output) == (2, True)
+
+
+def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
+    record(tmp_path / "a", script="/x/\x1b[31mred.py", layers=["\x1b]0;title\x07", "b", "c"])
+    assert "\x1b" not in said("show", str(tmp_path / "a")).output
+
+
+def test_long_runs_are_answered_fast_and_without_torch(tmp_path: Path) -> None:
+    path = record(tmp_path / "runs" / "a", steps=10_000)
+    for words in (["show", str(path)], ["list", str(path.parent)], ["compare", *[str(path)] * 2]):
+        without_torch = "import sys; sys.modules['torch'] = None"
+        code = f"{without_torch}; from stayfinite.cli import main; main({words})"
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert time.perf_counter() - started < 5  # 0.3 s where nothing else runs

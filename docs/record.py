@@ -34,7 +34,7 @@ def recorded_again(recording: re.Match[str]) -> str:
     folder, words = ROOT / recording["folder"], shlex.split(recording["words"])
     print(f"{recording['folder']}: stayfinite {recording['words']}", flush=True)
     run = subprocess.run(
-        [sys.executable, "-m", "stayfinite", *words],
+        [sys.executable, "-m", "stayfinite", words[0], "--no-record", *words[1:]],
         cwd=folder,
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,

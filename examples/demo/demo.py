@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ FOLDER = Path(__file__).resolve().parent
 SCRIPT = "train.py"
 OUTPUT = ROOT / "demo-output"
 REPORT = OUTPUT / "report.json"
+RECORD = OUTPUT / "run"
+PAGE = OUTPUT / "report.html"
 MENDED = OUTPUT / "train_fixed.py"
 
 # The change that the report proposes.
@@ -37,6 +40,7 @@ def main() -> None:
     half_precision_is_trained_through()
     (OUTPUT / "demo.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
     print(f"\nTo read again, in demo-output/: {', '.join(sorted(os.listdir(OUTPUT)))}")
+    print(f"The report as a page: {PAGE.relative_to(ROOT)}, or live: stayfinite ui demo-output")
 
 
 def unwatched_run_goes_bad() -> None:
@@ -50,12 +54,17 @@ def unwatched_run_goes_bad() -> None:
 def watched_run_is_stopped() -> str:
     """The last line of the script, which tells its weights."""
     say(f"\n== 2. The same script, unchanged: stayfinite run {SCRIPT}\n")
-    run = python("-m", "stayfinite", "run", "--json", str(REPORT), SCRIPT)
+    shutil.rmtree(RECORD, ignore_errors=True)  # of the last demo
+    run = python(
+        "-m", "stayfinite", "run", "--json", str(REPORT), "--run-dir", str(RECORD), SCRIPT
+    )  # fmt: skip
     lines = run.stdout.splitlines()
     show_few(lines)
     say(run.stderr.rstrip())
     (OUTPUT / "report.txt").write_text(run.stderr, encoding="utf-8")
     require(run.returncode == 3, f"the run should have been stopped, exit code {run.returncode}")
+    page = python("-m", "stayfinite", "html", str(RECORD), "-o", str(PAGE))
+    require(page.returncode == 0, f"there is no page: {page.stderr[-500:]}")
     return lines[-1]
 
 
@@ -78,7 +87,7 @@ def recovered_run_equals_one_without_the_batch() -> None:
     say(f"\n== 4. Training goes on: stayfinite run --on-nan recover {SCRIPT}\n")
     saved = OUTPUT / "recovered.json"
     run = python(
-        "-m", "stayfinite", "run", "--on-nan", "recover", "--second-run", "never",
+        "-m", "stayfinite", "run", "--on-nan", "recover", "--second-run", "never", "--no-record",
         "--json", str(saved), SCRIPT,
     )  # fmt: skip
     lines = run.stdout.splitlines()
@@ -107,7 +116,7 @@ def mended_run_stays_finite() -> None:
     MENDED.write_text(mended, encoding="utf-8")
     changed = difflib.unified_diff(broken.splitlines(), mended.splitlines(), n=0, lineterm="")
     say("\n".join(list(changed)[3:]))
-    run = python("-m", "stayfinite", "run", str(MENDED))
+    run = python("-m", "stayfinite", "run", "--no-record", str(MENDED))
     show_few(run.stdout.splitlines())
     say(run.stderr.rstrip())
     require(run.returncode == 0 and "all finite" in run.stderr, "the mended run is not finite")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -60,7 +61,15 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
         _show(incident, folder=folder, verbose=scene.options.verbose)
     for note in notes:
         say(note)
+    if result.incidents and (run_dir := _recorded_in(scene)) is not None:
+        name = os.path.relpath(run_dir, scene.cwd)
+        say(f"recorded in {name}; to see it as a page: stayfinite html {shlex.quote(name)}")
     return result
+
+
+def _recorded_in(scene: Scene) -> str | None:
+    run_dir = scene.plan.run_dir
+    return run_dir if run_dir is not None and os.path.isdir(run_dir) else None
 
 
 def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incident]:
@@ -77,8 +86,8 @@ def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incide
 
 def _write(scene: Scene, result: RunResult) -> None:
     paths = [] if scene.options.json is None else [scene.options.json]
-    if scene.plan.run_dir is not None and os.path.isdir(scene.plan.run_dir):
-        paths.append(os.path.join(scene.plan.run_dir, RESULT))
+    if (run_dir := _recorded_in(scene)) is not None:
+        paths.append(os.path.join(run_dir, RESULT))
     for path in paths:
         try:
             write_atomically(path, to_json(result, indent=1) + "\n")

@@ -81,7 +81,7 @@ class StoreWriter:
 
     def close(self) -> None:
         """Write what is left; later calls record nothing."""
-        if self._is_ours() and not self._has_failed:
+        if self._is_ours():
             self.flush()
         self._has_failed = True
 

@@ -60,6 +60,20 @@ def test_operation_line_and_module_are_found(precision: str) -> None:
     assert incident.outcome.detail == f"the step was skipped (epoch 0, batch {BAD})"
 
 
+def test_same_bad_batch_of_every_epoch_is_explained_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(made_net(), batches(3, bad=[1]), callback(sinks=None), max_epochs=3)
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if line.startswith("error[log_of_negative]")]) == 1
+    again = [line for line in lines if line.startswith("stayfinite: step")]
+    assert [line.split(",")[0] for line in again] == [
+        "stayfinite: step 4: log_of_negative again",
+        "stayfinite: step 7: log_of_negative again",
+    ]
+    assert again[1].endswith("; skip: the step was skipped (epoch 2, batch 1)")
+
+
 @pytest.mark.parametrize("schedule", ["step", "epoch"])
 def test_epoch_whose_last_batch_is_left_out_has_ended(schedule: str) -> None:
     made = batches(4, bad=[3])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
+from framework_nets import few_objects as few_objects
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric

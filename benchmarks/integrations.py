@@ -13,135 +13,96 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import logging
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import integrations_hf as hf
+import framework_runs
 import torch
-from guarded import ENTRIES, Clock
+from framework_runs import WARM, Debugger, Meter
+from guarded import ENTRIES
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.utils.data import DataLoader
-from workloads import workload
 
 from stayfinite.integrations import clipping
+from stayfinite.integrations.calls import RecordedCalls
 
 BAR = 1.0
-Run = Callable[[int, bool], float]
-"""Trains so many steps, with us or without; the seconds for those after the first few."""
+Entries = list[tuple[Any, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """How it trains; what of ours runs in its steps; and its own debuggers, which train too."""
+    """How it trains; what of ours runs in its steps, besides a guard; its own debuggers."""
 
     package: str
     extra: str
-    train: Callable[[Clock], Run]
-    entries: Callable[[], list[tuple[Any, str]]]
-    debuggers: dict[str, Callable[[Clock], Run]] = field(default_factory=dict)
-
-    @property
-    def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.package) is not None
+    train: Callable[..., None]
+    entries: Callable[[], Entries]
+    debuggers: tuple[Debugger, ...] = ("detect_anomaly",)
 
 
-def with_lightning(clock: Clock, *, detect_anomaly: bool = False) -> Run:
-    from lightning import LightningModule, Trainer
-
-    from stayfinite.integrations.lightning import StayFinite
-
-    work = workload("gpt")
-
-    class Step(LightningModule):
-        def __init__(self, timer: hf.Timer) -> None:
-            super().__init__()
-            self.model, self._timer = work.model, timer
-
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            loss = work.loss()
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return work.optimizer
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self._timer.stepped()
-
-    def run(steps: int, is_watched: bool) -> float:
-        timer = hf.Timer(clock)
-        count = steps + hf.WARM
-        trainer = Trainer(
-            accelerator="cpu",
-            max_steps=count,
-            gradient_clip_val=1.0,
-            detect_anomaly=detect_anomaly,
-            callbacks=[StayFinite(sinks=[])] if is_watched else [],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(Step(timer), DataLoader(list(range(count)), batch_size=None))
-        return time.perf_counter() - timer.start
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    return run
-
-
-def of_lightning() -> list[tuple[Any, str]]:
+def of_lightning() -> Entries:
     from stayfinite.integrations.lightning import StayFinite
     from stayfinite.integrations.lightning_guard import LightningGuard
 
-    hooks = ["on_train_batch_start", "on_train_batch_end"]
-    own = [(StayFinite, hook) for hook in hooks] + [(LightningGuard, "stepped")]
-    return [*ENTRIES, (clipping, "_would_spread"), *own]
+    hooks = ("on_train_batch_start", "on_train_batch_end")
+    return [*((StayFinite, hook) for hook in hooks), (LightningGuard, "stepped")]
 
 
-def _of_hf(name: str, extra: str = "hf", **debuggers: Callable[[Clock], Run]) -> Framework:
-    def anomaly(clock: Clock) -> Run:
-        run = hf.FRAMEWORKS[name](clock)
-        return lambda steps, _: hf.anomaly(run, steps)
+def of_transformers() -> Entries:
+    from stayfinite.integrations.transformers import StayFiniteCallback
+    from stayfinite.integrations.transformers_trainer import Losses, WatchedTrainer
 
-    return Framework(
-        package=name,
-        extra=extra,
-        train=hf.FRAMEWORKS[name],
-        entries=lambda: hf.entries(name),
-        debuggers={"detect_anomaly": anomaly, **debuggers},
-    )
+    return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (Losses, "saw")]
+
+
+def of_accelerate() -> Entries:
+    return [(RecordedCalls, "_enter")]
+
+
+def of_ignite() -> Entries:
+    from stayfinite.integrations import ignite
+
+    return [(ignite, "careful_step"), (ignite._Steps, "_told"), (ignite._Steps, "iteration_ended")]
 
 
 FRAMEWORKS = {
     "lightning": Framework(
         package="lightning",
         extra="lightning",
-        train=with_lightning,
+        train=framework_runs.lightning,
         entries=of_lightning,
-        debuggers={"detect_anomaly": lambda clock: with_lightning(clock, detect_anomaly=True)},
     ),
-    "transformers": _of_hf(
-        "transformers",
-        underflow_overflow=lambda clock: hf.with_transformers(clock, debug="underflow_overflow"),
+    "transformers": Framework(
+        package="transformers",
+        extra="hf",
+        train=framework_runs.transformers,
+        entries=of_transformers,
+        debuggers=("underflow_overflow", "detect_anomaly"),
     ),
-    "accelerate": _of_hf("accelerate"),
-    "ignite": _of_hf("ignite", extra="ignite"),
+    "accelerate": Framework(
+        package="accelerate", extra="hf", train=framework_runs.accelerate, entries=of_accelerate
+    ),
+    "ignite": Framework(
+        package="ignite",
+        extra="ignite",
+        train=framework_runs.ignite,
+        entries=of_ignite,
+        debuggers=("TerminateOnNan", "detect_anomaly"),
+    ),
 }
 
 
 @contextlib.contextmanager
-def measured(framework: Framework, clock: Clock) -> Iterator[None]:
-    originals = [(owner, name, getattr(owner, name)) for owner, name in framework.entries()]
+def measured(entries: Entries, meter: Meter) -> Iterator[None]:
+    originals = [(owner, name, getattr(owner, name)) for owner, name in entries]
     for owner, name, method in originals:
-        setattr(owner, name, clock.timed(method))
+        setattr(owner, name, meter.of_ours(method))
     try:
         yield
     finally:
@@ -149,29 +110,43 @@ def measured(framework: Framework, clock: Clock) -> Iterator[None]:
             setattr(owner, name, method)
 
 
+def seconds(
+    framework: Framework, meter: Meter, steps: int, debugger: Debugger | None = None
+) -> float:
+    """For so many steps, after the first few."""
+    framework.train(meter, steps + WARM, watched=False, debugger=debugger)
+    return time.perf_counter() - meter.start
+
+
 def ours(framework: Framework, rounds: int, steps: int) -> dict[str, float]:
     """Microseconds of ours for each step, and what that is of the rest of the step."""
-    clock = Clock()
-    run = framework.train(clock)
+    entries = [*ENTRIES, (clipping, "_would_spread"), *framework.entries()]
     found = []
     for _ in range(rounds):
-        with measured(framework, clock):
-            taken = run(steps, True)
-        found.append((1e6 * clock.total / steps, 100 * clock.total / (taken - clock.total)))
+        meter = Meter()
+        with measured(entries, meter):
+            framework.train(meter, steps + WARM, watched=True, debugger=None)
+        taken = time.perf_counter() - meter.start
+        found.append((1e6 * meter.ours / steps, 100 * meter.ours / (taken - meter.ours)))
     us, percent = (statistics.median(each) for each in zip(*found, strict=True))
     return {"us": us, "percent": percent}
 
 
 def theirs(framework: Framework, rounds: int, steps: int) -> dict[str, float]:
     """Percent that the framework's own debuggers add."""
-    plain = framework.train(Clock())
-    runs = {name: make(Clock()) for name, make in framework.debuggers.items()}
-    added: dict[str, list[float]] = {name: [] for name in runs}
+    added: dict[str, list[float]] = {name: [] for name in framework.debuggers}
     for _ in range(rounds):
-        base = plain(steps, False)
-        for name, run in runs.items():
-            added[name].append(100 * (run(steps, False) / base - 1))
+        plain = seconds(framework, Meter(), steps)
+        for name in framework.debuggers:
+            added[name].append(100 * (seconds(framework, Meter(), steps, name) / plain - 1))
     return {name: statistics.median(each) for name, each in added.items()}
+
+
+def measure(framework: Framework, rounds: int, steps: int) -> dict[str, Any]:
+    if importlib.util.find_spec(framework.package) is None:
+        return {"missing": f"pip install 'stayfinite[{framework.extra}]'"}
+    debuggers = theirs(framework, rounds, max(10, steps // 5))
+    return {**ours(framework, rounds, steps), "bar": BAR, "debuggers": debuggers}
 
 
 def shown(results: dict[str, dict[str, Any]]) -> Table:
@@ -183,17 +158,10 @@ def shown(results: dict[str, dict[str, Any]]) -> Table:
             table.add_row(name, row["missing"])
             continue
         percent = f"{row['percent']:.2f}%"
-        table.add_row(name, "stayfinite", f"{row['us']:.0f}", percent, f"{BAR:.0f}%")
+        table.add_row(name, "stayfinite", f"{row['us']:.0f}", percent, f"{row['bar']:.0f}%")
         for debugger, added in row["debuggers"].items():
             table.add_row("", debugger, "", f"{added:.0f}%", "")
     return table
-
-
-def measure(framework: Framework, rounds: int, steps: int) -> dict[str, Any]:
-    if not framework.is_installed:
-        return {"missing": f"pip install 'stayfinite[{framework.extra}]'"}
-    debuggers = theirs(framework, 1, max(10, steps // 5))
-    return {**ours(framework, rounds, steps), "debuggers": debuggers}
 
 
 def main() -> None:

@@ -300,6 +300,21 @@ def test_bfloat16_is_handled(kind: Bad, given: bool) -> None:
 
 
 @GIVEN
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # of our tracer's hooks
+def test_compiled_model_is_replayed_line_by_line(given: bool) -> None:
+    made = batches(5, bad={3: "log"})
+    training, plain = Training(made), Training(made[:3] + made[4:])
+    for each in (training, plain):
+        each.model = torch.compile(each.model, backend="eager")
+    with training.watch() as guard:
+        training.run(guard if given else None)
+    (incident,) = guard.incidents
+    assert incident.origin is not None
+    assert (incident.origin.line, incident.origin.module) == (line_of(LINES["log"][0]), "logs")
+    assert training.bytes() == plain.run().bytes()
+
+
+@GIVEN
 def test_bad_loss_under_a_scaler_is_left_out_and_the_scale_stays(given: bool) -> None:
     made = batches(6, bad={3: "log"})
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

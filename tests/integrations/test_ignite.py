@@ -252,6 +252,20 @@ def test_bad_loss_is_found_at_its_line() -> None:
     assert training.weights[3] == training.weights[4]
 
 
+def test_loss_that_no_operation_made_bad_is_not_blamed_on_the_data() -> None:
+    training = Training(batches(6))
+    handler = training.watched()
+    with inject(training.model, loss=True, at_step=3, persistent=True):
+        training.run()
+    (incident,) = handler.incidents
+    assert (incident.step, incident.reports[0].location) == (3, "loss")
+    assert incident.origin is not None
+    assert incident.origin.code == 'loss = self.model(**batch)["loss"] / self.accumulation'
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "unknown"
+    assert training.weights[3] == training.weights[4]
+
+
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_bad_gradient_is_named_truly_although_clipping_spreads_it(value: Any) -> None:
     training = Training(batches(6))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
+from framework_nets import few_objects as few_objects
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
@@ -58,6 +59,20 @@ def test_operation_line_and_module_are_found(precision: str) -> None:
     assert incident.diagnosis.cause == "log_of_negative"
     assert incident.outcome is not None
     assert incident.outcome.detail == f"the step was skipped (epoch 0, batch {BAD})"
+
+
+def test_same_bad_batch_of_every_epoch_is_explained_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(made_net(), batches(3, bad=[1]), callback(sinks=None), max_epochs=3)
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if line.startswith("error[log_of_negative]")]) == 1
+    again = [line for line in lines if line.startswith("stayfinite: step")]
+    assert [line.split(",")[0] for line in again] == [
+        "stayfinite: step 4: log_of_negative again",
+        "stayfinite: step 7: log_of_negative again",
+    ]
+    assert again[1].endswith("; skip: the step was skipped (epoch 2, batch 1)")
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
+from framework_nets import few_objects as few_objects
 from torch import Tensor, nn
 
 pytest.importorskip("lightning", reason="Lightning is not installed")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
+from framework_nets import few_objects as few_objects
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric
@@ -249,11 +250,8 @@ def test_resumed_training_is_as_without_the_batch(tmp_path: Path) -> None:
         ("watched", batches(bad=[BAD]), lambda: [callback()]),
         ("plain", without(batches(), BAD), list),
     ):
-        options: dict[str, Any] = {"enable_checkpointing": True}
         saving = ModelCheckpoint(tmp_path / name)
-        fit(made_net(), made, callbacks=[*ours(), saving], **options)
+        fit(made_net(), made, callbacks=[*ours(), saving], enable_checkpointing=True)
         (path,) = saved(tmp_path / name)
-        ends.append(
-            fit(made_net(), made, callbacks=ours(), ckpt_path=path, max_epochs=2, **options)
-        )
+        ends.append(fit(made_net(), made, callbacks=ours(), ckpt_path=path, max_epochs=2))
     assert state(ends[0]) == state(ends[1])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
+from framework_nets import few_objects as few_objects
 from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
@@ -25,9 +26,11 @@ PRECISIONS = ["32-true", "bf16-mixed", "fp16"]
 
 
 def is_loss(incident: Incident) -> bool:
-    """Nobody computed it, so the line is where the values behind it came into the model."""
+    """No operation made it bad, and that is said; its way through the user's lines is known."""
     assert incident.origin is not None
-    return incident.reports[0].location == "loss" and "self.layers(batch)" in incident.origin.code
+    assert incident.diagnosis is not None
+    known = (incident.reports[0].location, incident.diagnosis.cause) == ("loss", "unknown")
+    return known and any("self.layers(batch)" in hop.code for hop in incident.origin.lineage)
 
 
 def is_gradient(incident: Incident) -> bool:

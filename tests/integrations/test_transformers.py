@@ -243,6 +243,17 @@ def test_bfloat16_is_handled(tmp_path: Path, kind: Bad) -> None:
     assert run.bytes() == Run(tmp_path, made[:3] + made[4:], bf16=True).train().bytes()
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # of our tracer's hooks
+def test_compiled_model_is_replayed_line_by_line(tmp_path: Path) -> None:
+    made, callback = batches(5, bad={3: "log"}), quiet()
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = Run(tmp_path, made, callback, **options).train()
+    (incident,) = callback.incidents
+    assert incident.origin is not None
+    assert (incident.origin.line, incident.origin.module) == (line_of(LINES["log"][0]), "logs")
+    assert run.bytes() == Run(tmp_path, made[:3] + made[4:], **options).train().bytes()
+
+
 class HalfPrecision(InOrder):
     """float16 with a scaler, which Accelerate does not offer on a CPU by itself."""
 

@@ -88,6 +88,10 @@ def test_untouched_script_is_replayed(scripts, framework, on_nan):
     assert incident["diagnosis"]["cause"] == cause
     assert done.code == (3 if on_nan == "stop" else 0), done.err.decode()
     assert (last_words in done.out.decode()) == (on_nan == "recover")
+    # Not in the middle of a progress bar.
+    lines = done.err.splitlines()
+    assert any(line.startswith(f"error[{cause}]".encode()) for line in lines)
+    assert any(line.startswith("step") for line in done.ours) == (on_nan == "recover")
 
 
 def test_nothing_is_imported_that_the_script_does_not_import(scripts):

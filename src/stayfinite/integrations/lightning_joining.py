@@ -9,6 +9,7 @@ from typing import Any
 
 from stayfinite.detect.entrypoints import together, wrapped
 from stayfinite.detect.hooks import Attachment
+from stayfinite.errors import PackageError
 from stayfinite.guard.post import free_post
 from stayfinite.integrations.harmless import harmless
 
@@ -18,8 +19,8 @@ _joined: set[type] = set()
 
 def join_trainers() -> Attachment:
     """Let each `fit` of the Trainers that are loaded lend its guard to the post of this process."""
-    loaded = [sys.modules[name].Trainer for name in _LIBRARIES if name in sys.modules]
-    return together(*(_join(trainer) for trainer in loaded if trainer not in _joined))
+    known = [getattr(sys.modules.get(name), "Trainer", None) for name in _LIBRARIES]
+    return together(*(_join(each) for each in known if each is not None and each not in _joined))
 
 
 def _join(trainers: type) -> Attachment:
@@ -42,15 +43,12 @@ def _join(trainers: type) -> Attachment:
 
 @contextlib.contextmanager
 def _lent_callback(trainer: Any) -> Iterator[None]:
-    """A callback of ours while it trains; none where there is one, or nobody to help."""
+    """A callback of ours while it trains, if there is somebody to help."""
     before, ours = trainer.callbacks, None
     with harmless("adding a callback to a trainer"):
-        if free_post() is not None and is_alone(trainer):
-            from stayfinite.integrations.lightning import LentStayFinite, StayFinite
-
-            if not any(isinstance(each, StayFinite) for each in before):
-                ours = LentStayFinite(sinks=[])
-                trainer.callbacks = [*before, ours]
+        ours = _callback_for(trainer)
+        if ours is not None:
+            trainer.callbacks = [*before, ours]
     try:
         yield
     finally:
@@ -58,6 +56,17 @@ def _lent_callback(trainer: Any) -> Iterator[None]:
             ours.close()
             rest = [each for each in trainer.callbacks if each is not ours]
             trainer.callbacks = before if rest == before else rest
+
+
+def _callback_for(trainer: Any) -> Any:
+    if free_post() is None or not is_alone(trainer):
+        return None
+    try:
+        from stayfinite.integrations.lightning import LentStayFinite, StayFinite
+    except PackageError:  # the package is too old; the process is watched all the same
+        return None
+    has_one = any(isinstance(each, StayFinite) for each in trainer.callbacks)
+    return None if has_one else LentStayFinite(sinks=[])
 
 
 def is_alone(trainer: Any) -> bool:

@@ -29,7 +29,7 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
 
     One that fails does not keep the others from being told, and is logged once.
     """
-    chosen = [show, tell_trackers] if sinks is None else list(sinks)
+    chosen = [_terminal(), tell_trackers] if sinks is None else list(sinks)
     failed: set[int] = set()
 
     def tell(incident: Incident) -> None:
@@ -44,22 +44,48 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
     return tell
 
 
-def show(incident: Incident) -> None:
-    """Print the report to stderr."""
+def _terminal() -> Sink:
+    """Prints reports to stderr; one line where cause and place are those of an earlier one."""
+    seen: set[object] = set()
+
+    def tell(incident: Incident) -> None:
+        origin, diagnosis = incident.origin, incident.diagnosis
+        what = diagnosis and origin and (diagnosis.cause, origin.file, origin.line)
+        with beside_bars():
+            if what in seen:
+                print(_again(incident), file=sys.stderr)
+            else:
+                _show(incident)
+        if what is not None:
+            seen.add(what)
+
+    return tell
+
+
+def _show(incident: Incident) -> None:
     state = random.getstate()  # which rich draws from, even when it is loaded
     from stayfinite.report.terminal import show
 
-    with _beside_bars():
-        show(incident)
+    show(incident)
     random.setstate(state)
 
 
-def _beside_bars() -> contextlib.AbstractContextManager[None]:
+def _again(incident: Incident) -> str:
+    origin, outcome = incident.origin, incident.outcome
+    place = f", at {origin.file}:{origin.line}" if origin is not None and origin.file else ""
+    cause = incident.diagnosis.cause if incident.diagnosis is not None else "not finite"
+    done = f"; {outcome.strategy}: {outcome.detail}" if outcome is not None else ""
+    return f"stayfinite: step {incident.step}: {cause} again{place}{done}"
+
+
+def beside_bars() -> contextlib.AbstractContextManager[None]:
     """A block whose output does not begin in the middle of a progress bar of tqdm."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is None:
         return contextlib.nullcontext()
-    beside: contextlib.AbstractContextManager[None] = bars.external_write_mode(file=sys.stderr)
+    # Its lock may be held in a process that was forked just then.
+    beside: contextlib.AbstractContextManager[None]
+    beside = bars.external_write_mode(file=sys.stderr, nolock=True)
     return beside
 
 

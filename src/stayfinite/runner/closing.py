@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from stayfinite.records import Exit, Incident, RunResult, to_json
+from stayfinite.report.sinks import beside_bars
 from stayfinite.report.store.schema import RESULT
 from stayfinite.runner import ranks, tree
 from stayfinite.runner.aside import step_aside
@@ -104,7 +105,8 @@ def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:
     try:
         from stayfinite.report.terminal import show
 
-        show(incident, verbose=verbose, folder=folder, file=sys.stderr)
+        with beside_bars():
+            show(incident, verbose=verbose, folder=folder, file=sys.stderr)
     except Exception as error:
         say(one_line(incident))
         with step_aside("the full report"):

@@ -6,11 +6,12 @@ import contextlib
 import sys
 
 from stayfinite.records import Incident
+from stayfinite.report.sinks import beside_bars
 
 
 def say(line: str) -> None:
     """Print one line of ours on stderr; a closed or broken stderr is no reason to fail."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError), beside_bars():
         sys.stderr.write(f"stayfinite: {line}\n")
         sys.stderr.flush()
 

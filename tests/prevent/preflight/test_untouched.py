@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -133,13 +134,14 @@ def test_training_goes_on_as_if_there_had_been_none() -> None:
     assert trained(look=True) == trained(look=False)
 
 
-def test_a_batch_of_any_shape_is_left_alone() -> None:
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_batch_of_any_shape_is_left_alone(kind: Any) -> None:
     class Named(nn.Module):
         def forward(self, *, x: Tensor, scale: float) -> Tensor:
             x.add_(1)
             return (x * scale).sum()
 
-    batch = {"x": torch.randn(4, 3, requires_grad=True).detach(), "scale": 2.0}
+    batch = kind({"x": torch.randn(4, 3, requires_grad=True).detach(), "scale": 2.0})
     before = copy.deepcopy(batch)
     preflight(Named(), batch=batch)
     assert torch.equal(batch["x"], before["x"])

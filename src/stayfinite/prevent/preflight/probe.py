@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +104,11 @@ def changed(value: Any, change: Change) -> Any:
     """The same nested value with other floating-point tensors in it."""
     if isinstance(value, Tensor):
         return _changed(value, change)
-    if isinstance(value, dict):
-        return {key: changed(item, change) for key, item in value.items()}
+    if isinstance(value, MutableMapping):  # what tokenizers give is no dict
+        new = copy.copy(value)
+        for key, item in value.items():
+            new[key] = changed(item, change)
+        return new
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(changed(item, change) for item in value))
     if isinstance(value, (list, tuple)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -130,11 +131,20 @@ def test_doublings_left_are_counted_to_the_end_of_the_dtype(
 
 def test_timeline_marks_what_is_bad_skipped_and_an_incident() -> None:
     series = steps_of([1.0, math.nan, 0.5, math.inf], skipped=[0, 1, 0, 0])
-    (loss,) = timeline(series, Window(first=0, last=3), incidents=[1, 99])
+    (loss,) = timeline(
+        series, Window(first=0, last=3), incidents=[Incident(step=1), Incident(step=99)]
+    )
     assert loss.picture.count("sf-bad") == 2
     assert loss.picture.count("sf-skip") == 1
     assert loss.picture.count("sf-mark") == 1
     assert loss.note == "loss, steps 0 to 3: 1 to 0.5, 2 values not finite"
+
+
+def test_bad_loss_of_an_incident_is_shown_whatever_the_step_says() -> None:
+    incidents = [replace(born([]), step=2), replace(born([]), step=4)]
+    series = steps_of([1.0, 0.9, 0.9, 0.8])
+    (loss,) = timeline(series, Window(first=0, last=4), incidents=incidents)
+    assert loss.picture.count("sf-bad") == 2
 
 
 def test_timeline_shows_only_columns_that_say_something() -> None:

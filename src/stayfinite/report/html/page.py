@@ -125,8 +125,7 @@ def counted(incidents: int, steps: int) -> Verdict:
 def _views(
     run: Run, incidents: list[Incident], *, causes: Causes, folder: Path | None, with_source: bool
 ) -> list[IncidentView]:
-    series, steps = run.series, [incident.step for incident in incidents]
-    views = []
+    series, views = run.series, []
     for first, also in alike(incidents)[:_MOST_SHOWN]:
         window = around(first.step, steps=run.steps)
         view = incident_view(
@@ -134,7 +133,7 @@ def _views(
             anchor=f"sf-{first.step}-{max(first.rank, 0)}",
             causes=causes,
             folder=folder,
-            timeline=timeline(series, window, incidents=steps),
+            timeline=timeline(series, window, incidents=incidents),
             afterwards=afterwards(series, first.step),
             also_at=also,
             source_left_out=not with_source,
@@ -188,7 +187,7 @@ def _whole(run: Run, views: list[IncidentView]) -> list[Any]:
     whole = Window(first=0, last=max([run.steps - 1, 0, *steps]))
     if len(views) == 1 and around(steps[0], steps=run.steps) == whole:
         return []
-    return timeline(run.series, whole, incidents=steps)
+    return timeline(run.series, whole, incidents=run.incidents)
 
 
 def _causes(incidents: Sequence[Incident]) -> set[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from stayfinite.records import Incident
 from stayfinite.report.html.svg import (
     HEIGHT,
     WIDTH,
@@ -53,13 +54,16 @@ def around(step: int, *, steps: int, before: int = 40, after: int = 20) -> Windo
     return Window(first=max(0, min(step - before, last - before - after)), last=last)
 
 
-def timeline(series: Series, window: Window, *, incidents: Sequence[int]) -> list[Plot]:
+def timeline(series: Series, window: Window, *, incidents: Sequence[Incident]) -> list[Plot]:
     """A plot for each column that says something; none where nothing was recorded."""
-    marks = [step for step in incidents if window.first <= step <= window.last]
+    near = [each for each in incidents if window.first <= each.step <= window.last]
+    marks = [incident.step for incident in near]
+    bad = {incident.step for incident in near if _has_bad_loss(incident)}
     skipped = [step for step, was in _within(series, window, series["skipped"]) if was]
     plots = []
     for name, column in _columns(series):
         points = list(_within(series, window, column))
+        points = _with_bad(points, bad) if name == "loss" else points
         if points and (name in _ALWAYS or _varies(points) or name == "scale"):
             made = _plot(_NAMES.get(name, name), points, window, marks=marks, skipped=skipped)
             plots.append(made)
@@ -79,6 +83,16 @@ def _within(
     for step, value in zip(series["step"], column, strict=True):
         if value is not None and window.first <= step <= window.last:
             yield step, value
+
+
+def _has_bad_loss(incident: Incident) -> bool:
+    return any(each.has_nan and each.location == "loss" for each in incident.reports)
+
+
+def _with_bad(points: list[Point], bad: set[int]) -> list[Point]:
+    """The incident knows that a loss was bad, also where the step itself was not recorded."""
+    good = [point for point in points if point[0] not in bad]
+    return sorted([*good, *((step, math.nan) for step in bad)], key=lambda point: point[0])
 
 
 def _varies(points: list[Point]) -> bool:

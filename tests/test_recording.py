@@ -86,6 +86,23 @@ def test_two_optimizers_are_two_series(tmp_path: Path) -> None:
     assert [series["lr"] for series in rank.series.values()] == [[0.1] * 3]
 
 
+def test_terms_that_somebody_checks_are_recorded(tmp_path: Path) -> None:
+    model, detector = nn.Linear(2, 1), stayfinite.NaNDetector()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with stayfinite.watch(model, optimizer, sinks=[], run_dir=tmp_path / "a"):
+        for step in range(3):
+            terms = {"near": model(torch.ones(1, 2)).sum() * 0 + step, "far": torch.tensor(2.0)}
+            if step < 2:
+                detector.check_losses(terms)
+            optimizer.zero_grad()
+            sum(terms.values()).backward()
+            optimizer.step()
+    assert read_run(tmp_path / "a").series.terms == {
+        "far": [2.0, 2.0, None],
+        "near": [0.0, 1.0, None],
+    }
+
+
 def test_an_error_of_the_recorder_ends_the_record_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

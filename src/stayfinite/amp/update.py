@@ -20,6 +20,7 @@ from stayfinite.clip import clip_gradients
 from stayfinite.detect.gradients import gradients_of
 from stayfinite.detect.norms import finite_number
 from stayfinite.detect.scan import all_finite
+from stayfinite.detect.terms import note_terms
 from stayfinite.records import Incident
 
 
@@ -106,6 +107,7 @@ class Update:
             setup.optimizer.zero_grad()
         with autocast_for(setup.config, setup.device):
             losses = losses_of(batch, model=setup.model, loss_fn=setup.loss_fn)
+        note_terms(losses.terms)
         self._look_at(losses.named())
         self._backward(losses.total)
         window.batches += 1

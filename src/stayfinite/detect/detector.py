@@ -18,6 +18,7 @@ from stayfinite.detect.reports import (
     require_model,
     require_tensor,
 )
+from stayfinite.detect.terms import note_terms
 from stayfinite.detect.walk import (
     Named,
     is_container,
@@ -96,6 +97,7 @@ class NaNDetector:
             )
         for name, loss in losses.items():
             require_tensor(loss, f"check_losses[{name!r}]")
+        note_terms(losses)
         step = self._due("losses", self._looks_at_loss)
         return self._many(step, ((f"loss.{name}", loss) for name, loss in losses.items()))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stayfinite.detect.gradients import params_of
+from stayfinite.detect.terms import take_terms
 from stayfinite.distributed import rank as own_rank
 from stayfinite.distributed import world_size
 from stayfinite.evidence import Evidence
@@ -47,8 +48,6 @@ class Recorder:
         self._rows: list[StepRow] = []
         self._books: weakref.WeakKeyDictionary[Optimizer, _Book] = weakref.WeakKeyDictionary()
         self._has_failed = False
-        self.terms: dict[str, Any] | None = None
-        """Of the loss that is under way, by name; kept until the next step ends."""
 
     @property
     def writer(self) -> StoreWriter:
@@ -81,10 +80,9 @@ class Recorder:
             lr=groups[0].get("lr") if groups else None,
             scale=evidence.scale if skipped else None,  # in the others it has not changed much
             skipped=skipped,
-            terms=self.terms,
+            terms=take_terms(),
             optimizer=book.number,
         )
-        self.terms = None
         self._rows.append(row)
         if row.step % _EVERY == 0 and not skipped:
             if evidence.scaler is not None:

@@ -66,7 +66,7 @@ def run_view(entry: Entry) -> dict[str, Any]:
         "steps": run.steps,
         "last": {name: _plain(last.get(name)) for name in METRICS},
         "incidents": len(run.incidents),
-        "broken": sum(rank.broken for rank in run.ranks),
+        "broken": sum(rank.broken for rank in (entry.live or run).ranks),
     }
 
 

@@ -11,6 +11,7 @@ const MEASURES = [
   { key: "lr", title: "Learning rate" },
   { key: "seconds", title: "Step time, seconds", isOptional: true },
 ];
+const SKIPPING = new Set(["norm", "scale"]); // where skipped steps are marked
 const HEIGHT = 208;
 const MOST_MARKS = 400;
 
@@ -42,6 +43,7 @@ export class Charts {
       fill(byId("charts"), ...nodes);
     }
     for (const measure of wanted) this.panels.get(measure.key).draw(series, runs, marks);
+    drawKey(series, runs, marks);
   }
 
   // After a change of theme.
@@ -53,6 +55,20 @@ export class Charts {
     panel.destroy();
     this.panels.delete(key);
   }
+}
+
+// What the marks mean, as far as there are any.
+function drawKey(series, runs, marks) {
+  const shown = runs.map(({ id }) => series.runs[id]).filter(Boolean);
+  const isBad = shown.some((run) => Object.values(run.curves).some((curve) => curve.bad));
+  const entries = [
+    marks.steps.length ? ["key-line", "incident"] : null,
+    isBad ? ["key-bad", "value that is not finite"] : null,
+    shown.some((run) => run.skips) ? ["key-skip", "skipped step"] : null,
+    series.width > 1 ? ["key-band", `least to largest of ${whole(series.width)} steps, with their mean`] : null,
+  ];
+  fill(byId("key"), ...entries.filter(Boolean).map(([kind, text]) =>
+    el("span", {}, el("i", { class: kind, "aria-hidden": "true" }), text)));
 }
 
 function measuresOf(series, runs) {
@@ -197,7 +213,7 @@ class Panel {
       if (bad) this.ticks(plot, bad, bbox.top, 6 * ratio, across);
     }
     ctx.fillStyle = cssColor("--odd");
-    for (const { id } of this.runs) {
+    for (const { id } of SKIPPING.has(this.measure.key) ? this.runs : []) {
       const skipped = this.series.runs[id]?.skipped ?? [];
       this.ticks(plot, skipped, bbox.top + bbox.height - 5 * ratio, 5 * ratio, across);
     }

@@ -21,5 +21,8 @@ export function fill(parent, ...children) {
   parent.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
 }
 
+// A sentence in which `words between backticks` are code.
+export const prose = (text) => text.split("`").map((part, at) => (at % 2 ? el("code", { text: part }) : part));
+
 export const cssColor = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -29,6 +29,7 @@ export function number(value, digits = 4) {
   if (!Number.isFinite(value)) return value > 0 ? "Inf" : "-Inf";
   if (value === 0) return "0";
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size >= 1e4 && size < 1e7) return whole(value);
   if (size >= 1e6 || size < 1e-3) return trimmed(value.toExponential(digits - 2));
   return String(Number(value.toPrecision(digits)));
 }

@@ -157,7 +157,7 @@ export class HeatMap {
     for (let row = 0; box.left && row < rows.length; row += each) {
       context.textAlign = "right";
       const name = shortened(context, data.layers[rows[row]], box.left - 14);
-      context.fillText(name, box.left - 8, ((row + 0.5) * box.height) / rows.length);
+      context.fillText(name, box.left - 8, Math.max(7, ((row + 0.5) * box.height) / rows.length));
     }
     context.font = "12px system-ui, sans-serif";
     const most = Math.max(1, Math.floor(box.width / 90));

@@ -141,7 +141,8 @@ async function round() {
   if (ids !== state.selected.join()) return;
   drawAll();
   if (state.view === "compare" && asked.compare !== version) {
-    drawCompare(runs.length > 1 ? await ask("compare", { runs: ids }) : null, runs);
+    const byAge = [...runs].sort((one, other) => one.started - other.started).map(({ id }) => id);
+    drawCompare(runs.length > 1 ? await ask("compare", { runs: byAge.join() }) : null, runs);
     asked.compare = version;
   }
   await roundOfHeat(view, common);
@@ -219,9 +220,8 @@ function bind() {
 function typedRange() {
   const read = (id) => (/^\d+$/.test(byId(id).value.trim()) ? Number(byId(id).value) : null);
   const [from, to] = [read("from"), read("to")];
-  const last = (mainRun()?.steps ?? 1) - 1;
-  const zoom = from === null && to === null ? null : [from ?? 0, to ?? last];
-  change({ zoom: zoom && zoom[0] < zoom[1] ? zoom : null });
+  const isRange = (from !== null || to !== null) && !(from !== null && to !== null && from >= to);
+  change({ zoom: isRange ? [from, to] : null });
 }
 
 bind();

@@ -1,7 +1,7 @@
 // One incident, in the five parts of every report.
 
 import { ask } from "./api.js";
-import { byId, el, fill } from "./dom.js";
+import { byId, el, fill, prose } from "./dom.js";
 import { number } from "./format.js";
 
 export async function openReport(run, index) {
@@ -62,7 +62,7 @@ function firstOperation(first) {
 
 function rootCause(found) {
   if (!found.why) return [note("No rule explains it.")];
-  return [el("p", { text: found.why }), el("p", { class: "muted", text: `How sure: ${found.confidence}` })];
+  return [el("p", {}, ...prose(found.why)), el("p", { class: "muted", text: `How sure: ${found.confidence}` })];
 }
 
 function statistics(tensors) {
@@ -105,7 +105,7 @@ function fix(found) {
   const lines = found.patch.map((line) => el("span", {
     class: /^(\+\+\+|---) /.test(line) ? "diff place" : `diff ${kinds[line[0]] ?? ""}`, text: line,
   }));
-  return [found.fix ? el("p", { text: found.fix }) : null,
+  return [found.fix ? el("p", {}, ...prose(found.fix)) : null,
     lines.length ? el("pre", { class: "source", tabindex: "0" }, ...lines) : null];
 }
 

@@ -3,38 +3,48 @@
 import { byId, el, fill } from "./dom.js";
 import { SHORT_STATES, clock, compact, count, duration } from "./format.js";
 
+// Items stay while their words change, so that no click is lost while a run is written.
+const items = new Map();
+
 export function drawRuns(state, actions) {
   byId("shelf-count").textContent = state.runs.length ? String(state.runs.length) : "";
-  const focused = document.activeElement?.dataset?.key;
-  fill(byId("runs"), ...state.runs.map((run) => item(run, state, actions)));
-  if (focused) byId("runs").querySelector(`[data-key="${focused}"]`)?.focus();
+  for (const run of state.runs) {
+    if (!items.has(run.id)) items.set(run.id, new Item(run.id, actions));
+    items.get(run.id).draw(run, state.selected.indexOf(run.id));
+  }
+  const nodes = state.runs.map((run) => items.get(run.id).node);
+  const shown = [...byId("runs").children];
+  if (nodes.length !== shown.length || nodes.some((node, at) => node !== shown[at])) {
+    fill(byId("runs"), ...nodes);
+  }
 }
 
-function item(run, state, actions) {
-  const place = state.selected.indexOf(run.id);
-  const isShown = place >= 0;
-  const tick = el("input", {
-    type: "checkbox",
-    "aria-label": `Show ${run.name}`,
-    data: { key: `tick-${run.id}` },
-    on: { change: () => actions.toggle(run.id) },
-  });
-  tick.checked = isShown;
-  const name = el(
-    "button",
-    {
-      type: "button",
-      class: "run-name",
-      "aria-current": isShown && place === 0 ? "true" : null,
-      data: { key: `name-${run.id}` },
-      on: { click: () => actions.only(run.id) },
-    },
-    el("span", { class: "run-title", text: run.name }),
-    el("span", { class: "run-facts", text: facts(run) }),
-  );
-  const chips = el("span", { class: "run-chips" }, stateChip(run), incidentChip(run));
-  name.append(chips);
-  return el("li", { class: isShown ? `run shown color-${place % 6}` : "run" }, tick, name);
+class Item {
+  constructor(id, actions) {
+    this.said = "";
+    this.tick = el("input", { type: "checkbox", on: { change: () => actions.toggle(id) } });
+    this.title = el("span", { class: "run-title" });
+    this.facts = el("span", { class: "run-facts" });
+    this.chips = el("span", { class: "run-chips" });
+    this.name = el("button", { type: "button", class: "run-name", on: { click: () => actions.only(id) } },
+      this.title, this.facts, this.chips);
+    this.node = el("li", { class: "run" }, this.tick, this.name);
+  }
+
+  draw(run, place) {
+    const isShown = place >= 0;
+    this.tick.checked = isShown;
+    this.node.className = isShown ? `run shown color-${place % 6}` : "run";
+    if (place === 0) this.name.setAttribute("aria-current", "true");
+    else this.name.removeAttribute("aria-current");
+    const said = `${run.name}|${facts(run)}|${run.state}|${run.incidents}`;
+    if (said === this.said) return;
+    this.said = said;
+    this.tick.setAttribute("aria-label", `Show ${run.name}`);
+    this.title.textContent = run.name;
+    this.facts.textContent = facts(run);
+    fill(this.chips, stateChip(run), incidentChip(run));
+  }
 }
 
 function facts(run) {
@@ -44,8 +54,8 @@ function facts(run) {
     .filter((word) => word && word !== "–").join(" · ");
 }
 
-export const stateChip = (run) =>
-  el("span", { class: `chip state-${run.state}`, text: SHORT_STATES[run.state] ?? run.state });
+const stateChip = (run) => (run.state === "incident" && run.incidents ? null
+  : el("span", { class: `chip state-${run.state}`, text: SHORT_STATES[run.state] ?? run.state }));
 
 const incidentChip = (run) =>
   run.incidents ? el("span", { class: "chip bad", text: count(run.incidents, "incident") }) : null;

@@ -1,0 +1,251 @@
+"""The page in a real browser, over real runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dashboards import Dashboard, serving, viewing
+from payloads import PAYLOADS
+
+import stayfinite
+
+WRITER = """
+import os, socket, sys, time
+from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType
+from stayfinite.report.store.schema import RunInfo, StepRow
+from stayfinite.report.store.writer import StoreWriter
+
+folder, signal = sys.argv[1:]
+process = {"pid": os.getpid(), "host": socket.gethostname()}
+writer = StoreWriter(folder, lambda: RunInfo(started=1.7e9, script="/x/live.py", **process))
+for step in range(100_000):
+    writer.steps([StepRow(step=step, time=0.05 * step, loss=1 / (1 + step), norm=1.0, lr=0.1)])
+    if os.path.exists(signal):
+        os.unlink(signal)
+        seen = NaNReport(has_nan=True, nan_type=NaNType.NAN, location="loss", tensor_shape=())
+        why = Diagnosis(cause="log_of_zero", why="log(0) is -Inf.", fix="Add an eps.")
+        writer.incident(Incident(step=step, reports=(seen,), diagnosis=why))
+    time.sleep(0.05)
+"""
+
+
+@contextmanager
+def training(folder: Path, signal: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that writes steps, and an incident when the file `signal` is there."""
+    source = str(Path(stayfinite.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(signal)],
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_page_follows_a_run_that_is_written_through_an_incident_a_restart_and_its_end(
+    tmp_path: Path, state: Path, chromium: Any
+) -> None:
+    runs, signal = tmp_path / "runs", tmp_path / "signal"
+    runs.mkdir()
+    with serving(runs, state) as dashboard, viewing(chromium, dashboard) as viewer:
+        viewer.until(lambda: "No runs yet" in viewer.text("#blank"), "the empty page")
+        assert str(runs) in viewer.text("#blank")
+        assert "token" not in viewer.page.url
+        viewer.page.evaluate("window.isSamePage = true")
+        with training(runs / "live", signal) as process:
+            viewer.until_painted()
+            assert "running" in viewer.text("#head")
+            before = viewer.steps()
+            viewer.until(lambda: viewer.steps() > before, "more steps")
+            assert "None" in viewer.text("#incidents")
+            signal.touch()
+            viewer.until(lambda: "log_of_zero" in viewer.text("#incidents"), "the incident")
+            assert "New incident: NaN at step" in viewer.page.text_content("#spoken")
+
+            dashboard.stop()
+            viewer.until(lambda: viewer.text("#connection") == "Reconnecting", "the loss")
+            before = viewer.steps()
+            dashboard.start()
+            viewer.until(lambda: viewer.text("#connection") == "Live", "the way back")
+            viewer.until(lambda: viewer.steps() > before, "steps after the restart")
+            assert "log_of_zero" in viewer.text("#incidents")
+            process.kill()
+            process.wait()
+        viewer.until(lambda: "was killed" in viewer.text("#head"), "the end")
+        assert viewer.page.evaluate("window.isSamePage")
+
+
+def test_incident_opens_its_five_parts_and_the_whole_report(
+    looked_at: Dashboard, chromium: Any
+) -> None:
+    with viewing(chromium, looked_at) as viewer:
+        viewer.until_painted()
+        viewer.page.locator(".incident").first.focus()
+        viewer.page.keyboard.press("Enter")
+        viewer.until(lambda: "Verification" in viewer.text("#dialog"), "the report")
+        assert viewer.page.locator("#dialog h3").all_inner_texts() == [
+            "First bad operation",
+            "Root cause",
+            "Input statistics",
+            "Fix",
+            "Verification",
+        ]
+        assert "NaN at step 70 in the loss" in viewer.text("#dialog h2")
+        with viewer.page.context.expect_page() as opened:
+            viewer.page.get_by_text("Open the whole report").click()
+        opened.value.wait_for_load_state()
+        assert "log(0) is -Inf." in opened.value.inner_text("body")
+        viewer.page.keyboard.press("Escape")
+        assert not viewer.page.locator("#dialog").is_visible()
+
+
+def test_heat_map_tells_layer_and_value_by_mouse_and_by_keys(
+    looked_at: Dashboard, chromium: Any
+) -> None:
+    with viewing(chromium, looked_at) as viewer:
+        viewer.until_painted()
+        viewer.until_heat()
+        canvas = viewer.page.locator("#heat .heat-stage canvas")
+        width = canvas.bounding_box()["width"]
+        canvas.hover(position={"x": width - 4, "y": 3})
+        assert viewer.text(".tip").split("\n")[0] == "encoder.0.weight"
+        assert "step 80 · gradient norm 0.00199" in viewer.text(".tip")
+        canvas.focus()
+        viewer.page.keyboard.press("ArrowDown")
+        viewer.page.keyboard.press("ArrowDown")
+        viewer.page.keyboard.press("Home")
+        assert viewer.text(".tip").split("\n")[0] == "head.weight"
+        assert "step 0" in viewer.text(".tip")
+        viewer.page.keyboard.press("Enter")
+        viewer.until(lambda: viewer.text("#dialog h2") == "head.weight", "the history")
+        assert "6 samples from step 0 to 80" in viewer.text("#dialog")
+        assert viewer.page.locator("#dialog canvas").count() == 2
+
+
+def test_two_runs_are_laid_over_one_another_and_compared(
+    looked_at: Dashboard, chromium: Any
+) -> None:
+    with viewing(chromium, looked_at) as viewer:
+        viewer.until_painted()
+        viewer.page.get_by_label("Show c-second").check()
+        loss = viewer.page.locator('[data-measure="loss"] .plot')
+        label = lambda: loss.get_attribute("aria-label")  # noqa: E731
+        viewer.until(lambda: "d-first: from" in label() and "c-second: from" in label(), "both")
+        assert viewer.page.locator('[data-measure="loss"] .readout').count() == 2
+        viewer.page.get_by_role("button", name="Compare").click()
+        viewer.until(lambda: "Bad steps" in viewer.text("#compare"), "the comparison")
+        assert "on_nan" in viewer.text("#compare")
+        viewer.page.reload()
+        viewer.until(lambda: "Bad steps" in viewer.text("#compare"), "the same after a reload")
+
+
+def test_range_of_steps_is_typed_dragged_and_given_back(
+    looked_at: Dashboard, chromium: Any
+) -> None:
+    with viewing(chromium, looked_at) as viewer:
+        viewer.until_painted()
+        viewer.until(lambda: viewer.steps() == 90, "all steps")
+        viewer.page.fill("#from", "10")
+        viewer.page.fill("#to", "29")
+        viewer.page.keyboard.press("Enter")
+        viewer.until(lambda: viewer.steps() == 20, "twenty steps")
+        viewer.page.click("#reset")
+        viewer.until(lambda: viewer.steps() == 90, "all steps again")
+        box = viewer.page.locator('[data-measure="loss"] .u-over').bounding_box()
+        viewer.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 40)
+        viewer.page.mouse.down()
+        viewer.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40, steps=4)
+        viewer.page.mouse.up()
+        viewer.until(lambda: 20 <= viewer.steps() <= 26, "a quarter of the steps")
+
+
+def test_broken_lines_are_told_and_the_rest_is_shown(looked_at: Dashboard, chromium: Any) -> None:
+    with viewing(chromium, looked_at) as viewer:
+        viewer.until_painted()
+        viewer.page.get_by_role("button", name="b-broken").click()
+        viewer.until(lambda: "2 lines of b-broken" in viewer.text("#notices"), "the notice")
+        viewer.until(lambda: viewer.steps() == 20, "its steps")
+
+
+def test_keyboard_reaches_everything_and_all_has_a_name(
+    looked_at: Dashboard, chromium: Any
+) -> None:
+    with viewing(chromium, looked_at) as viewer:
+        viewer.until_painted()
+        viewer.until_heat()
+        reached = set()
+        for _ in range(40):
+            viewer.page.keyboard.press("Tab")
+            reached.add(viewer.page.evaluate(WHO))
+        assert {
+            "a:Skip to the charts",
+            "input:Show d-first",
+            "input:Find layers by name",
+        } <= reached
+        assert any(each.startswith("canvas:gradient norm of 3 layers") for each in reached)
+        assert not [each for each in reached if each.endswith(":")]
+        for role in ("banner", "navigation", "main"):
+            assert viewer.page.get_by_role(role).count() == 1
+
+
+WHO = """() => {
+  const at = document.activeElement;
+  const name = at.getAttribute("aria-label") ?? at.labels?.[0]?.textContent ?? at.textContent;
+  return `${at.localName}:${name.trim()}`;
+}"""
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 390), ("dark", 390)])
+def test_page_fits_and_follows_the_scheme(
+    scheme: str, width: int, looked_at: Dashboard, chromium: Any
+) -> None:
+    size = {"width": width, "height": 844}
+    with viewing(chromium, looked_at, viewport=size, color_scheme=scheme) as viewer:
+        viewer.until_painted()
+        viewer.until_heat()
+        inside = viewer.page.evaluate("document.documentElement.scrollWidth")
+        assert inside <= width
+        color = viewer.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        lightness = sum(int(part) for part in color[4:-1].split(",")) / 3
+        assert lightness < 60 if scheme == "dark" else lightness > 200
+        viewer.page.click("#theme")
+        assert viewer.page.get_attribute("html", "data-theme") == "light"
+
+
+def test_thirty_payloads_stay_text(looked_at: Dashboard, chromium: Any) -> None:
+    assert len(PAYLOADS) >= 30
+    with viewing(chromium, looked_at) as viewer:
+        viewer.until_painted()
+        wanted = {name: viewer.page.locator(name).count() for name in ("script", "iframe", "base")}
+        viewer.page.get_by_role("button", name="a-vicious").click()
+        count = len(PAYLOADS)
+        viewer.until(lambda: f"{count} incidents" in viewer.text("#incidents h2"), "incidents")
+        viewer.until(lambda: f"{count} layers" in viewer.text("#heat h2"), "layers")
+        assert PAYLOADS[0] in viewer.text("#incidents")
+        for at in range(count):
+            viewer.page.evaluate(f"document.querySelectorAll('.incident')[{at}].click()")
+            viewer.until(lambda: "Verification" in viewer.text("#dialog"), "the report")
+        viewer.page.keyboard.press("Escape")
+        canvas = viewer.page.locator("#heat .heat-stage canvas")
+        canvas.click(position={"x": canvas.bounding_box()["width"] - 4, "y": 4})
+        viewer.until(lambda: "samples" in viewer.text("#dialog"), "the history")
+        viewer.page.keyboard.press("Escape")
+        viewer.page.get_by_label("Show c-second").check()
+        viewer.page.get_by_role("button", name="Compare").click()
+        viewer.until(lambda: "Bad steps" in viewer.text("#compare"), "the comparison")
+        assert wanted == {name: viewer.page.locator(name).count() for name in wanted}
+        assert viewer.page.evaluate(HANDLERS) == []
+
+
+HANDLERS = """[...document.querySelectorAll("*")].flatMap((node) => [...node.attributes]
+  .filter(({ name, value }) => name.startsWith("on") || /^\\s*javascript:/i.test(value))
+  .map(({ name }) => name))"""

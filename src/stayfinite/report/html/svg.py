@@ -51,17 +51,20 @@ class Axis:
         return min(max((value - low) / (high - low), 0.0), 1.0)
 
     def _even(self, value: float) -> float:
-        bounded = min(max(value, -_LARGEST), _LARGEST)
-        return math.log10(max(bounded, 1e-320)) if self.is_log else bounded / 2
+        return math.log10(max(value, 1e-320)) if self.is_log else _bounded(value) / 2
 
     @property
     def ticks(self) -> list[float]:
         return decades(self.low, self.high) if self.is_log else round_numbers(self.low, self.high)
 
 
+def _bounded(value: float) -> float:
+    return min(max(value, -_LARGEST), _LARGEST)
+
+
 def axis_of(values: Sequence[float]) -> Axis:
     """An axis with room for these finite values, in powers of ten where they are far apart."""
-    low, high = max(min(values), -_LARGEST), min(max(values), _LARGEST)
+    low, high = _bounded(min(values)), _bounded(max(values))
     if low > 0 and high / low > 100:
         return Axis(low=low / 1.2, high=high * 1.2, is_log=True)
     room = (high / 2 - low / 2) * 0.12 or abs(high) * 0.1 or 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from stayfinite.report.dashboard.columns import Columns
 from stayfinite.report.dashboard.heat import UNKNOWN
 
 Values = np.ndarray[Any, Any]
+
+_BLOCK = 1 << 16  # steps that are looked at together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +64,8 @@ def bucketed(columns: Columns, names: list[str], grid: Grid) -> dict[str, dict[s
 def totals(columns: Columns, name: str, grid: Grid) -> list[int]:
     """The sum of a column of whole numbers in each bucket."""
     with columns.lock:
-        cuts = _cuts(columns.view("step"), grid)
-        sums = np.concatenate(([0], np.cumsum(columns.view(name), dtype=np.int64)))
-        return [int(value) for value in sums[cuts[1:]] - sums[cuts[:-1]]]
+        values, cuts = columns.view(name), _cuts(columns.view("step"), grid)
+        return [int(values[start:end].sum()) for start, end in itertools.pairwise(cuts)]
 
 
 def _cuts(steps: Values, grid: Grid) -> Values:
@@ -73,31 +75,33 @@ def _cuts(steps: Values, grid: Grid) -> Values:
 
 
 def _column(values: Values, cuts: Values, grid: Grid) -> dict[str, Any]:
-    is_filled = cuts[:-1] < cuts[1:]
-    if not is_filled.any():
-        return {"mid": [None] * grid.count, "bad": 0}
-    inside, starts = values[cuts[0] : cuts[-1]], cuts[:-1][is_filled] - cuts[0]
-    is_known = inside != UNKNOWN
-    finite = np.where(np.isfinite(inside) & is_known, inside, np.nan)
-    counts = np.add.reduceat(~np.isnan(finite), starts, dtype=np.int64)
-    sums = np.add.reduceat(np.nan_to_num(finite), starts, dtype=np.float64)
-    bad = np.add.reduceat(is_known & ~np.isfinite(inside), starts, dtype=np.int64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        found: dict[str, Any] = {"mid": _laid_out(sums / counts, is_filled)}
+    # In blocks: what is computed on the way must not take the memory that the columns save.
+    size = max(1, _BLOCK // grid.width)
+    blocks = [_block(values, cuts[at : at + size + 1]) for at in range(0, grid.count, size)]
+    mid, low, high, bad = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    found: dict[str, Any] = {"mid": _listed(mid)}
     if grid.width > 1:
-        found["low"] = _laid_out(np.fmin.reduceat(finite, starts), is_filled)
-        found["high"] = _laid_out(np.fmax.reduceat(finite, starts), is_filled)
-    found["bad"] = _whole(bad, is_filled) if bad.any() else 0
-    return found
+        found |= {"low": _listed(low), "high": _listed(high)}
+    return found | {"bad": bad.astype(int).tolist() if bad.any() else 0}
 
 
-def _laid_out(values: Values, is_filled: Values) -> list[float | None]:
-    row = np.full(len(is_filled), np.nan)
-    row[is_filled] = values
-    return [None if value != value else float(f"{value:.6g}") for value in row.tolist()]
+def _block(values: Values, cuts: Values) -> tuple[Values, Values, Values, Values]:
+    """Mean, least, largest and the count of what is not finite, in each bucket."""
+    is_filled = cuts[:-1] < cuts[1:]
+    mid, low, high, bad = (np.full(len(is_filled), start) for start in (np.nan,) * 3 + (0.0,))
+    if is_filled.any():
+        inside, starts = values[cuts[0] : cuts[-1]], cuts[:-1][is_filled] - cuts[0]
+        is_known = inside != UNKNOWN
+        is_finite = np.isfinite(inside) & is_known
+        finite = np.where(is_finite, inside, np.nan)
+        sums = np.add.reduceat(np.where(is_finite, inside, 0), starts, dtype=np.float64)
+        counts = np.add.reduceat(is_finite, starts, dtype=np.int64)
+        mid[is_filled] = np.divide(sums, counts, where=counts > 0, out=np.full(len(sums), np.nan))
+        low[is_filled] = np.fmin.reduceat(finite, starts)
+        high[is_filled] = np.fmax.reduceat(finite, starts)
+        bad[is_filled] = np.add.reduceat(is_known & ~is_finite, starts, dtype=np.int64)
+    return mid, low, high, bad
 
 
-def _whole(values: Values, is_filled: Values) -> list[int]:
-    row = np.zeros(len(is_filled), np.int64)
-    row[is_filled] = values
-    return row.tolist()
+def _listed(values: Values) -> list[float | None]:
+    return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]

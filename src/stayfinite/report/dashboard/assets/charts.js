@@ -3,6 +3,7 @@
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { byId, cssColor, el, fill } from "./dom.js";
 import { number, whole } from "./format.js";
+import { keepAll, logRange, logSplits } from "./logs.js";
 
 const MEASURES = [
   { key: "loss", title: "Loss" },
@@ -166,10 +167,10 @@ class Panel {
         drag: { x: true, y: false, setScale: false },
         points: { size: 7 },
       },
-      scales: { x: { time: false, range: (plot, low, high) => this.across(low, high) }, y: { distr: this.isLog ? 3 : 1, range: this.isLog ? undefined : padded } },
+      scales: { x: { time: false, range: (plot, low, high) => this.across(low, high) }, y: { distr: this.isLog ? 3 : 1, range: this.isLog ? logRange : padded } },
       axes: [
         { ...axis, font, size: 34, space: 70, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? whole(tick) : "")) },
-        { ...axis, font, size: 62, space: this.isLog ? 24 : 34, values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
+        { ...axis, font, size: 62, space: 34, ...(this.isLog ? { splits: logSplits, filter: keepAll } : {}), values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
       ],
       series,
       bands,

@@ -4,6 +4,7 @@ import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { ask } from "./api.js";
 import { byId, cssColor, el, fill } from "./dom.js";
 import { number, whole } from "./format.js";
+import { keepAll, logRange, logSplits } from "./logs.js";
 import { closeButton } from "./report.js";
 
 export async function openLayer(run, name, optimizer) {
@@ -37,10 +38,10 @@ function draw(steps, { values, color, isLog, node }) {
   const axis = { stroke: muted, grid: { stroke: line, width: 1 }, ticks: { stroke: line, size: 4 }, font: "12px system-ui, sans-serif" };
   new uPlot({
     width: node.clientWidth || 600, height: 180, legend: { show: false },
-    scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
+    scales: { x: { time: false }, y: isLog ? { distr: 3, range: logRange } : {} },
     axes: [
       { ...axis, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? whole(tick) : "")) },
-      { ...axis, size: 62, values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
+      { ...axis, size: 62, ...(isLog ? { splits: logSplits, filter: keepAll } : {}), values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
     ],
     series: [{}, { stroke, width: 1.75, spanGaps: true, points: { show: steps.length < 60 } }],
     hooks: { draw: [(plot) => marks(plot, steps, isBad)] },

@@ -61,6 +61,7 @@ def test_a_step_that_was_left_out_is_marked(tmp_path: Path) -> None:
     train(tmp_path / "a", bad=10)
     run = read_run(tmp_path / "a")
     assert [n for n, skipped in enumerate(run.series["skipped"]) if skipped] == [10]
+    assert [n for n, loss in enumerate(run.series["loss"]) if math.isnan(loss)] == [10]
     (incident,) = run.incidents
     assert incident.step == 10
     assert run.exit == "incident"

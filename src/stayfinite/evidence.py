@@ -51,6 +51,7 @@ class Evidence:
         self.backward_passes = 0
         self.on_step: Callable[..., None] | None = None  # told of each attempted update
         self.loss: Any = None
+        self.bad_loss: Any = None  # of the step that is under way
         self.grad_norm: Any = None
         self.scale: float | None = None
         self.scaler: Any = None  # the one that multiplied the last loss
@@ -168,7 +169,7 @@ class Evidence:
         )
         book.count += 1
         self._most = max(self._most, book.count)
-        self.grad_norm = None
+        self.grad_norm = self.bad_loss = None
         self.bad_inputs.clear()
         self._close_calls()
 

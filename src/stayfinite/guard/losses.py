@@ -42,6 +42,7 @@ class Losses:
             self._far.append(nonfinite([loss], exact_on_device=True))
             self._evidence.saw_loss(loss.detach())
         elif not all_finite([loss]):
+            self._evidence.bad_loss = loss.detach()
             return loss
         return None
 

@@ -75,7 +75,7 @@ class Recorder:
             step=evidence.count(optimizer),
             time=now - self._began,
             seconds=None if self._last is None else now - self._last,
-            loss=evidence.loss,
+            loss=evidence.loss if evidence.bad_loss is None else evidence.bad_loss,
             norm=evidence.grad_norm,
             lr=groups[0].get("lr") if groups else None,
             scale=evidence.scale if skipped else None,  # in the others it has not changed much

@@ -161,7 +161,7 @@ class Panel {
       width: Math.max(this.canvas.clientWidth, 200),
       height: HEIGHT,
       legend: { show: false },
-      padding: [10, 12, 0, 0],
+      padding: [10, 24, 0, 0],
       cursor: {
         sync: { key: this.sync.key, setSeries: false },
         drag: { x: true, y: false, setScale: false },

@@ -154,7 +154,7 @@ export class HeatMap {
     context.fillStyle = cssColor("--muted");
     context.textBaseline = "middle";
     const each = Math.max(1, Math.ceil((ROW - 2) / (box.height / Math.max(rows.length, 1))));
-    for (let row = 0; box.left && row < rows.length; row += each) {
+    for (let row = Math.floor(each / 2); box.left && row < rows.length; row += each) {
       context.textAlign = "right";
       const name = shortened(context, data.layers[rows[row]], box.left - 14);
       context.fillText(name, box.left - 8, Math.max(7, ((row + 0.5) * box.height) / rows.length));

@@ -130,6 +130,7 @@ for step in range(20):
 
 
 def run_script(folder: Path, *options: str) -> tuple[int, list[Path]]:
+    """Exit code and recorded runs; whoever records says where."""
     (folder / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-m", "stayfinite", "run", *options, "train.py"],
@@ -139,7 +140,10 @@ def run_script(folder: Path, *options: str) -> tuple[int, list[Path]]:
         text=True,
         timeout=300,
     )
-    return done.returncode, runs_in(folder / "stayfinite-runs")
+    runs = runs_in(folder / "stayfinite-runs")
+    names = [f"stayfinite: recorded in stayfinite-runs/{path.name}; " for path in runs]
+    assert all(name in done.stderr for name in names)
+    return done.returncode, runs
 
 
 def test_run_records_and_the_second_run_explains(tmp_path: Path) -> None:

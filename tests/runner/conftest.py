@@ -30,9 +30,10 @@ class Finished:
 
     @property
     def ours(self) -> list[str]:
-        """Our lines on stderr, without their prefix."""
-        lines = self.err.splitlines()
-        return [line[len(PREFIX) :].decode() for line in lines if line.startswith(PREFIX)]
+        """Our lines on stderr, without their prefix, and without the one about the record."""
+        lines = [line for line in self.err.splitlines() if line.startswith(PREFIX)]
+        said = [line.removeprefix(PREFIX).decode() for line in lines]
+        return [line for line in said if not line.startswith("recorded in ")]
 
     @property
     def seen(self) -> tuple[int, bytes, bytes]:

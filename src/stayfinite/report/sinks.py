@@ -29,7 +29,7 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
 
     One that fails does not keep the others from being told, and is logged once.
     """
-    chosen = [_terminal(), tell_trackers] if sinks is None else list(sinks)
+    chosen = [terminal(), tell_trackers] if sinks is None else list(sinks)
     failed: set[int] = set()
 
     def tell(incident: Incident) -> None:
@@ -44,7 +44,7 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
     return tell
 
 
-def _terminal() -> Sink:
+def terminal() -> Sink:
     """Prints reports to stderr; one line where cause and place are those of an earlier one."""
     seen: set[object] = set()
 

@@ -46,17 +46,17 @@ class Meter:
         return call
 
     def _switch(self, change: Callable[[], Any]) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         if self._stack and self._stack[-1]:
             self.ours += now - self._since
         change()
-        self._since = time.perf_counter()
+        self._since = time.process_time()
 
     def stepped(self, *_: Any) -> None:
         """An update is over; after the first few of them time begins."""
         self._steps += 1
         if self._steps == WARM:
-            self.ours, self.start = 0.0, time.perf_counter()
+            self.ours, self.start = 0.0, time.process_time()
             self._since = self.start
 
 

@@ -4,7 +4,8 @@
 
 Ours is timed directly: all that is done inside the steps, snapshots included, against the rest of
 the same steps. The debuggers are timed from outside, in turns: a run with them against a run
-without. To add a framework, add it to FRAMEWORKS.
+without. It is processor time, so other load on the machine counts on neither side. To add a
+framework, add it to FRAMEWORKS.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def seconds(
 ) -> float:
     """For so many steps, after the first few."""
     framework.train(meter, steps + WARM, watched=False, debugger=debugger)
-    return time.perf_counter() - meter.start
+    return time.process_time() - meter.start
 
 
 def ours(framework: Framework, rounds: int, steps: int) -> dict[str, float]:
@@ -126,7 +127,7 @@ def ours(framework: Framework, rounds: int, steps: int) -> dict[str, float]:
         meter = Meter()
         with measured(entries, meter):
             framework.train(meter, steps + WARM, watched=True, debugger=None)
-        taken = time.perf_counter() - meter.start
+        taken = time.process_time() - meter.start
         found.append((1e6 * meter.ours / steps, 100 * meter.ours / (taken - meter.ours)))
     us, percent = (statistics.median(each) for each in zip(*found, strict=True))
     return {"us": us, "percent": percent}

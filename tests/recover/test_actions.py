@@ -214,8 +214,11 @@ def test_clip_cannot_help_when_nothing_finite_is_left() -> None:
     job.backward()
     for gradient in job.gradients():
         gradient.fill_(NAN)
-    assert tried(CLIP, job) == Cannot("nothing finite is left of the gradients")
+    assert tried(CLIP, job) == Cannot("nothing finite is left of the gradients but zeros")
     assert all(bool(gradient.isnan().all()) for gradient in job.gradients())
+    for gradient in job.gradients():
+        gradient.view(-1)[1:] = 0.0
+    assert isinstance(tried(CLIP, job), Cannot)
     for gradient in job.gradients():
         gradient.view(-1)[1:] = 1.0
     options = {"drop_whole_tensors": True}

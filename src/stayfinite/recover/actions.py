@@ -90,7 +90,8 @@ def clip(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answ
     if has_bad_loss and _finite_share(params) < 0.5:
         return Cannot("the loss is not finite, nor is most of the gradients")
     if not any(_is_usable(param.grad, whole=whole) for param in params):
-        return Cannot(f"{'nothing finite is left of the' if params else 'there are no'} gradients")
+        left = "nothing finite is left of the gradients but zeros"
+        return Cannot(left if params else "there are no gradients")
     result = clip_gradients(
         params,
         config.grad_clip_value * gradient_scale(scaler, optimizer),
@@ -212,9 +213,9 @@ def _is_usable(gradient: Tensor | None, *, whole: bool) -> bool:
     if gradient is None:
         return False
     parts = list(float_parts(gradient))
-    if whole:
-        return bool(parts) and all_finite(parts)
-    return any(bool(part.isfinite().any()) for part in parts)  # host sync
+    if whole and not all_finite(parts):
+        return False
+    return any(bool((part.isfinite() & (part != 0)).any()) for part in parts)  # host sync
 
 
 def _names(situation: Situation, params: list[Tensor]) -> list[str]:

@@ -38,7 +38,7 @@ class Columns:
         with self.lock:
             for name, values in new.items():
                 self._columns[name].extend(values)
-            for name in {*more, *self.terms}:
+            for name in dict.fromkeys((*self.terms, *more)):
                 if name not in self.terms:
                     self.terms[name] = array("f", [UNKNOWN]) * before
                 self.terms[name].extend(more.get(name) or array("f", [UNKNOWN]) * count)

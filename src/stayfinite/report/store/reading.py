@@ -37,7 +37,7 @@ class Series:
         before, count = len(self), len(columns["step"])
         for name, values in columns.items():
             self.columns[name] += values
-        for name in {*terms, *self.terms}:
+        for name in dict.fromkeys((*self.terms, *terms)):
             column = self.terms.setdefault(name, [None] * before)
             column += terms.get(name, [None] * count)
 

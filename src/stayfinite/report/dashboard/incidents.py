@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ from rich.cells import cell_len
 from stayfinite.records import Incident, Origin, TensorSummary
 from stayfinite.report import wording
 from stayfinite.report.columns import FULL, remark
-from stayfinite.report.dashboard.live import LiveRun
 from stayfinite.report.excerpt import SourceLine, excerpt
+from stayfinite.report.store.reading import Run
 from stayfinite.report.wording import plain
 
 _WIDTH = 96
 
 
-def incidents_view(runs: dict[str, LiveRun]) -> list[dict[str, Any]]:
+def incidents_view(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
     """A line for each incident, the newest first."""
     found = [
         {"run": identity, "number": number, **_line(incident)}
@@ -27,7 +28,7 @@ def incidents_view(runs: dict[str, LiveRun]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: (line["time"], line["step"]), reverse=True)
 
 
-def incident_view(run: LiveRun, number: int) -> dict[str, Any] | None:
+def incident_view(run: Run, number: int) -> dict[str, Any] | None:
     """All that is known of one incident; None if there is none of this number."""
     if not 0 <= number < len(run.incidents):
         return None

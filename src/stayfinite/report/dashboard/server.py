@@ -144,14 +144,15 @@ class _Pages:
         return _json(found) if found else _nothing()
 
     def incidents(self, request: Request) -> Response:
-        runs = views.chosen(self._shelf, _ids(request))
+        runs = views.glanced(self._shelf, _ids(request))
         view = {"incidents": incidents_view(runs), "forecasts": views.forecasts_view(runs)}
         return _json(view)
 
     def incident(self, request: Request) -> Response:
-        run = self._shelf.open(request.query_params.get("run", ""))
+        runs = views.glanced(self._shelf, [request.query_params.get("run", "")])
         number = _number(request, "number")
-        found = incident_view(run, -1 if number is None else number) if run else None
+        chosen = -1 if number is None else number
+        found = next((incident_view(run, chosen) for run in runs.values()), None)
         return _json(found) if found else _nothing()
 
     def compare(self, request: Request) -> Response:
@@ -164,9 +165,10 @@ class _Pages:
 
         from stayfinite.report.terminal import as_text
 
-        run = self._shelf.open(request.path_params["run"])
-        if run is None:
+        runs = views.glanced(self._shelf, [request.path_params["run"]])
+        if not runs:
             return _nothing()
+        (run,) = runs.values()
         if self._report_of is not None and run.steps <= _MOST_REPORTED:
             with contextlib.suppress(RecordError):
                 page = self._report_of(run.path)

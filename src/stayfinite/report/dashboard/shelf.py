@@ -69,12 +69,12 @@ class Shelf:
     def look(self) -> None:
         """Find new runs, and read on in all; in open ones, all steps."""
         found = [path for place in self.places for path in _runs_at(place)]
-        for path in found:
-            self.entries.setdefault(id_of(path), Entry(path, GlancedRun(path)))
         for gone in set(self.entries) - {id_of(path) for path in found}:
             del self.entries[gone]
-        for entry in list(self.entries.values()):
+        for path in sorted(found, key=lambda each: each.name, reverse=True):
+            entry = self.entries.get(id_of(path)) or Entry(path, GlancedRun(path))
             entry.glance.refresh()
+            self.entries[entry.id] = entry
         self.has_looked = True
         for entry in list(self.entries.values()):
             if entry.live is not None:

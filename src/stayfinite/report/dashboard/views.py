@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from stayfinite.records import to_data
 from stayfinite.report.dashboard.buckets import bucketed, grid_over, totals
 from stayfinite.report.dashboard.columns import Columns
 from stayfinite.report.dashboard.heat import UNKNOWN
-from stayfinite.report.dashboard.live import LiveRun
+from stayfinite.report.dashboard.live import GlancedRun, LiveRun
 from stayfinite.report.dashboard.shelf import Entry, Shelf
+from stayfinite.report.store.reading import Run
 
 METRICS = ("loss", "norm", "lr", "scale", "seconds")
 _MOST_POINTS = 2000
@@ -130,7 +131,7 @@ def layer_view(run: LiveRun, name: str, optimizer: int | None = None) -> dict[st
     return {"layer": name, "steps": found["steps"], **shown}
 
 
-def forecasts_view(runs: dict[str, LiveRun]) -> list[dict[str, Any]]:
+def forecasts_view(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
     """Forecasts as they were recorded, the newest first."""
     found = [
         {"run": identity, "forecast": to_data(each)}
@@ -149,6 +150,12 @@ def chosen(shelf: Shelf, identities: Sequence[str]) -> dict[str, LiveRun]:
     """The open runs of these names; names that are not there are passed over."""
     found = {identity: shelf.open(identity) for identity in identities if identity}
     return {identity: run for identity, run in found.items() if run is not None}
+
+
+def glanced(shelf: Shelf, identities: Sequence[str]) -> dict[str, GlancedRun]:
+    """What the list knows of these runs: their incidents, while their steps are still read."""
+    found = {identity: shelf.entries.get(identity) for identity in identities}
+    return {identity: entry.glance for identity, entry in found.items() if entry is not None}
 
 
 def _known(value: float) -> float | str | None:

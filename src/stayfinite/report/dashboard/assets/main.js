@@ -35,10 +35,11 @@ let isStale = false;
 const stream = new Stream(onRuns, onConnection);
 
 function onRuns(list) {
-  state.runs = list.runs;
-  state.places = list.places;
   const there = new Set(list.runs.map((run) => run.id));
   const kept = state.selected.filter((id) => there.has(id));
+  if (!list.looked && kept.length < state.selected.length) return; // it will come
+  state.runs = list.runs;
+  state.places = list.places;
   if (!kept.length && list.runs.length) kept.push(list.runs[0].id);
   if (list.looked || kept.length) show(kept, list.looked);
 }

@@ -127,7 +127,10 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Why it happened, and what to change."""
+    """Why it happened, and what to change.
+
+    A patch was tried: the last piece of evidence says what that showed.
+    """
 
     cause: str
     why: str

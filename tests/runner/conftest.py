@@ -62,7 +62,9 @@ class Scripts:
         return self._start([sys.executable, *words], **how)
 
     def watched(self, *words: str, options: Sequence[str] = (), **how: Any) -> Finished:
-        return self._start([sys.executable, "-m", "stayfinite", "run", *options, *words], **how)
+        return self._start(
+            [sys.executable, "-m", "stayfinite", "run", "--prove", "0", *options, *words], **how
+        )
 
     def result(self, name: str = "out.json") -> Any:
         return json.loads((self.folder / name).read_text())

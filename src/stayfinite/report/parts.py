@@ -99,6 +99,13 @@ def _patch(page: Page) -> Part:
     return Part(lines=lines, least=min(len(lines), 2))
 
 
+def _tried(page: Page) -> Part:
+    diagnosis = page.incident.diagnosis
+    if diagnosis is None or not (diagnosis.patch and diagnosis.evidence):
+        return NOTHING
+    return Part(lines=row(page, "test", Text(plain(diagnosis.evidence[-1]), style="green")))
+
+
 def _changes(patch: list[str]) -> list[str]:
     """The changed lines alone, without the indentation that they share."""
     changed = [line for line in patch if _is_change(line)]
@@ -139,6 +146,7 @@ def _names(page: Page) -> Part:
 def _evidence(page: Page) -> Part:
     diagnosis = page.incident.diagnosis
     shown = diagnosis.evidence if diagnosis and page.verbose else ()
+    shown = shown[:-1] if diagnosis and diagnosis.patch else shown
     return Part(lines=rows(page, "seen", [plain(text) for text in shown]), least=0)
 
 
@@ -174,6 +182,7 @@ PARTS = (
     _why,
     _fix,
     _patch,
+    _tried,
     _way,
     _note,
     _evidence,

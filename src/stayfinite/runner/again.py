@@ -35,9 +35,18 @@ class Again:
 def run_again(scene: Scene, plan: Plan, *, seconds: float) -> Again:
     """Run the scene's target under the plan; `seconds` is what the first run took."""
     limit = max(SHORTEST_LIMIT, SLOWDOWN * seconds)
-    output = os.path.join(plan.folder, "output.txt")
-    with open(output, "wb") as file:
-        process = subprocess.Popen(
+    process = start(scene, plan)
+    problem = _wait(process, plan, limit=limit, seconds=seconds)
+    found = tree.first_incident(tree.load(plan.folder))
+    if found is None and problem is None and process.returncode not in (0, 3):
+        problem = f"The second run failed with exit code {process.returncode}; its last lines:"
+    return Again(incident=found[1] if found else None, problem=problem, tail=_tail(plan, problem))
+
+
+def start(scene: Scene, plan: Plan) -> subprocess.Popen[bytes]:
+    """Start the scene's target under the plan; what it prints goes to a file in its folder."""
+    with open(_output(plan), "wb") as file:
+        return subprocess.Popen(
             child_command(scene.target.command, key=MAIN),
             cwd=scene.cwd,
             env={**scene.environment, VARIABLE: plan.path},
@@ -46,37 +55,39 @@ def run_again(scene: Scene, plan: Plan, *, seconds: float) -> Again:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    problem = _wait(process, plan, limit=limit, seconds=seconds)
-    found = tree.first_incident(tree.load(plan.folder))
-    if found is None and problem is None and process.returncode not in (0, 3):
-        problem = f"The second run failed with exit code {process.returncode}; its last lines:"
-    return Again(incident=found[1] if found else None, problem=problem, tail=_tail(output, problem))
+
+
+def _output(plan: Plan) -> str:
+    return os.path.join(plan.folder, "output.txt")
 
 
 def _wait(
     process: subprocess.Popen[bytes], plan: Plan, *, limit: float, seconds: float
 ) -> str | None:
     began, seen = time.monotonic(), 0.0
+    took = f"first run: {seconds:.0f} s"
     try:
-        with _sign_of_life(seconds):
+        with sign_of_life(f"running the script again, traced, to find the operation ({took})"):
             while process.poll() is None:
                 passed = time.monotonic() - began
-                seen = seen or (passed if _has_incident(plan) else 0.0)
+                seen = seen or (passed if has_incident(plan) else 0.0)
                 if passed > limit or (seen and passed > seen + GRACE):
                     return f"The second run was ended after {passed:.0f} seconds; its last lines:"
                 time.sleep(min(0.5, 0.02 + passed / 20))
     except KeyboardInterrupt:
         return "The second run was interrupted."
     finally:
-        _end(process)
+        end(process)
     return None
 
 
-def _has_incident(plan: Plan) -> bool:
+def has_incident(plan: Plan) -> bool:
+    """Whether a process of the plan has seen one."""
     return any(record.result.incidents for record in tree.load(plan.folder))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it started."""
     # The whole group: a killed script leaves its own children behind.
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -86,10 +97,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _tail(path: str, problem: str | None) -> tuple[str, ...]:
+def _tail(plan: Plan, problem: str | None) -> tuple[str, ...]:
     if problem is None or not problem.endswith(":"):
         return ()
-    with open(path, "rb") as file:
+    with open(_output(plan), "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - 8000))
         lines = file.read().decode("utf-8", "replace").splitlines()
@@ -97,10 +108,10 @@ def _tail(path: str, problem: str | None) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _sign_of_life(seconds: float) -> Iterator[None]:
-    took = f"first run: {seconds:.0f} s"
+def sign_of_life(doing: str) -> Iterator[None]:
+    """Say what is being done while it takes its time."""
     if not sys.stderr.isatty():
-        say(f"running the script again, traced, to find the operation ({took}) ...")
+        say(f"{doing} ...")
         yield
         return
     from rich.console import Console
@@ -108,5 +119,5 @@ def _sign_of_life(seconds: float) -> Iterator[None]:
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        progress.add_task(f"stayfinite: second run, traced ({took})", total=None)
+        progress.add_task(f"stayfinite: {doing}", total=None)
         yield

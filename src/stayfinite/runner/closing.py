@@ -20,6 +20,7 @@ from stayfinite.runner.ending import INCIDENT_CODE, Ending, flush
 from stayfinite.runner.plan import write_atomically
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.second import look_again
+from stayfinite.runner.trials import try_changes
 from stayfinite.runner.watch import Watch
 from stayfinite.runner.words import count, one_line, say, what_was_done
 
@@ -56,6 +57,9 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
     notes: list[str] = []
     if result.incidents:
         result, notes = look_again(scene, records, result)
+        _write(scene, result)
+        result, more = try_changes(scene, records, result)
+        notes += more
         _write(scene, result)
     folder = _folder(scene, records)
     for incident in _shown_in_full(scene, result.incidents):

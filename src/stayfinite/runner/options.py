@@ -32,6 +32,11 @@ class RunOptions:
     max_scaler_skips: int = _option(
         20, "Loss-scale overflows in a row that are still taken for normal."
     )
+    prove: int = _option(
+        30,
+        "Seconds for trying changes of the source after an incident; the first one with which "
+        "the script stays finite is shown. 0: none.",
+    )
     json: str | None = _option(None, "Write the result to this file, as JSON.")
     run_dir: str | None = _option(
         None, "Record the run in this folder; else in stayfinite-runs/<time>-<script>."
@@ -44,6 +49,8 @@ class RunOptions:
             raise ConfigError(
                 f"max_scaler_skips is {self.max_scaler_skips}; it must be at least 1."
             )
+        if self.prove < 0:
+            raise ConfigError(f"prove is {self.prove}; it must be a number of seconds, or 0.")
         if self.json is not None:
             object.__setattr__(self, "json", os.path.abspath(self.json))
         if self.run_dir is not None:

@@ -31,6 +31,7 @@ class Plan:
     `pid` is the process that reports for all; `ends_peers` is false where a launcher ends them.
     `repeat` is the folder of an earlier run whose generator states are given back.
     `run_dir` is where steps and incidents are recorded, if they are.
+    `instead` has other text for source files: path -> path of the text.
     """
 
     folder: str
@@ -41,6 +42,7 @@ class Plan:
     ends_peers: bool = True
     run_dir: str | None = None
     command: tuple[str, ...] = ()
+    instead: dict[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:

@@ -70,8 +70,8 @@ def _read(path: str) -> str | None:
 
 
 def recorder_of(plan: Plan) -> Recorder | None:
-    """A recorder for this process; None where nothing is recorded, as in a second run."""
-    if plan.run_dir is None or plan.repeat is not None:
+    """A recorder for this process; None where nothing is recorded."""
+    if plan.run_dir is None:
         return None
     from stayfinite.guard.recording import Recorder
 

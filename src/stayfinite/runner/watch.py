@@ -16,6 +16,7 @@ from stayfinite.runner.aside import step_aside
 from stayfinite.runner.audit import Audit
 from stayfinite.runner.frameworks import join_frameworks
 from stayfinite.runner.imports import after_import
+from stayfinite.runner.overlay import read_instead
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.recording import recorder_of
 from stayfinite.runner.seeds import Seeds
@@ -49,6 +50,7 @@ class Watch:
 
     def start(self) -> None:
         """Attach to this process, and to torch as soon as the script imports it."""
+        read_instead(self.plan.instead)
         self.seeds.install()
         if self.plan.repeat is None:
             self.audit.install()

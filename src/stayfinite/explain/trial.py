@@ -1,0 +1,94 @@
+"""What a run of the script with a change says about the change, and about the diagnosis."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from stayfinite.records import Incident
+
+# What a tensor's values alone decide. Where the history of training decides (a rate, raw inputs),
+# many a change stops the divergence, so that one holds proves nothing.
+_SEEN_IN_VALUES = frozenset(
+    {
+        "acos_domain",
+        "atan2_grad_at_zero",
+        "cosine_zero_vector",
+        "ctc_infeasible",
+        "division_by_zero",
+        "empty_reduction",
+        "gumbel_log_zero",
+        "inf_minus_inf",
+        "kl_of_zero",
+        "log_of_negative",
+        "log_of_zero",
+        "low_precision_overflow",
+        "mask_value_overflow",
+        "norm_grad_at_zero",
+        "optimizer_eps",
+        "pow_grad_at_zero",
+        "pow_of_negative",
+        "softmax_all_masked",
+        "sqrt_grad_at_zero",
+        "sqrt_of_negative",
+        "uninitialized_memory",
+        "var_of_single",
+        "weight_norm_of_zero",
+        "where_grad_trap",
+        "zero_scale_distribution",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A run with a change, from the same generator states as the run that went bad.
+
+    `exit_code` is None when it was ended before its own end; `losses` are those of its steps.
+    """
+
+    bad_step: int
+    further: int
+    steps: int
+    losses: tuple[float, ...] = ()
+    went_bad: bool = False
+    exit_code: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it stayed finite to its end, or far beyond the bad step, and still learns."""
+        if self.went_bad or not self._learns():
+            return False
+        if self.exit_code is None:
+            return self.steps >= self.bad_step + 1 + self.further
+        return self.exit_code == 0 and self.steps > self.bad_step
+
+    def _learns(self) -> bool:
+        """Whether the loss ends no higher than it was before the bad step, less its own noise."""
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        if len(finite) < len(self.losses):
+            return False
+        if len(finite) < 2:
+            return True
+        before = finite[: max(1, min(self.bad_step, len(finite) - 1))]
+        late = statistics.median(finite[-max(1, min(5, len(finite) // 2)) :])
+        worst = max(before)
+        noise = max(worst - min(before), abs(worst) * (0.1 if len(before) > 1 else 1.0))
+        return late <= worst + noise
+
+
+def evidence_of(trial: Trial, what: str) -> str:
+    """The verification in one sentence."""
+    loss = f", loss {trial.losses[-1]:.3g}" if trial.losses else ""
+    steps = "1 step" if trial.steps == 1 else f"{trial.steps} steps"
+    extent = f"all its {steps}" if trial.exit_code == 0 else f"{steps} so far"
+    return f"With this change: finite for {extent}{loss}. {what}"
+
+
+def is_proven(incident: Incident, *, changed_file: str) -> bool:
+    """Whether a change that holds proves the named cause: it was seen, and taken away."""
+    origin, diagnosis = incident.origin, incident.diagnosis
+    if origin is None or diagnosis is None or not origin.exact or origin.file is None:
+        return False
+    return diagnosis.cause in _SEEN_IN_VALUES and changed_file.endswith(origin.file)

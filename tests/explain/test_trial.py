@@ -1,0 +1,62 @@
+"""When a change is called a fix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from stayfinite.explain.trial import Trial, evidence_of, is_proven
+from stayfinite.records import Diagnosis, Incident, Origin
+
+FALLING = tuple(2.0 - 0.02 * step for step in range(60))
+GOOD = Trial(bad_step=30, further=20, steps=60, losses=FALLING, exit_code=0)
+
+
+def test_a_run_to_its_end_that_learns_holds() -> None:
+    assert GOOD.holds
+    assert evidence_of(GOOD, "Clamp it.") == (
+        "With this change: finite for all its 60 steps, loss 0.82. Clamp it."
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"went_bad": True},
+        {"exit_code": 1},
+        {"steps": 30},
+        {"exit_code": None, "steps": 50},
+        {"losses": (*FALLING[:31], *[float("nan")] * 29)},
+        {"losses": (*FALLING[:31], *[100.0] * 29)},
+    ],
+    ids=str,
+)
+def test_anything_less_does_not_hold(changes: dict[str, object]) -> None:
+    assert not dataclasses.replace(GOOD, **changes).holds  # type: ignore[arg-type]
+
+
+def test_a_run_that_was_ended_holds_when_it_was_far_enough() -> None:
+    trial = dataclasses.replace(GOOD, exit_code=None, steps=51)
+    assert trial.holds
+    assert "finite for 51 steps so far" in evidence_of(trial, "")
+
+
+def test_a_bad_first_step_leaves_nothing_to_compare_with_but_the_first_loss() -> None:
+    assert dataclasses.replace(GOOD, bad_step=0).holds
+    rising = tuple(0.8 + 0.01 * step for step in range(60))
+    assert dataclasses.replace(GOOD, bad_step=0, losses=rising).holds
+    far = tuple(0.8 * 1.1**step for step in range(60))
+    assert not dataclasses.replace(GOOD, bad_step=0, losses=far).holds
+
+
+def _incident(cause: str, *, exact: bool = True) -> Incident:
+    origin = Origin(phase="forward", file="train.py", line=3, exact=exact)
+    return Incident(step=3, origin=origin, diagnosis=Diagnosis(cause=cause, why=".", fix="."))
+
+
+def test_only_what_was_seen_in_values_is_proven_by_taking_it_away() -> None:
+    assert is_proven(_incident("log_of_zero"), changed_file="/x/train.py")
+    assert not is_proven(_incident("lr_too_high"), changed_file="/x/train.py")
+    assert not is_proven(_incident("log_of_zero"), changed_file="/x/other.py")
+    assert not is_proven(_incident("log_of_zero", exact=False), changed_file="/x/train.py")

@@ -6,14 +6,49 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.patch import Patch
-from stayfinite.explain.patch.rewrites.domains import logarithm
+from stayfinite.explain.patch.rewrites.branches import untaken
+from stayfinite.explain.patch.rewrites.divisions import DIVISIONS
+from stayfinite.explain.patch.rewrites.domains import DOMAINS
+from stayfinite.explain.patch.rewrites.exponentials import EXPONENTIALS
+from stayfinite.explain.patch.rewrites.logs import LOGS
+from stayfinite.explain.patch.rewrites.masks import MASKS
+from stayfinite.explain.patch.rewrites.norms import NORMS
+from stayfinite.explain.patch.rewrites.optimizers import (
+    OPTIMIZER,
+    clipped,
+    lower_rate,
+    much_lower_rate,
+)
+from stayfinite.explain.patch.rewrites.precision import PRECISION
+from stayfinite.explain.patch.rewrites.reductions import REDUCTIONS
+from stayfinite.explain.patch.rewrites.safe import safe_operation
+from stayfinite.explain.patch.rewrites.samples import SAMPLES
+from stayfinite.explain.patch.rewrites.starts import STARTS
 from stayfinite.explain.patch.site import Site, site_of
 from stayfinite.records import Incident
 
 MOST = 6
 Rewrite = Callable[[Site], Iterator[Change]]
 
-REWRITES: tuple[Rewrite, ...] = (logarithm,)
+# What says what was meant comes before what only keeps a number away from an edge.
+REWRITES: tuple[Rewrite, ...] = (
+    *STARTS,
+    *OPTIMIZER,
+    *REDUCTIONS,
+    *SAMPLES,
+    lower_rate,
+    clipped,
+    *LOGS,
+    untaken,
+    *NORMS,
+    *MASKS,
+    *EXPONENTIALS,
+    *PRECISION,
+    *DIVISIONS,
+    *DOMAINS,
+    much_lower_rate,
+    safe_operation,
+)
 
 
 def patches_for(incident: Incident, *, folder: str, files: Sequence[str] = ()) -> list[Patch]:

@@ -47,6 +47,11 @@ class Site:
     def statement(self) -> ast.stmt:
         return self.source.statement(self.node) or self.source.tree.body[0]
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All files of the user's, that of the operation first."""
+        return (self.source, *self.others)
+
     def fact(self, name: str, default: Any = None) -> Any:
         return self.origin.facts.get(name, default)
 

@@ -1,24 +1,132 @@
-"""Guards for functions at the edge of their domain: the argument is kept inside."""
+"""Functions at the edge of their domain: the argument is kept inside."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
-from stayfinite.explain.patch.change import Change, replace
+from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.guards import eps, followed, swapped
 from stayfinite.explain.patch.site import Site
-from stayfinite.explain.patch.syntax import in_brackets, operand
+from stayfinite.explain.patch.syntax import constant, in_brackets, operand
 
-_LOGS = ("log", "log2", "log10")
+LOGS = ("log", "log2", "log10")
+_ARCS = ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv")
 
 
 def logarithm(site: Site) -> Iterator[Change]:
     """log(x) to log(x.clamp_min(eps))."""
-    if site.op not in _LOGS and site.autograd not in ("Log", "Log2", "Log10"):
+    if site.op not in LOGS and site.autograd not in ("Log", "Log2", "Log10"):
         return
-    eps = "1e-4" if site.is_half else "1e-8"
-    for call in site.calls(_LOGS):
+    what = "Keep the argument of the logarithm above 0."
+    small = eps(site, single="1e-8", half="1e-4", double="1e-12")
+    for call in site.calls(LOGS):
         inner = operand(site.source, call)
-        if inner is not None:
-            text = f"{in_brackets(site.source, inner)}.clamp_min({eps})"
-            what = "Keep the argument of the logarithm above 0."
-            yield Change(site.source, what, (replace(site.source, inner, text),))
+        if inner is None:
+            continue
+        yield followed(site, inner, f".clamp_min({small})", what)
+        if site.is_half:
+            yield followed(site, inner, ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32.")
+
+
+def logarithm_near_one(site: Site) -> Iterator[Change]:
+    """log1p(x) at -1, logit(x) at 0 and 1."""
+    edge = eps(site, single="1e-6", half="1e-3")
+    if site.op == "log1p" or site.autograd == "Log1P":
+        for call in site.calls(["log1p"]):
+            if (inner := operand(site.source, call)) is not None:
+                what = "Keep the argument of log1p above -1."
+                yield followed(site, inner, f".clamp_min(-1 + {edge})", what)
+    if site.op == "logit" or site.autograd == "Logit":
+        for call in site.calls(["logit"]):
+            if (inner := operand(site.source, call)) is not None:
+                what = "Keep the probability away from 0 and 1 before logit."
+                yield followed(site, inner, f".clamp({edge}, 1 - {edge})", what)
+
+
+def root(site: Site) -> Iterator[Change]:
+    """sqrt(x) to sqrt(x.clamp_min(eps)), which has a finite derivative too."""
+    if site.op not in ("sqrt", "rsqrt") and site.autograd not in ("Sqrt", "Rsqrt"):
+        return
+    for call in site.calls(("sqrt", "rsqrt")):
+        inner = operand(site.source, call)
+        if inner is None or constant(inner) is not None:
+            continue
+        what = "Keep the argument of the square root above 0, where its derivative is finite."
+        for small in _roots(site):
+            yield followed(site, inner, f".clamp_min({small})", what)
+
+
+def _roots(site: Site) -> tuple[str, ...]:
+    return ("1e-6", "1e-4") if site.is_half else ("1e-12", "1e-8")
+
+
+def arc(site: Site) -> Iterator[Change]:
+    """acos(x) to acos(x.clamp(-1 + eps, 1 - eps))."""
+    if site.op not in _ARCS and site.autograd.lower() not in _ARCS:
+        return
+    edge = eps(site, single="1e-6", half="1e-3")
+    for call in site.calls(_ARCS):
+        if (inner := operand(site.source, call)) is not None:
+            what = f"Keep the argument of {site.op or 'the function'} inside (-1, 1)."
+            if site.is_backward:
+                what = "Keep the argument away from -1 and 1, where the derivative is infinite."
+            yield followed(site, inner, f".clamp(-1 + {edge}, 1 - {edge})", what)
+
+
+def arc_of_large(site: Site) -> Iterator[Change]:
+    """acosh(x) at 1."""
+    if site.op != "acosh" and site.autograd != "Acosh":
+        return
+    edge = eps(site, single="1e-6", half="1e-3")
+    for call in site.calls(("acosh", "arccosh")):
+        if (inner := operand(site.source, call)) is not None:
+            yield followed(site, inner, f".clamp_min(1 + {edge})", "Keep acosh above 1.")
+
+
+def power(site: Site) -> Iterator[Change]:
+    """x ** p with a negative base, or a base of 0 where the derivative is infinite."""
+    if site.op not in ("pow", "float_power") and not site.autograd.startswith("Pow"):
+        return
+    small = eps(site, single="1e-8", half="1e-4", double="1e-12")
+    for whole, base, exponent in powers(site):
+        if _has_negative(site) and not site.is_backward:
+            yield _signed(site, whole, base, exponent)
+        what = "Keep the base of the power above 0."
+        yield followed(site, base, f".clamp_min({small})", what)
+        if _has_negative(site) and site.is_backward:
+            yield _signed(site, whole, base, exponent)
+
+
+def _has_negative(site: Site) -> bool:
+    base = site.input("self")
+    return base is not None and base.negative_count > 0
+
+
+def _signed(site: Site, whole: ast.expr, base: ast.expr, exponent: ast.expr) -> Change:
+    x, p = in_brackets(site.source, base), site.source.of(exponent)
+    power_of = "{}.pow({})" if isinstance(whole, ast.Call) else "{} ** {}"
+    if not isinstance(whole, ast.Call) and not isinstance(exponent, (ast.Name, ast.Constant)):
+        p = f"({p})"
+    text = f"{x}.sign() * {power_of.format(f'{x}.abs()', p)}"
+    parent = site.source.parents.get(whole)
+    if isinstance(parent, (ast.BinOp, ast.Attribute, ast.UnaryOp)):
+        text = f"({text})"
+    what = "Raise the magnitude to the power, and give it back its sign."
+    return Change(site.source, what, (swapped(site.source, whole, text),))
+
+
+def powers(site: Site) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
+    """(the power, its base, its exponent) of each power in the expression or statement."""
+    for root_node in (site.node, site.statement):
+        for node in ast.walk(root_node):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+                yield node, node.left, node.right
+    for call in site.calls(("pow", "float_power")):
+        base = operand(site.source, call)
+        rest = [arg for arg in (*call.args, *(k.value for k in call.keywords)) if arg is not base]
+        if base is not None and rest:
+            yield call, base, rest[0]
+
+
+DOMAINS = (logarithm, logarithm_near_one, root, arc, arc_of_large, power)

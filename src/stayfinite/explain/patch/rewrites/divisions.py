@@ -1,0 +1,145 @@
+"""Divisions: the denominator is kept away from 0."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.flow import value_of
+from stayfinite.explain.patch.guards import eps, followed, rewritten
+from stayfinite.explain.patch.imports import functional, torch_name
+from stayfinite.explain.patch.site import Site
+from stayfinite.explain.patch.syntax import (
+    called,
+    calls_in,
+    constant,
+    in_brackets,
+    is_method,
+    keyword,
+    operand,
+)
+from stayfinite.records import TensorSummary
+
+_OPS = ("div", "true_divide", "reciprocal", "rsqrt", "remainder", "fmod", "floor_divide")
+_CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
+_NORMS = ("norm", "vector_norm")
+_COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
+Division = tuple[ast.AST, ast.expr | None, ast.expr]
+
+
+def divides(site: Site) -> bool:
+    return site.op in _OPS or site.autograd in ("Div", "Reciprocal", "RemainderBackward")
+
+
+def divisions(site: Site) -> Iterator[Division]:
+    """(the division, its numerator, its denominator); those nearest to the operation first."""
+    seen: set[ast.AST] = set()
+    for around in (site.node, site.statement):
+        for node in ast.walk(around):
+            found = None if node in seen else _division(site, node)
+            seen.add(node)
+            if found is not None and constant(found[2]) is None:
+                yield found
+        if seen and isinstance(around, ast.BinOp) and isinstance(around.op, ast.Div):
+            return
+
+
+def _division(site: Site, node: ast.AST) -> Division | None:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mod, ast.FloorDiv)):
+        return node, node.left, node.right
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        return node, None, node.value
+    if not isinstance(node, ast.Call) or called(node) not in _CALLS:
+        return None
+    first = operand(site.source, node)
+    if called(node).startswith("reciprocal"):
+        return (node, None, first) if first is not None else None
+    rest = node.args if is_method(site.source, node) else node.args[1:]
+    below = rest[0] if rest else keyword(node, "other")
+    return (node, first, below) if below is not None else None
+
+
+def normalised(site: Site) -> Iterator[Change]:
+    """x / x.norm(dim=d, keepdim=True) to F.normalize(x, dim=d, eps=eps)."""
+    if not divides(site):
+        return
+    for whole, above, below in divisions(site):
+        norm = value_of(site.source, below)
+        if not isinstance(norm, ast.Call) or called(norm) not in _NORMS or above is None:
+            continue
+        inner, dim = operand(site.source, norm), keyword(norm, "dim")
+        same = inner is not None and ast.dump(inner) == ast.dump(above)
+        if not same or dim is None or constant(dim) is None or not isinstance(whole, ast.expr):
+            continue
+        f, imports = functional(site.source)
+        small = eps(site, single="1e-6", half="1e-3")
+        text = f"{f}.normalize({site.source.of(above)}, dim={site.source.of(dim)}, eps={small})"
+        yield rewritten(site, whole, text, "Normalise with an eps in the norm.", *imports)
+
+
+def denominator(site: Site) -> Iterator[Change]:
+    """a / b to a / b.clamp_min(eps), where b counts to a / b.clamp_min(1)."""
+    if not divides(site):
+        return
+    for _, _, below in divisions(site):
+        if _is_number(site):
+            least = "1" if isinstance(site.fact("scalars", {}).get("other"), int) else "1e-8"
+            text = f"max({site.source.of(below)}, {least})"
+            yield rewritten(site, below, text, "Keep the denominator away from 0.")
+            continue
+        for suffix, what in _guards(site, below):
+            yield followed(site, below, suffix, what)
+        if _has_negative(site):
+            yield _moved_away(site, below)
+
+
+def _is_number(site: Site) -> bool:
+    """Whether the denominator is a number of Python's."""
+    other = site.fact("scalars", {}).get("other")
+    return site.op == "div" and isinstance(other, (int, float)) and other == 0
+
+
+def _below(site: Site) -> TensorSummary | None:
+    return site.input("other") or site.input("self")
+
+
+def _has_negative(site: Site) -> bool:
+    summary = _below(site)
+    return summary is not None and summary.negative_count > 0 and not site.is_backward
+
+
+def _guards(site: Site, below: ast.expr) -> Iterator[tuple[str, str]]:
+    if _has_negative(site):
+        return
+    summary = _below(site)
+    is_count = summary is not None and summary.dtype.startswith(("int", "uint"))
+    counts = (".clamp_min(1)", "Divide by at least 1 where nothing was counted.")
+    if is_count or _looks_like_count(site, below):
+        yield counts
+    small = eps(site, single="1e-6", half="1e-3", double="1e-12")
+    what = "Keep the denominator away from 0."
+    yield f".clamp_min({small})", what
+    if site.is_half:
+        yield ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32."
+    elif not is_count:
+        yield ".clamp_min(1e-3)", what
+
+
+def _looks_like_count(site: Site, below: ast.expr) -> bool:
+    value = value_of(site.source, below)
+    sums = list(calls_in(value, ("sum", "count_nonzero")))
+    return bool(sums) and bool(_COUNTS.search(site.source.of(value).lower()))
+
+
+def _moved_away(site: Site, below: ast.expr) -> Change:
+    torch, imports = torch_name(site.source)
+    small = eps(site, single="1e-6", half="1e-3", double="1e-12")
+    x = in_brackets(site.source, below)
+    text = f"{torch}.where({x}.abs() < {small}, {small}, {site.source.of(below)})"
+    what = "Keep the denominator away from 0, on either side of it."
+    return rewritten(site, below, text, what, *imports)
+
+
+DIVISIONS = (normalised, denominator)

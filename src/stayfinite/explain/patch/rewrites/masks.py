@@ -1,0 +1,162 @@
+"""Masks made of -Inf: rows that are masked everywhere, and arithmetic on them."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+
+from stayfinite.explain.patch.change import Change, Edit
+from stayfinite.explain.patch.flow import names_in, value_of
+from stayfinite.explain.patch.guards import followed, rewritten, swapped
+from stayfinite.explain.patch.imports import torch_name
+from stayfinite.explain.patch.site import Site
+from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, operand
+
+_SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "softmin")
+_PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask")
+_MASK = -1e4  # below any score, above the lowest float16
+_ARITHMETIC = ("sub", "add", "rsub", "sum", "mean", "mul", "mm", "bmm", "addmm", "dot")
+
+
+def is_infinite(node: ast.AST) -> bool:
+    """float("-inf"), -math.inf, -torch.inf, -np.inf."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return is_infinite(node.operand)
+    if isinstance(node, ast.Call) and called(node) == "float" and len(node.args) == 1:
+        text = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+        return str(text).lower().lstrip("+-") in ("inf", "infinity")
+    return isinstance(node, ast.Attribute) and node.attr == "inf"
+
+
+def masked_rows(site: Site) -> Iterator[Change]:
+    """Mask with the lowest finite number in place of -Inf."""
+    if not any(name in site.op for name in ("softmax", "logsumexp", "attention")):
+        return
+    torch, _ = torch_name(site.source)
+    for call in site.calls(_SOFTMAXES):
+        scores = operand(site.source, call)
+        if scores is None:
+            continue
+        yield from _finite_fill(site, scores)
+        lowest = f"{torch}.finfo({in_brackets(site.source, scores)}.dtype).min"
+        what = "Keep the scores finite, so that a row that is masked everywhere has a softmax."
+        yield followed(site, scores, f".clamp_min({lowest})", what)
+    for each in calls_in(site.statement, _all_calls(site.statement)):
+        for item in each.keywords:
+            if item.arg in _PADDING:
+                mask = in_brackets(site.source, item.value)
+                text = f"{site.source.of(item.value)} & ~{mask}.all(dim=-1, keepdim=True)"
+                what = "Leave rows open that would be masked everywhere."
+                edit = Edit(site.source.start(item.value), site.source.end(item.value), text)
+                yield Change(site.source, what, (edit,))
+
+
+def _all_calls(node: ast.AST) -> set[str]:
+    return {called(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+
+
+def _finite_fill(site: Site, scores: ast.expr) -> Iterator[Change]:
+    """masked_fill(mask, -inf) to masked_fill(mask, finfo.min), also further up."""
+    torch, imports = torch_name(site.source)
+    for node in _sources(site, scores):
+        for each in ast.walk(node):
+            if not isinstance(each, ast.Call) or called(each) not in _FILLS:
+                continue
+            base = operand(site.source, each) if called(each) != "where" else None
+            bad = [arg for arg in each.args if is_infinite(arg)]
+            if not bad:
+                continue
+            lowest = f"{torch}.finfo({_typed(site, base)}).min" if base is not None else "-1e4"
+            what = "Mask with the lowest finite number, so that no row is masked everywhere."
+            yield rewritten(site, bad[0], lowest, what, *imports)
+
+
+_FILLS = ("masked_fill", "masked_fill_", "where")
+
+
+def _typed(site: Site, base: ast.expr) -> str:
+    text = in_brackets(site.source, base)
+    if len(text) > 24 and (names := sorted({each.id for each in names_in(base)})):
+        text = names[0]
+    return f"{text}.dtype"
+
+
+def _sources(site: Site, node: ast.expr) -> Iterator[ast.expr]:
+    """The expression, and what the names in it stand for, a few steps back."""
+    todo, seen = [node], set[int]()
+    while todo and len(seen) < 12:
+        current = todo.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        for name in names_in(current):
+            value = value_of(site.source, name)
+            if value is not name:
+                todo.append(value)
+
+
+def mask_constant(site: Site) -> Iterator[Change]:
+    """-1e9 to a number that float16 can hold."""
+    if not site.is_half or site.is_backward:
+        return
+    for around in _sources(site, site.node) if isinstance(site.node, ast.expr) else ():
+        for node in ast.walk(around):
+            if not isinstance(node, ast.expr):
+                continue
+            value = constant(node)
+            if value is not None and value < -65504 and not _is_operand_of_sign(site, node):
+                what = "Use a mask value that float16 can hold."
+                yield rewritten(site, node, "-1e4", what)
+
+
+def _is_operand_of_sign(site: Site, node: ast.AST) -> bool:
+    return isinstance(site.source.parents.get(node), ast.UnaryOp)
+
+
+def infinite_operands(site: Site) -> Iterator[Change]:
+    """Inf - Inf and 0 * Inf: the side that is infinite is bounded before."""
+    if site.op not in _ARITHMETIC or site.is_backward:
+        return
+    infinite = {item.name for item in site.origin.inputs if item.neg_inf_count}
+    if infinite:
+        torch, _ = torch_name(site.source)
+        operands = list(_infinite_sides(site, infinite))
+        for low in ("-1e4", None):
+            edits = []
+            for node in operands:
+                x = in_brackets(site.source, node)
+                least = low or f"{torch}.finfo({x}.dtype).min"
+                edits.append(swapped(site.source, node, f"{x}.clamp_min({least})"))
+            if edits:
+                what = "Bound what is -Inf by a finite number before the arithmetic on it."
+                yield Change(site.source, what, tuple(edits))
+    for value in site.fact("scalars", {}).values():
+        if isinstance(value, (float, str)) and math.isinf(float(value)):
+            yield from _infinite_constants(site)
+
+
+def _infinite_sides(site: Site, infinite: set[str]) -> Iterator[ast.expr]:
+    node = site.node
+    if isinstance(node, ast.BinOp):
+        if infinite & {"self", "input", "tensor", "mat1"}:
+            yield node.left
+        if infinite & {"other", "mat2", "tensor2"}:
+            yield node.right
+    elif isinstance(node, ast.Call):
+        first = operand(site.source, node)
+        rest = [arg for arg in node.args if arg is not first and constant(arg) is None]
+        sides = [first, *rest] if first is not None else rest
+        yield from sides[: 2 if site.fact("inside") else len(infinite)]
+
+
+def _infinite_constants(site: Site) -> Iterator[Change]:
+    for node in ast.walk(site.node):
+        if isinstance(node, ast.expr) and is_infinite(node):
+            sign = "-" if not _is_operand_of_sign(site, node) else ""
+            text = f"{sign}{'1e4' if site.is_half else '1e9'}"
+            yield rewritten(site, node, text, "Multiply by a large finite number, not by Inf.")
+
+
+MASKS = (mask_constant, masked_rows, infinite_operands)

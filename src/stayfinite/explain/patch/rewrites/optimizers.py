@@ -1,0 +1,140 @@
+"""Options of the optimizer: its eps, its line search, its learning rate; clipping before it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from stayfinite.explain.patch.change import Change, Edit, insert_before
+from stayfinite.explain.patch.guards import with_keyword
+from stayfinite.explain.patch.imports import torch_name
+from stayfinite.explain.patch.site import Site
+from stayfinite.explain.patch.source import Source
+from stayfinite.explain.patch.syntax import called, calls_in, constant, keyword
+from stayfinite.explain.patch.training import (
+    DEFAULT_RATES,
+    Update,
+    constructors,
+    number,
+    rates,
+    updates,
+)
+
+_DIVERGING = frozenset(
+    ["lr_too_high", "gan_divergence", "rl_value_divergence", "exploding_recurrence"]
+    + ["unnormalized_input", "bad_init", "grad_accumulation_overflow"]
+)
+_WITH_EPS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta")
+
+
+def optimizer_eps(site: Site) -> Iterator[Change]:
+    """An eps that the type of the weights can hold."""
+    if site.cause not in ("optimizer_eps", "division_by_zero_optimizer"):
+        return
+    small = "1e-4" if site.is_half else "1e-8"
+    for source, call in constructors(site.sources):
+        if called(call) in _WITH_EPS:
+            what = f"Give {called(call)} an eps that is not 0 in {site.dtype}."
+            yield Change(source, what, (with_keyword(source, call, "eps", small),))
+
+
+def line_search(site: Site) -> Iterator[Change]:
+    """LBFGS(...) to LBFGS(..., line_search_fn="strong_wolfe")."""
+    if site.cause != "lbfgs_no_line_search":
+        return
+    for source, call in constructors(site.sources):
+        if called(call) == "LBFGS":
+            value = f"{source.quote}strong_wolfe{source.quote}"
+            edit = with_keyword(source, call, "line_search_fn", value)
+            yield Change(source, "Let LBFGS search along its direction.", (edit,))
+
+
+def is_diverging(site: Site) -> bool:
+    return site.cause in _DIVERGING
+
+
+def lower_rate(site: Site) -> Iterator[Change]:
+    """A tenth of the learning rate."""
+    if is_diverging(site) and site.cause != "exploding_recurrence":
+        yield from _lower(site, 10)
+
+
+def much_lower_rate(site: Site) -> Iterator[Change]:
+    """A hundredth of the learning rate."""
+    if is_diverging(site):
+        yield from _lower(site, 100)
+
+
+def _lower(site: Site, factor: int) -> Iterator[Change]:
+    words = {10: "a tenth", 100: "a hundredth"}[factor]
+    found = list(rates(site.sources))
+    for source in site.sources:
+        edits = [
+            Edit(source.start(node), source.end(node), number(value / factor))
+            for owner, node, value in found
+            if owner is source
+        ]
+        edits = edits or _given(source, factor)
+        if edits:
+            yield Change(source, f"Lower the learning rate to {words}.", tuple(edits))
+
+
+def _given(source: Source, factor: int) -> list[Edit]:
+    """A rate for optimizers that have none."""
+    return [
+        with_keyword(source, call, "lr", number(DEFAULT_RATES.get(called(call), 1e-3) / factor))
+        for _, call in constructors((source,))
+        if keyword(call, "lr") is None and len(call.args) == 1
+    ]
+
+
+def clipped(site: Site) -> Iterator[Change]:
+    """Clip the norm of the gradients before each update."""
+    if not is_diverging(site):
+        return
+    for source in site.sources:
+        found = list(updates((source,)))
+        if any(calls_in(source.tree, ["clip_grad_norm_", "clip_grad_value_"])):
+            yield from _clip_harder(source)
+        elif found:
+            torch, imports = torch_name(source)
+            edits = tuple(_clip(source, update, torch) for update in found)
+            yield Change(source, "Clip the gradient norm before the update.", edits, imports)
+
+
+def _clip(source: Source, update: Update, torch: str) -> Edit:
+    quote, optimizer = source.quote, update.optimizer
+    parameters = _parameters(source, update) or (
+        f"[p for group in {optimizer}.param_groups for p in group[{quote}params{quote}]]"
+    )
+    lines = [f"{torch}.nn.utils.clip_grad_norm_({parameters}, 1.0)"]
+    if update.scaler and not any(calls_in(source.tree, ["unscale_"])):
+        lines.insert(0, f"{update.scaler}.unscale_({optimizer})")
+    return insert_before(source, update.statement, *lines)
+
+
+def _parameters(source: Source, update: Update) -> str | None:
+    """model.parameters() as it was given to the optimizer, where that can be read here too."""
+    for _, call in constructors((source,)):
+        made = source.parents.get(call)
+        if not isinstance(made, ast.Assign) or source.of(made.targets[0]) != update.optimizer:
+            continue
+        given = call.args[0] if call.args else None
+        same = source.scope(made) is source.scope(update.statement)
+        if given is not None and called(given) == "parameters" and same:
+            return source.of(given)
+    return None
+
+
+def _clip_harder(source: Source) -> Iterator[Change]:
+    edits = []
+    for call in calls_in(source.tree, ["clip_grad_norm_", "clip_grad_value_"]):
+        limit = call.args[1] if len(call.args) > 1 else keyword(call, "max_norm")
+        value = constant(limit)
+        if limit is not None and value:
+            edits.append(Edit(source.start(limit), source.end(limit), number(value / 10)))
+    if edits:
+        yield Change(source, "Clip the gradients to a tenth.", tuple(edits))
+
+
+OPTIMIZER = (optimizer_eps, line_search)

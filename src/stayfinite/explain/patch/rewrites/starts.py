@@ -1,0 +1,179 @@
+"""Values that were bad before anything was computed: memory, weights, buffers, schedules."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from stayfinite.explain.patch.change import Change, Edit, insert_after
+from stayfinite.explain.patch.guards import rewritten, swapped
+from stayfinite.explain.patch.imports import name_of, torch_name
+from stayfinite.explain.patch.rewrites.divisions import divisions
+from stayfinite.explain.patch.site import Site
+from stayfinite.explain.patch.source import Source
+from stayfinite.explain.patch.syntax import called, calls_in, constant
+
+_EMPTY = ("empty", "empty_like", "new_empty", "FloatTensor", "Tensor")
+_SCHEDULE = re.compile(r"lr|rate|warm|sched|decay|anneal|ramp", re.I)
+
+
+def unwritten(site: Site) -> Iterator[Change]:
+    """nn.Parameter(torch.empty(a, b)), filled right after."""
+    if site.cause != "uninitialized_memory":
+        return
+    statement = site.statement
+    for call in site.calls(_EMPTY):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        is_parameter = "Parameter" in site.source.of(statement)
+        shape = [arg for arg in call.args if not isinstance(arg, ast.Starred)]
+        if target is not None and is_parameter:
+            name = site.source.of(target)
+            nn = name_of(site.source, "torch.nn")
+            torch, imports = torch_name(site.source)
+            is_matrix = len(shape) > 1 or isinstance(shape[0], (ast.Tuple, ast.List, ast.Name))
+            fill = "xavier_uniform_" if is_matrix and "bias" not in name else "zeros_"
+            line = f"{nn or f'{torch}.nn'}.init.{fill}({name})"
+            edit = insert_after(site.source, statement, line)
+            yield Change(site.source, "Initialise the parameter.", (edit,), imports)
+        yield _zeros(site, call)
+
+
+def _zeros(site: Site, call: ast.Call) -> Change:
+    name = called(call)
+    text = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}.get(name)
+    end = site.source.end(call.func)
+    edit = Edit(end - len(name), end, text or "zeros")
+    return Change(site.source, "Allocate memory that is filled with zeros.", (edit,))
+
+
+def lost_buffer(site: Site) -> Iterator[Change]:
+    """self.x = torch.zeros(()) to self.register_buffer("x", ...), which is saved and restored."""
+    if site.cause not in ("checkpoint_incomplete", "division_by_zero"):
+        return
+    for _, _, below in divisions(site):
+        if not isinstance(below, ast.Attribute) or site.source.of(below.value) != "self":
+            continue
+        owner = next((n for n in site.source.above(below) if isinstance(n, ast.ClassDef)), None)
+        made = _made_in_init(site.source, owner, below.attr) if owner else None
+        if made is not None:
+            quote = site.source.quote
+            value = site.source.of(made.value)
+            text = f"self.register_buffer({quote}{below.attr}{quote}, {value})"
+            edit = Edit(site.source.start(made), site.source.end(made), text)
+            what = f"Make {below.attr} a buffer, which is saved and restored with the model."
+            yield Change(site.source, what, (edit,))
+
+
+def _made_in_init(source: Source, owner: ast.ClassDef, name: str) -> ast.Assign | None:
+    makers = ("zeros", "ones", "tensor", "full", "empty")
+    for function in owner.body:
+        if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and source.of(node.targets[0]) == f"self.{name}":
+                return node if called(node.value) in makers else None
+    return None
+
+
+def narrowed(site: Site) -> Iterator[Change]:
+    """torch.save of v.half() to torch.save of v."""
+    if site.cause != "checkpoint_precision_loss":
+        return
+    for call in site.calls(("half", "bfloat16", "to")):
+        if isinstance(call.func, ast.Attribute):
+            text = site.source.of(call.func.value)
+            what = "Save the state in the precision that it is trained in."
+            yield Change(site.source, what, (swapped(site.source, call, text),))
+
+
+def schedule(site: Site) -> Iterator[Change]:
+    """step / warm_up to step / max(warm_up, 1), in the code that computes the rate."""
+    if site.cause != "bad_lr_schedule":
+        return
+    for source in site.sources:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+                continue
+            if constant(node.right) is None and _sets_rate(source, node):
+                text = f"max({source.of(node.right)}, 1)"
+                what = "Keep the schedule from dividing by 0."
+                yield Change(source, what, (swapped(source, node.right, text),))
+
+
+def _sets_rate(source: Source, node: ast.expr) -> bool:
+    scope = source.scope(node)
+    name = scope.name if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else ""
+    statement = source.statement(node)
+    said = source.of(statement) if statement is not None else ""
+    return bool(_SCHEDULE.search(name) or _SCHEDULE.search(said))
+
+
+def bad_batch(site: Site) -> Iterator[Change]:
+    """Leave out a batch that is not finite."""
+    if site.cause not in ("bad_input_data", "bad_label") or site.origin.phase != "data":
+        return
+    statement = site.statement
+    loops = (ast.For, ast.While)
+    around = [n for n in site.source.above(statement) if isinstance(n, (*loops, ast.FunctionDef))]
+    if not around or not isinstance(around[0], loops) or isinstance(statement, loops):
+        return
+    torch, imports = torch_name(site.source)
+    names = list(_tensors(site))
+    if names:
+        test = " and ".join(f"{torch}.isfinite({name}).all()" for name in names)
+        test = f"not {test}" if len(names) == 1 else f"not ({test})"
+        indent, end = site.source.indent(statement), site.source.newline
+        deeper = "\t" if "\t" in indent else "    "
+        at = site.source.offset(statement.lineno, 0)
+        text = f"{indent}if {test}:{end}{indent}{deeper}continue{end}"
+        what = "Leave out a batch that is not finite; better, repair it where it is read."
+        yield Change(site.source, what, (Edit(at, at, text),), imports)
+
+
+def _tensors(site: Site) -> Iterator[str]:
+    """What goes into the calls of the expression: names and parts of batches."""
+    seen = set()
+    for node in ast.walk(site.node):
+        for arg in node.args if isinstance(node, ast.Call) else ():
+            text = site.source.of(arg)
+            is_plain = isinstance(arg, (ast.Name, ast.Subscript, ast.Attribute))
+            if is_plain and text not in seen and not text.startswith("self."):
+                seen.add(text)
+                yield text
+
+
+def wide_input(site: Site) -> Iterator[Change]:
+    """An input that does not fit into float16 is bounded before it is cast."""
+    if site.cause not in ("bn_stats_poisoned", "low_precision_overflow") or site.op != "to_copy":
+        return
+    if isinstance(site.node, ast.Call) and site.node.args:
+        first = site.node.args[0]
+        text = f"{site.source.of(first)}.clamp(-1e4, 1e4)"
+        what = "Bound the input before it is cast to float16."
+        yield rewritten(site, first, text, what)
+
+
+def distinct(site: Site) -> Iterator[Change]:
+    """A degenerate matrix gets a small diagonal, with distinct entries where they must differ."""
+    if site.cause != "degenerate_linalg":
+        return
+    torch, _ = torch_name(site.source)
+    names = ("svd", "svdvals", "eigh", "eig", "qr", "cholesky", "inv", "inverse", "solve", "det")
+    for call in calls_in(site.node, (*names, "logdet", "slogdet", "pinv")):
+        matrix = call.args[0] if call.args else None
+        if matrix is None:
+            continue
+        x = site.source.of(matrix)
+        for size in ("1e-6", "1e-3"):
+            size_of = f"{x}.shape[-1], dtype={x}.dtype, device={x}.device"
+            if called(call) in ("svd", "eigh", "eig", "svdvals"):
+                steps = f"{torch}.arange(1, {x}.shape[-1] + 1, dtype={x}.dtype, device={x}.device)"
+                diagonal = f"{size} * {torch}.diag({steps})"
+            else:
+                diagonal = f"{size} * {torch}.eye({size_of})"
+            what = "Add a small diagonal, so that the matrix is not degenerate."
+            yield rewritten(site, matrix, f"{x} + {diagonal}", what)
+
+
+STARTS = (unwritten, lost_buffer, narrowed, schedule, bad_batch, wide_input, distinct)

@@ -44,6 +44,7 @@ _HOME = {
     "AMPTrainer": "amp.trainer",
     "DynamicLossScaler": "amp.scaler",
     "NaNDetectionConfig": "amp.config",
+    "CapsuleError": "errors",
     "CheckpointError": "errors",
     "SnapshotError": "errors",
     "TrainingSetupError": "errors",
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     from stayfinite.detect.tools import check_gradients as check_gradients
     from stayfinite.detect.tools import check_tensor as check_tensor
     from stayfinite.detect.tools import enable_nan_hooks as enable_nan_hooks
+    from stayfinite.errors import CapsuleError as CapsuleError
     from stayfinite.errors import CheckpointError as CheckpointError
     from stayfinite.errors import ConfigError as ConfigError
     from stayfinite.errors import InputError as InputError

@@ -67,3 +67,7 @@ class CheckpointError(StayFiniteError, ValueError):
     def __init__(self, message: str, *, problems: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
+
+
+class CapsuleError(StayFiniteError, ValueError):
+    """A capsule cannot be made, read or replayed; nothing of it was run, nothing was changed."""

@@ -18,17 +18,22 @@ _ENDING = ".saving"
 
 
 @contextlib.contextmanager
-def written_beside(path: Path, pieces: Iterable[memoryview]) -> Iterator[Path]:
+def written_beside(
+    path: Path, pieces: Iterable[memoryview], *, is_private: bool = False
+) -> Iterator[Path]:
     """A new temporary file in the folder of `path`, complete and on the disk, with path's mode.
+
+    One that is private can be read by its owner only, whatever was there before.
 
     Within the block it can be renamed; whatever goes wrong, it is removed again. Its descriptor
     stays open and locked all the time, which tells other writers that it is no orphan.
     """
-    temporary, descriptor = _create(path)
+    temporary, descriptor = _create(path, 0o600 if is_private else 0o666)
     try:
         for piece in pieces:
             _write_all(descriptor, piece)
-        _keep_mode(descriptor, path)
+        if not is_private:
+            _keep_mode(descriptor, path)
         os.fsync(descriptor)
         _forget_cached(descriptor)
         yield temporary
@@ -45,12 +50,12 @@ def is_temporary(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(_ENDING)
 
 
-def _create(path: Path) -> tuple[Path, int]:
+def _create(path: Path, mode: int) -> tuple[Path, int]:
     with locked_folder(path.parent):
         _remove_orphans(path)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(temporary, flags, 0o666)
+        descriptor = os.open(temporary, flags, mode)
         _lock(descriptor, wait=False)  # says that its writer lives
     return temporary, descriptor
 

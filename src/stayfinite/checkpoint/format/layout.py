@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +130,7 @@ def _entry(name: str, described: Any) -> tuple[str, torch.dtype, tuple[int, ...]
     numbers = (*shape, start, stop)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(name)
-    if stop - start != torch.Size(shape).numel() * dtype.itemsize:
+    if stop - start != math.prod(shape) * dtype.itemsize:  # torch's own product wraps around
         raise ValueError(name)
     return name, dtype, shape, start, stop
 

@@ -27,7 +27,7 @@ def own_contents(tree: Any, held: Mapping[str, Held]) -> Contents:
 
 
 def _contents(tree: Any, held: Mapping[str, Held]) -> Contents:
-    find = {**held, **_viewed(tree["views"], held)}.__getitem__
+    find = {**held, **viewed(tree["views"], held)}.__getitem__
     return Contents(
         layout="stayfinite",
         models=tuple(_module(each, find) for each in tree["models"]),
@@ -51,7 +51,7 @@ def tree_of(metadata: Mapping[str, str]) -> Any:
         raise CheckpointError("its header has no state.") from error
 
 
-def _viewed(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
+def viewed(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
     """Tensors of dtypes that safetensors does not have, which are stored as bytes."""
     viewed = {}
     for name, (dtype_name, shape) in views.items():

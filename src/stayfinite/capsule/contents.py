@@ -27,13 +27,16 @@ class SourceFile:
 class CodeReference:
     """Which code ran. `digests` has the SHA-256 of each own file, even where its text is missing.
 
-    A capsule of kind "script" is replayed by running `command`; in one of kind "step" the script
-    is run up to its first `guard.step`, which gets the state and the batch of the capsule.
+    A capsule of kind "script" is replayed by running `command`, the words that follow `python`; in
+    one of kind "step" it is run up to its first `guard.step`, which gets the state and the batch
+    of the capsule. `folder` is the one that files in the incident are relative to, and `paths`
+    are folders on the path, both within the project.
     """
 
     kind: Kind
     command: tuple[str, ...] = ()
     folder: str = "."
+    paths: tuple[str, ...] = ()
     function: str | None = None
     commit: str | None = None
     is_dirty: bool = False

@@ -42,3 +42,13 @@ def check_names(names: Iterable[tuple[int, str]]) -> None:
         folders |= {(root, "/".join(parts[:depth])) for depth in range(1, len(parts))}
     if both := files & folders:
         raise CapsuleError(f"{min(both)[1]!r} is both a file and a folder in it.")
+
+
+def check_folders(names: Iterable[str]) -> None:
+    """CapsuleError for a folder that is not within the project."""
+    for name in names:
+        parts = [] if name == "." else name.split("/")
+        if len(parts) > _DEEPEST or not all(_is_plain(part) for part in parts):
+            raise CapsuleError(
+                f"it names the folder {name[:80]!r}, which is none within a project."
+            )

@@ -18,7 +18,7 @@ from stayfinite.capsule.contents import (
     SourceFile,
     State,
 )
-from stayfinite.capsule.names import check_names
+from stayfinite.capsule.names import check_folders, check_names
 from stayfinite.checkpoint.format.held import Held, with_tensors
 from stayfinite.checkpoint.format.values import Tensors, decode, encode
 from stayfinite.errors import CapsuleError
@@ -58,7 +58,7 @@ def unpacked(tree: Any, held: Mapping[str, Held]) -> Capsule:
     random = with_tensors(decode(tree["random"], find))
     return Capsule(
         incident=from_data(Incident, tree["incident"]),
-        code=from_data(CodeReference, tree["code"]),
+        code=_code(tree["code"]),
         sources=sources,
         birth=None if tree["birth"] is None else _birth(tree["birth"], find),
         state=None if tree["state"] is None else _state(tree["state"], held),
@@ -71,6 +71,12 @@ def unpacked(tree: Any, held: Mapping[str, Held]) -> Capsule:
         notes=tuple(_as(str, note) for note in _list(tree["notes"], 100)),
         made=float(tree["made"]),
     )
+
+
+def _code(tree: Any) -> CodeReference:
+    code = from_data(CodeReference, tree)
+    check_folders([code.folder, *code.paths])
+    return code
 
 
 def _packed_source(source: SourceFile, tensors: Tensors) -> Any:

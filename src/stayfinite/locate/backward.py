@@ -28,6 +28,8 @@ class NodeSites:
         self._sites: dict[int, Site] = {}
         self._next = _number()
         self._fresh = False
+        self.newest = range(0)
+        """The numbers of the nodes that were made last."""
         self._recent: deque[Any] = deque(maxlen=256)
 
     def is_new(self) -> bool:
@@ -41,7 +43,8 @@ class NodeSites:
 
     def put(self, site: Site) -> None:
         number = _number()
-        for made in range(max(self._next, number - 4), number):
+        self.newest = range(max(self._next, number - 4), number)
+        for made in self.newest:
             self._sites[made] = site
         self._next = number
         if len(self._sites) > _KEEP:

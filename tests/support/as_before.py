@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd import graph
 from torch.nn.modules import module
 from torch.optim import Optimizer, optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 HOOKS = (
     (module, "_global_forward_pre_hooks"),
@@ -30,6 +31,10 @@ FUNCTIONS = (
     (GradScaler, "step"),
     (nn.Module, "load_state_dict"),
     (Optimizer, "load_state_dict"),
+    (_BaseDataLoaderIter, "__init__"),
+    (_BaseDataLoaderIter, "__next__"),
+    (_BaseDataLoaderIter, "_next_index"),
+    (_BaseDataLoaderIter, "_reset"),
 )
 
 

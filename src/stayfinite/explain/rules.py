@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from stayfinite.explain.causes import CAUSES
@@ -11,6 +12,7 @@ from stayfinite.explain.dynamics import DYNAMICS_RULES
 from stayfinite.explain.gradients import GRADIENT_RULES
 from stayfinite.explain.history import Context
 from stayfinite.explain.precision import PRECISION_RULES
+from stayfinite.explain.samples import named_evidence
 from stayfinite.explain.sources import SOURCE_RULES
 from stayfinite.explain.updates import UPDATE_RULES
 from stayfinite.records import Diagnosis, Origin
@@ -32,7 +34,9 @@ RULES: tuple[Rule, ...] = (
 def diagnose(origin: Origin, context: Context) -> Diagnosis:
     """Why it happened; cause "unknown" with the evidence when no rule knows."""
     clue = Clue(origin, context)
-    return next((found for rule in RULES if (found := rule(clue)) is not None), unknown(clue))
+    found = next((found for rule in RULES if (found := rule(clue)) is not None), unknown(clue))
+    named = named_evidence(origin, found)
+    return dataclasses.replace(found, evidence=(*found.evidence, *named)) if named else found
 
 
 def unknown(clue: Clue) -> Diagnosis:

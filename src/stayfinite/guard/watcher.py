@@ -61,8 +61,7 @@ class Watcher(StepListener):
         self.scaler_skips = 0
         self.stopped = False
         self.crashed = False
-        self._on_incident = on_incident
-        self.evidence = Evidence()
+        self._on_incident, self.evidence = on_incident, Evidence()
         self._tracing = Tracing(self.evidence.entered)
         self._aside = Aside(self._tracing)
         self._attachment: Attachment | None = None
@@ -105,6 +104,7 @@ class Watcher(StepListener):
             watch_loading(self._before_loading),
             watch_scalers(self),
             watch_buffers(self.evidence.registered),
+            self._tracing.watch_data(files=self.settings.trace != "never"),
             watch_steps(self, optimizer=self._only, defer=may_defer),
         )
         if self.settings.trace == "start" or self.settings.arm_at == 0:

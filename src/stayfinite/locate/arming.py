@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stayfinite.detect.entrypoints import together
+from stayfinite.detect.hooks import Attachment
+from stayfinite.detect.walk import named_tensors
 from stayfinite.locate.events import Event, ancestors, guilty
+from stayfinite.locate.keeping import Beginning, KeepingTracer, Kept
 from stayfinite.locate.origin import origin_of
+from stayfinite.locate.reads import Reads
+from stayfinite.locate.samples import Deliveries, Delivery
 from stayfinite.locate.tracer import Tracer
 from stayfinite.records import Origin
 
@@ -30,14 +36,35 @@ class Tracing:
         self._ticks: deque[int] = deque(maxlen=_REMEMBERED)
         self._steps: deque[int] = deque(maxlen=_REMEMBERED)
         self._stance: Any = None
+        self.keeps = False
+        """Whether the inputs of the guilty operation are kept, for a capsule."""
+        self.kept: Kept | None = None
+        self.beginning: Beginning | None = None
+        self._reads = Reads()
+        self.deliveries = Deliveries(self._delivered)
+
+    def watch_data(self, *, files: bool) -> Attachment:
+        """Know the samples of the batches to come, and with `files` what they are read from."""
+        if files:
+            self._reads.listen()
+        return together(Attachment(self._reads.stop), self.deliveries.watch())
+
+    def _delivered(self, delivery: Delivery, batch: Any) -> None:
+        if self._tracer is not None:
+            tensors = [tensor for _, tensor in named_tensors(batch, "")]
+            self._tracer.delivered(delivery, tensors)
 
     @property
     def is_on(self) -> bool:
         return self._tracer is not None
 
     def switch_on(self) -> None:
-        self._tracer = Tracer(on_enter=self._on_enter)
+        self.kept = self.beginning = None
+        make = KeepingTracer if self.keeps else Tracer
+        self._tracer = make(on_enter=self._on_enter, reads=self._reads)
         self._tracer.clock = self.clock
+        for delivery, tensors in self.deliveries.recent():
+            self._tracer.delivered(delivery, tensors)
         # A dispatch mode sees nothing inside compiled code.
         self._stance = torch.compiler.set_stance("force_eager")
         self._tracer.__enter__()
@@ -81,6 +108,9 @@ class Tracing:
         if self._tracer is None:
             return None
         found = origin_of(self._tracer.events_of(tensors), folder=folder)
+        if found is not None and isinstance(self._tracer, KeepingTracer):
+            self.kept = self._tracer.kept(found[1])
+            self.beginning = self._tracer.beginning
         return (found[0], self._step_of(found[1])) if found else None
 
     def was_computed(self, tensor: Tensor) -> bool:

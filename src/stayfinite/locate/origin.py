@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from stayfinite.locate.adding import sums_of_loss
 from stayfinite.locate.events import Event, Site, ancestors, guilty, path
 from stayfinite.locate.names import Names
-from stayfinite.locate.source import Place, resolve
+from stayfinite.locate.source import Place, relative, resolve
 from stayfinite.records import Hop, Origin, Phase
 
 _MOST_HOPS = 24
@@ -43,7 +44,9 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
         outputs=event.outputs,
         lineage=tuple(_hop(hop, names, folder) for hop in _shortened(hops)),
         exact=True,
-        facts=_facts(event, hops, span.expression if span else None),
+        facts=_facts(event, hops, span.expression if span else None)
+        | _data_facts(hops, folder)
+        | _loss_facts(hops, following, folder),
     )
     return origin, event
 
@@ -105,6 +108,8 @@ def _shortened(hops: list[Event]) -> list[Event]:
 
 def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str, Any]:
     facts = dict(event.facts)
+    for name in ("samples", "delivered", "sum"):
+        facts.pop(name, None)
     facts["expression"] = expression
     facts["reached"] = [hop.op for hop in hops[1:9]]
     facts["through"] = [i for hop in hops[1:9] if (i := hop.facts.get("inside"))]
@@ -120,3 +125,29 @@ def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str,
     if event.kind in ("foreign", "allocation"):
         facts["foreign"] = event.kind == "foreign" and event.facts.get("label") is None
     return facts
+
+
+def _data_facts(hops: list[Event], folder: str | None) -> dict[str, Any]:
+    """Which samples and files the value came from, as far as that is known."""
+    samples = dict(hops[0].facts.get("samples") or {})
+    delivered = next((d for hop in hops[:4] if (d := hop.facts.get("delivered"))), None)
+    samples = {**samples, **delivered} if delivered else samples
+    if delivered:  # the rows are those of the batch, and not of the sample
+        samples.pop("table", None)
+    if not samples:
+        return {}
+    files = [relative(path, folder) for path in samples.get("files", ())]
+    samples |= {"files": files} if files else {}
+    if "last_file" in samples:
+        samples["last_file"] = relative(samples["last_file"], folder)
+    return {"samples": samples}
+
+
+def _loss_facts(
+    hops: list[Event], following: dict[Event, Event | None], folder: str | None
+) -> dict[str, Any]:
+    """Which terms of the loss are bad, where it is a sum."""
+    sums = sums_of_loss(hops, following)
+    for each in sums:
+        each["where"] = [relative(each["where"][0], folder), each["where"][1]]
+    return {"sums": sums} if sums else {}

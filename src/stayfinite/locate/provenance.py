@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from stayfinite.locate.events import Site
 from stayfinite.locate.ops import OpInfo, tensors_in
+from stayfinite.locate.samples import Delivery
 from stayfinite.locate.source import Place
 from stayfinite.locate.storages import StorageMap
 
@@ -25,6 +27,7 @@ class Made(NamedTuple):
 
     ops: tuple[str, ...]
     from_batch: bool
+    deliveries: tuple[Delivery, ...] = ()
 
 
 Line = tuple[Place | None, str, int]
@@ -57,7 +60,14 @@ class Provenance:
         """An input of a top-level module; it may have been put together by operations before."""
         made = self._made.get(tensor)
         self.names.put(tensor, path)
-        self._made.put(tensor, Made(made.ops if made else ("",), from_batch=True))
+        ops, deliveries = (made.ops, made.deliveries) if made else (("",), ())
+        self._made.put(tensor, Made(ops, True, deliveries))
+
+    def delivered(self, tensor: Tensor, delivery: Delivery) -> None:
+        """A loader has handed the tensor over."""
+        made = self._made.get(tensor)
+        ops, from_batch = (made.ops, made.from_batch) if made else (("",), False)
+        self._made.put(tensor, Made(ops, from_batch, (delivery,)))
 
     def made(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
         """Remember the operation behind a value, and those behind its inputs.
@@ -67,7 +77,9 @@ class Provenance:
         given = [(tensor, self._made.get(tensor)) for tensor in tensors_in(args)]
         base = info.base if torch._C._current_autograd_node() is None else f"grad:{info.base}"
         ops = (base, *(made.ops[0] if made else "" for _, made in given[:8]))
-        made = Made(ops, any(made.from_batch for _, made in given if made))
+        known = [made for _, made in given if made is not None]
+        deliveries = dict.fromkeys(each for made in known for each in made.deliveries)
+        made = Made(ops, any(made.from_batch for made in known), tuple(deliveries)[:4])
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             if not isinstance(tensor, nn.Parameter):  # an updated weight is still a weight
                 self._made.put(tensor, made)
@@ -80,6 +92,11 @@ class Provenance:
         """Whether an input of a top-level module went into the value."""
         made = self._made.get(tensor)
         return made is not None and made.from_batch
+
+    def deliveries(self, tensors: Iterable[Tensor]) -> list[Delivery]:
+        """The batches of loaders that went into the values."""
+        known = (self._made.get(tensor) for tensor in tensors)
+        return list(dict.fromkeys(each for made in known if made for each in made.deliveries))
 
     @property
     def has_unwritten(self) -> bool:

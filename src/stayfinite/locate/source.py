@@ -125,7 +125,7 @@ def user_places(frame: FrameType | None, limit: int = 12) -> list[Place]:
 
 def resolve(place: Place, *, folder: str | None) -> Span:
     """The place with its source text; the file is relative to `folder` when it is inside it."""
-    line, end_line, start, end = _positions(place)
+    line, end_line, start, end = positions(place)
     path = place.code.co_filename
     columns = None
     if start is not None and end is not None:
@@ -145,7 +145,7 @@ def relative(path: str, folder: str | None) -> str:
     return os.path.relpath(full, root) if full.startswith(root + os.sep) else os.path.abspath(path)
 
 
-def _positions(place: Place) -> tuple[int, int, int | None, int | None]:
+def positions(place: Place) -> tuple[int, int, int | None, int | None]:
     for index, (line, end_line, start, end) in enumerate(place.code.co_positions()):
         if index == place.lasti // 2:
             return line or place.line, end_line or line or place.line, start, end

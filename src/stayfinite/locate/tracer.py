@@ -20,10 +20,13 @@ from stayfinite.detect.veto import StepAside
 from stayfinite.locate.arrivals import Arrivals
 from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, Site
+from stayfinite.locate.facts import Facts
 from stayfinite.locate.kinds import holds, is_mask, kind_of_event, read_for, wait_for, written_by
-from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, scalars, tensors_in
+from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, tensors_in
 from stayfinite.locate.provenance import Provenance
-from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
+from stayfinite.locate.reads import Reads
+from stayfinite.locate.samples import Delivery
+from stayfinite.locate.source import Place, in_optimizer, user_place, user_places
 from stayfinite.locate.storages import StorageMap, covers_storage
 from stayfinite.records import HopKind, NaNType, Phase
 
@@ -38,7 +41,12 @@ class Tracer(TorchDispatchMode):
     no tensor: memory is known by weak references.
     """
 
-    def __init__(self, *, on_enter: Callable[[nn.Module, Any], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        on_enter: Callable[[nn.Module, Any], None] | None = None,
+        reads: Reads | None = None,
+    ) -> None:
         super().__init__()
         self.clock = 0
         self._on_enter = on_enter
@@ -49,6 +57,7 @@ class Tracer(TorchDispatchMode):
         self._infos: dict[Any, OpInfo] = {}
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
+        self._facts = Facts(self._past, self.nodes, reads)
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
         self._handles: list[Any] = []
@@ -72,6 +81,14 @@ class Tracer(TorchDispatchMode):
         """Say where tensors came from ("checkpoint last.pt"), for the case that they are bad."""
         for tensor in tensors:
             self._past.labels.put(tensor, text)
+
+    def delivered(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
+        """A loader has handed these over."""
+        with self.paused():
+            for tensor in map(unwrapped, tensors):
+                self._past.delivered(tensor, delivery)
+                for event in self._bad.get(tensor) or () if is_bad(tensor) else ():
+                    event.facts["delivered"] = self._facts.of_delivery(tensor, delivery)
 
     def events_of(self, tensors: Iterable[Tensor]) -> list[Event]:
         """The latest events on the memory of those tensors that are bad now."""
@@ -105,6 +122,7 @@ class Tracer(TorchDispatchMode):
         with self.paused():
             for path, tensor in walk.named_tensors(args, "inputs"):
                 self._past.entered(tensor, path)
+                self._facts.entered(tensor, path)
             if self._on_enter is not None:
                 self._on_enter(module, args)
 
@@ -182,32 +200,15 @@ class Tracer(TorchDispatchMode):
         kind = kind_of_event(call, nan_type, types)
         event = self._event(kind, call.info.name, phase, site, nan_type, node, parents)
         if kind in ("birth", "conversion"):
-            event.facts = self._facts(call, given, phase, site)
+            frame = sys._getframe(2)
+            event.facts = self._facts.of_birth(call, given, bad, phase, site, frame)
             event.inputs = tuple(
                 summarize(name, t) for name, t in given if t.numel() and not holds(written, t)
             )
             event.outputs = (summarize("output", bad),)
-        elif (inside := library_place(sys._getframe(2))) is not None:
-            event.facts = {"inside": inside}
+        else:
+            event.facts = self._facts.of_spread(call, bad, sys._getframe(2))
         self._mark(bad, event, replace=bool(written) and covers_storage(bad))
-
-    def _facts(
-        self, call: Call, given: list[tuple[str, Tensor]], phase: Phase, site: Site
-    ) -> dict[str, Any]:
-        """What the rules want to know besides the inputs' statistics."""
-        facts: dict[str, Any] = {
-            "scalars": scalars(call),
-            "data": [n for n, t in given if t.is_floating_point() and not t.requires_grad],
-            "made_by": {n: made for n, t in given if (made := self._past.made_by(t))},
-            "repeats": self._past.runs(site, call.info.base),
-            "from_batch": [n for n, t in given if self._past.is_from_batch(t)],
-            "inside": library_place(sys._getframe(3)),
-            "uninitialised": [n for n, t in given if self._past.unwritten(t) is not None],
-            "empty": [n for n, t in given if t.numel() == 0],
-        }
-        if phase == "backward":
-            facts |= {"consumers": self.nodes.consumers(), "made_in": site.made_in}
-        return {name: value for name, value in facts.items() if value not in (None, [], {})}
 
     def _event(
         self,
@@ -252,8 +253,7 @@ class Tracer(TorchDispatchMode):
             kind = "constant"
         event = self._event(kind, "", phase, site, summary.nan_type, None, ())
         event.outputs = (summary,)
-        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        event.facts = {"is_parameter": is_parameter, "label": label}
+        event.facts = self._facts.of_foreign(tensor, site, label, sys._getframe(2))
         self._mark(tensor, event, replace=True)
         return (event,)
 

@@ -29,6 +29,10 @@ class RecordError(StayFiniteError, ValueError):
     """A saved record cannot be read."""
 
 
+class PatchError(StayFiniteError, ValueError):
+    """A diff cannot be applied to a file exactly as it is; nothing was changed."""
+
+
 class NonFiniteError(StayFiniteError, ArithmeticError):
     """A value that must be finite is not; `report` says what, `incident` where it began."""
 

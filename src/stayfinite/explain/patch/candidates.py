@@ -19,7 +19,7 @@ from stayfinite.explain.patch.rewrites.optimizers import (
     lower_rate,
     much_lower_rate,
 )
-from stayfinite.explain.patch.rewrites.precision import PRECISION
+from stayfinite.explain.patch.rewrites.precision import PRECISION, larger_eps
 from stayfinite.explain.patch.rewrites.reductions import REDUCTIONS
 from stayfinite.explain.patch.rewrites.safe import safe_operation
 from stayfinite.explain.patch.rewrites.samples import SAMPLES
@@ -43,9 +43,10 @@ REWRITES: tuple[Rewrite, ...] = (
     *NORMS,
     *MASKS,
     *EXPONENTIALS,
-    *PRECISION,
+    larger_eps,
     *DIVISIONS,
     *DOMAINS,
+    *PRECISION,
     much_lower_rate,
     safe_operation,
 )

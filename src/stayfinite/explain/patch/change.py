@@ -10,6 +10,8 @@ from stayfinite.explain.patch.imports import import_edit
 from stayfinite.explain.patch.patch import Patch
 from stayfinite.explain.patch.source import Source
 
+LONGEST_LINE = 100
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -41,7 +43,7 @@ class Change:
 def edited(text: str, edits: Iterable[Edit]) -> str:
     """The text with all edits made; of edits that overlap, the later ones are left out."""
     pieces, done = [], 0
-    for edit in sorted(set(edits), key=lambda edit: (edit.start, edit.end)):
+    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
         if edit.start < done:
             continue
         pieces += [text[done : edit.start], edit.text]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from stayfinite.explain.clue import bare_name
 from stayfinite.explain.patch.source import Source, read
-from stayfinite.explain.patch.syntax import calls_in
+from stayfinite.explain.patch.syntax import called, calls_in
 from stayfinite.records import Incident, Origin, TensorSummary
 
 
@@ -68,11 +68,11 @@ class Site:
     def is_half(self) -> bool:
         return self.dtype == "float16"
 
-    def calls(self, names: Collection[str]) -> Iterator[ast.Call]:
-        """Calls of these functions: in the expression first, then in the rest of its statement."""
-        seen = list(calls_in(self.node, names))
-        yield from seen
-        yield from (call for call in calls_in(self.statement, names) if call not in seen)
+    def calls(self, names: Collection[str]) -> list[ast.Call]:
+        """Calls of these functions: the expression itself, else in it, else in its statement."""
+        if isinstance(self.node, ast.Call) and called(self.node) in names:
+            return [self.node]
+        return list(calls_in(self.node, names)) or list(calls_in(self.statement, names))
 
 
 def site_of(incident: Incident, *, folder: str, files: Sequence[str]) -> Site | None:

@@ -105,6 +105,8 @@ def updates(sources: tuple[Source, ...]) -> Iterator[Update]:
                 yield Update(source, statement, owner)
 
 
-def number(value: float) -> str:
-    """The number as a person writes it: 1e-4, 0.002."""
-    return re.sub(r"e([+-])0*(\d)", lambda m: f"e{'-' if m[1] == '-' else ''}{m[2]}", f"{value:g}")
+def number(value: float, *, like: str = "") -> str:
+    """The number as a person writes it: 0.002, or 2e-3 where the old one was written so."""
+    text = f"{value:.6e}" if "e" in like else f"{value:g}"
+    mantissa, e, power = text.partition("e")
+    return f"{float(mantissa):g}e{int(power)}" if e else text

@@ -88,6 +88,8 @@ def power(site: Site) -> Iterator[Change]:
     """x ** p with a negative base, or a base of 0 where the derivative is infinite."""
     if site.op not in ("pow", "float_power") and not site.autograd.startswith("Pow"):
         return
+    if site.cause in ("low_precision_overflow", "lr_too_high"):
+        return
     small = eps(site, single="1e-8", half="1e-4", double="1e-12")
     for whole, base, exponent in powers(site):
         if _has_negative(site) and not site.is_backward:

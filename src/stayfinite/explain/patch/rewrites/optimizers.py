@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from stayfinite.explain.patch.change import Change, Edit, insert_before
 from stayfinite.explain.patch.guards import with_keyword
@@ -70,13 +71,17 @@ def _lower(site: Site, factor: int) -> Iterator[Change]:
     found = list(rates(site.sources))
     for source in site.sources:
         edits = [
-            Edit(source.start(node), source.end(node), number(value / factor))
+            Edit(source.start(node), source.end(node), _shrunk(source, node, value / factor))
             for owner, node, value in found
             if owner is source
         ]
         edits = edits or _given(source, factor)
         if edits:
             yield Change(source, f"Lower the learning rate to {words}.", tuple(edits))
+
+
+def _shrunk(source: Source, node: ast.expr, value: float) -> str:
+    return number(value, like=source.of(node))
 
 
 def _given(source: Source, factor: int) -> list[Edit]:
@@ -104,12 +109,14 @@ def clipped(site: Site) -> Iterator[Change]:
 
 def _clip(source: Source, update: Update, torch: str) -> Edit:
     quote, optimizer = source.quote, update.optimizer
-    parameters = _parameters(source, update) or (
-        f"[p for group in {optimizer}.param_groups for p in group[{quote}params{quote}]]"
-    )
-    lines = [f"{torch}.nn.utils.clip_grad_norm_({parameters}, 1.0)"]
+    lines = []
     if update.scaler and not any(calls_in(source.tree, ["unscale_"])):
-        lines.insert(0, f"{update.scaler}.unscale_({optimizer})")
+        lines.append(f"{update.scaler}.unscale_({optimizer})")
+    parameters = _parameters(source, update)
+    if parameters is None:
+        groups = f"{optimizer}.param_groups"
+        lines.append(f"params = [p for group in {groups} for p in group[{quote}params{quote}]]")
+    lines.append(f"{torch}.nn.utils.clip_grad_norm_({parameters or 'params'}, 1.0)")
     return insert_before(source, update.statement, *lines)
 
 
@@ -120,10 +127,20 @@ def _parameters(source: Source, update: Update) -> str | None:
         if not isinstance(made, ast.Assign) or source.of(made.targets[0]) != update.optimizer:
             continue
         given = call.args[0] if call.args else None
-        same = source.scope(made) is source.scope(update.statement)
-        if given is not None and called(given) == "parameters" and same:
-            return source.of(given)
+        if given is None or not isinstance(given, ast.Call) or called(given) != "parameters":
+            continue
+        text = source.of(given)
+        if source.scope(made) is source.scope(update.statement) or text.startswith("self."):
+            return text
+        model = text.removesuffix(".parameters()")
+        kept = f"self.{model} = {model}"
+        if any(source.of(each) == kept for each in ast.walk(source.scope(made)) if _sets(each)):
+            return f"self.{text}"
     return None
+
+
+def _sets(node: ast.AST) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign)
 
 
 def _clip_harder(source: Source) -> Iterator[Change]:
@@ -132,7 +149,8 @@ def _clip_harder(source: Source) -> Iterator[Change]:
         limit = call.args[1] if len(call.args) > 1 else keyword(call, "max_norm")
         value = constant(limit)
         if limit is not None and value:
-            edits.append(Edit(source.start(limit), source.end(limit), number(value / 10)))
+            text = _shrunk(source, limit, value / 10)
+            edits.append(Edit(source.start(limit), source.end(limit), text))
     if edits:
         yield Change(source, "Clip the gradients to a tenth.", tuple(edits))
 

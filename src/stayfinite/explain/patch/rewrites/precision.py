@@ -74,7 +74,7 @@ def _arguments(site: Site) -> tuple[Edit, ...]:
         return _floats(site, [node.left, node.right])
     if not isinstance(node, ast.Call):
         return ()
-    is_layer = "nn/modules" in str(site.fact("inside") or "")
+    is_layer = site.source.of(node.func).startswith("self.")
     if is_method(site.source, node) and not is_layer and isinstance(node.func, ast.Attribute):
         return _floats(site, [node.func.value, *node.args[:1]])
     return _floats(site, [arg for arg in node.args[:3] if not isinstance(arg, ast.Starred)])
@@ -103,10 +103,13 @@ def larger_eps(site: Site) -> Iterator[Change]:
     """An eps of 1e-8 is 0 in float16."""
     if not site.is_half or site.is_backward:
         return
-    for node in ast.walk(site.statement):
-        if isinstance(node, ast.Constant) and 0 < (constant(node) or 0) < 6e-8:
-            edit = Edit(site.source.start(node), site.source.end(node), "1e-4")
-            yield Change(site.source, "Use an eps that float16 can hold.", (edit,))
+    edits = [
+        Edit(site.source.start(node), site.source.end(node), "1e-4")
+        for node in ast.walk(site.statement)
+        if isinstance(node, ast.Constant) and 0 < (constant(node) or 0) < 6e-8
+    ]
+    if edits:
+        yield Change(site.source, "Use an eps that float16 can hold.", tuple(edits))
 
 
-PRECISION = (larger_eps, float32_operands, float32_island, bfloat16)
+PRECISION = (float32_operands, float32_island, bfloat16)

@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from stayfinite.explain.patch.change import Change, Edit, insert_after
+from stayfinite.explain.patch.change import Change, Edit, insert_after, insert_before
+from stayfinite.explain.patch.flow import value_of
 from stayfinite.explain.patch.guards import rewritten, swapped
 from stayfinite.explain.patch.imports import name_of, torch_name
 from stayfinite.explain.patch.rewrites.divisions import divisions
@@ -15,6 +16,7 @@ from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import called, calls_in, constant
 
 _EMPTY = ("empty", "empty_like", "new_empty", "FloatTensor", "Tensor")
+_MOVES = ("to", "cuda", "float", "long", "view", "reshape", "unsqueeze", "from_numpy", "next")
 _SCHEDULE = re.compile(r"lr|rate|warm|sched|decay|anneal|ramp", re.I)
 
 
@@ -78,13 +80,15 @@ def _made_in_init(source: Source, owner: ast.ClassDef, name: str) -> ast.Assign 
 
 def narrowed(site: Site) -> Iterator[Change]:
     """torch.save of v.half() to torch.save of v."""
-    if site.cause != "checkpoint_precision_loss":
+    if not site.cause.startswith("checkpoint_"):
         return
-    for call in site.calls(("half", "bfloat16", "to")):
-        if isinstance(call.func, ast.Attribute):
-            text = site.source.of(call.func.value)
-            what = "Save the state in the precision that it is trained in."
-            yield Change(site.source, what, (swapped(site.source, call, text),))
+    what = "Save the state in the precision that it is trained in."
+    for source in site.sources:
+        for save in calls_in(source.tree, ["save"]):
+            for call in calls_in(save, ("half", "bfloat16")):
+                if isinstance(call.func, ast.Attribute):
+                    text = source.of(call.func.value)
+                    yield Change(source, what, (swapped(source, call, text),))
 
 
 def schedule(site: Site) -> Iterator[Change]:
@@ -119,10 +123,9 @@ def bad_batch(site: Site) -> Iterator[Change]:
     if not around or not isinstance(around[0], loops) or isinstance(statement, loops):
         return
     torch, imports = torch_name(site.source)
-    names = list(_tensors(site))
-    if names:
-        test = " and ".join(f"{torch}.isfinite({name}).all()" for name in names)
-        test = f"not {test}" if len(names) == 1 else f"not ({test})"
+    tests = [_finite(site.source, text, torch) for text in _tensors(site)]
+    if tests:
+        test = f"not {tests[0]}" if len(tests) == 1 else f"not ({' and '.join(tests)})"
         indent, end = site.source.indent(statement), site.source.newline
         deeper = "\t" if "\t" in indent else "    "
         at = site.source.offset(statement.lineno, 0)
@@ -131,14 +134,29 @@ def bad_batch(site: Site) -> Iterator[Change]:
         yield Change(site.source, what, (Edit(at, at, text),), imports)
 
 
+def _finite(source: Source, text: str, torch: str) -> str:
+    """The test of one argument, which may be a dict or a tuple of tensors."""
+    keys = [
+        node.slice.value
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and source.of(node.value) == text
+    ]
+    if not any(isinstance(key, str) for key in keys):
+        return f"{torch}.isfinite({text}).all()"
+    return f"all({torch}.isfinite(x).all() for x in {text}.values())"
+
+
 def _tensors(site: Site) -> Iterator[str]:
-    """What goes into the calls of the expression: names and parts of batches."""
+    """What goes into the calls of the expression and is not their result: names, parts of them."""
     seen = set()
     for node in ast.walk(site.node):
         for arg in node.args if isinstance(node, ast.Call) else ():
-            text = site.source.of(arg)
+            text, value = site.source.of(arg), value_of(site.source, arg)
             is_plain = isinstance(arg, (ast.Name, ast.Subscript, ast.Attribute))
-            if is_plain and text not in seen and not text.startswith("self."):
+            is_result = isinstance(value, ast.Call) and called(value) not in _MOVES
+            if is_plain and not is_result and text not in seen and not text.startswith("self."):
                 seen.add(text)
                 yield text
 
@@ -165,15 +183,19 @@ def distinct(site: Site) -> Iterator[Change]:
         if matrix is None:
             continue
         x = site.source.of(matrix)
+        what = "Add a small diagonal, so that the matrix is not degenerate."
         for size in ("1e-6", "1e-3"):
-            size_of = f"{x}.shape[-1], dtype={x}.dtype, device={x}.device"
+            like = f"dtype={x}.dtype, device={x}.device"
             if called(call) in ("svd", "eigh", "eig", "svdvals"):
-                steps = f"{torch}.arange(1, {x}.shape[-1] + 1, dtype={x}.dtype, device={x}.device)"
-                diagonal = f"{size} * {torch}.diag({steps})"
+                added = f"{size} * {torch}.diag({torch}.arange(1, {x}.shape[-1] + 1, {like}))"
             else:
-                diagonal = f"{size} * {torch}.eye({size_of})"
-            what = "Add a small diagonal, so that the matrix is not degenerate."
-            yield rewritten(site, matrix, f"{x} + {diagonal}", what)
+                added = f"{size} * {torch}.eye({x}.shape[-1], {like})"
+            if isinstance(matrix, ast.Name):
+                line = f"{x} = {x} + {added}"
+                edit = insert_before(site.source, site.statement, line)
+                yield Change(site.source, what, (edit,))
+            else:
+                yield rewritten(site, matrix, f"{x} + {added}", what)
 
 
 STARTS = (unwritten, lost_buffer, narrowed, schedule, bad_batch, wide_input, distinct)

@@ -1,0 +1,124 @@
+"""`stayfinite fix`: the change that cures a recorded run, shown or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stayfinite.cli._refusal import Refused
+from stayfinite.cli._runs import run_at
+from stayfinite.errors import PatchError
+
+if TYPE_CHECKING:
+    from stayfinite.records import Diagnosis, Incident
+    from stayfinite.report.store.reading import Run
+
+_VERIFIED = "With this change"
+
+
+@click.command("fix")
+@click.option("--write", is_flag=True, help="Change the file, after asking; the old one is kept.")
+@click.option("--yes", is_flag=True, help="With --write: do not ask.")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+def command(run: Path | None, write: bool, yes: bool) -> None:
+    """Show the change of the source that was tried and seen to cure a run, or write it.
+
+    RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
+    """
+    found = run_at(run)
+    incident, diagnosis, patch = _patched(found)
+    _show(incident, diagnosis, patch)
+    if not write:
+        click.echo(f"\nTo make this change: stayfinite fix --write {found.path}")
+        return
+    try:
+        _write(found, patch, ask=not yes)
+    except PatchError as error:
+        raise Refused(f"nothing was changed: {error}") from error
+    except OSError as error:
+        what = error.filename or "the file"
+        raise Refused(f"{what} cannot be changed: {error.strerror}.") from error
+
+
+def _patched(run: Run) -> tuple[Incident, Diagnosis, str]:
+    """The first incident with a patch; else a refusal that says what there is instead."""
+    for incident in run.incidents:
+        if incident.diagnosis is not None and incident.diagnosis.patch:
+            return incident, incident.diagnosis, incident.diagnosis.patch
+    raise Refused(_why_none(run))
+
+
+def _why_none(run: Run) -> str:
+    from stayfinite.report.wording import plain
+
+    if not run.incidents:
+        return f"{run.path} has no incident, so there is nothing to fix (it is {run.exit})."
+    first = run.incidents[0]
+    if run.result is None:
+        why = f"{run.path} has no result.json, which `stayfinite run` writes at its end"
+    elif first.origin is None or first.origin.file is None:
+        why = "it is not known which line of the source it began on"
+    else:
+        why = "no change of the source was tried and seen to hold"
+    words = f" In words: {plain(first.diagnosis.fix)}" if first.diagnosis else ""
+    return f"there is no patch: {why}.{words}"
+
+
+def _show(incident: Incident, diagnosis: Diagnosis, patch: str) -> None:
+    from rich.text import Text
+
+    from stayfinite.report.tables import console
+    from stayfinite.report.wording import plain, visible
+
+    origin = incident.origin
+    place = f"{origin.file}:{origin.line}, " if origin is not None and origin.file else ""
+    shown = Text(plain(f"{place}step {incident.step}: {diagnosis.cause}") + "\n\n")
+    for line in patch.rstrip("\n").split("\n"):
+        shown.append("".join(map(visible, line)) + "\n", style=_style(line))
+    proof = [text for text in diagnosis.evidence if text.startswith(_VERIFIED)]
+    for text in proof or diagnosis.evidence:
+        shown.append(f"\n{plain(text)}")
+    console().print(shown, soft_wrap=True)
+
+
+def _style(line: str) -> str:
+    if line.startswith(("--- ", "+++ ")):
+        return "bold"
+    return {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
+
+
+def _write(run: Run, patch: str, *, ask: bool) -> None:
+    from stayfinite.explain.patch.apply import apply, parse
+    from stayfinite.explain.patch.writing import keep_copy, replace_text
+
+    diff = parse(patch)
+    path = _inside(run, diff.name)
+    text = apply(diff, _text(path))
+    if ask and not click.confirm(f"\nChange {path}?"):
+        click.echo("Nothing was changed.")
+        return
+    copy = keep_copy(path)
+    replace_text(path, text)
+    click.echo(f"{path} is changed; the old text is in {copy}.")
+
+
+def _inside(run: Run, name: str) -> Path:
+    """The file of that name in the project, which is the folder of the script."""
+    given = run.info.config.get("folder") or str(Path(run.info.script).parent)
+    folder = Path(str(given)).resolve()
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder):
+        raise PatchError(f"{path} is outside the project, {folder}.")
+    if not path.is_file():
+        raise PatchError(f"{path} is not there, or is no file.")
+    return path
+
+
+def _text(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise PatchError(f"{path} is not UTF-8.") from error

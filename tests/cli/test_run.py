@@ -51,9 +51,13 @@ def test_surface_is_frozen():
         "--second-run": ("auto", "always", "never"),
         "--trace": "boolean",
         "--max-scaler-skips": "integer",
+        "--prove": "integer",
         "--json": "text",
         "--run-dir": "text",
         "--no-record": "boolean",
+        "--capsule": "text",
+        "--with-batch": "boolean",
+        "--no-source": "boolean",
         "--verbose": "boolean",
     }
 

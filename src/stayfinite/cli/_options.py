@@ -36,7 +36,7 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Callable[[Decorated], D
         default=field.default,
         help=help_text,
         show_default=field.default is not None,
-        metavar={"json": "FILE", "run_dir": "FOLDER"}.get(field.name),
+        metavar={"json": "FILE", "capsule": "FILE", "run_dir": "FOLDER"}.get(field.name),
     )
 
 

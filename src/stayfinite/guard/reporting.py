@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from stayfinite.capsule.making import Redact, check_redaction
+from stayfinite.capsule.writing import write_capsule
+from stayfinite.errors import CapsuleError
 from stayfinite.explain.causes import CAUSES
+from stayfinite.guard.job import Job
+from stayfinite.guard.kept import Call, KeptStep, keep_step
 from stayfinite.guard.watcher import Watcher
+from stayfinite.locate.keeping import Beginning, Kept
 from stayfinite.report.html.notebook import GuardReport
 
 
 class ReportingWatcher(Watcher):
     """Watches, and tells of it when it is asked."""
 
+    _kept_step: KeptStep | None = None
+
     def report(self) -> GuardReport:
         """The incidents so far, shown inline in a notebook and as text when printed."""
         folder = Path(self.settings.folder) if self.settings.folder else None
         return GuardReport(self.incidents, steps=self.steps, causes=CAUSES, folder=folder)
+
+    def capsule(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        with_batch: bool = False,
+        with_source: bool = True,
+        redact: Redact | None = None,
+    ) -> Path:
+        """Write the last bad step that `step` ran into one file, which `stayfinite replay` runs.
+
+        It has the state before the step, the generators, the guilty operation, versions, and your
+        own source files. `with_batch` adds the batch, as `redact(batch)` gives it; without it
+        only statistics of what was computed from data are in the file. Nothing is pickled.
+        """
+        check_redaction(redact, with_batch=with_batch)
+        kept = self._kept_step
+        same = [each for each in self.incidents if kept is not None and each.step == kept.step]
+        if kept is None or not same:
+            raise CapsuleError(
+                "there is no bad step to put into a capsule: guard.step has to have run one. For "
+                "a script as it is: stayfinite run --capsule FILE."
+            )
+        made = kept.capsule(same[-1], with_batch=with_batch, with_source=with_source, redact=redact)
+        return write_capsule(path, made)
+
+    def keep_step(self, job: Job, calls: list[Call], *, step: int) -> None:
+        """Remember a bad step whose beginning has just been put back."""
+        with self._aside:
+            self._kept_step = keep_step(job, calls, self._tracing.kept, step=step)
+
+    def traced_pass(self) -> tuple[Kept | None, Beginning | None]:
+        """What the guilty operation of the last incident was given, and how its pass began."""
+        return self._tracing.kept, self._tracing.beginning
+
+    def keep_operations(self) -> None:
+        """Keep what the guilty operation was given, in steps that are traced from now on."""
+        self._tracing.keeps = True

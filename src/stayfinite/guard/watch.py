@@ -60,6 +60,7 @@ def watch(
     if recorder is not None:
         tell = told_to([recorder.heard, tell])
     guard = Guard(settings, on_incident=tell, only=optimizer)
+    guard.keep_operations()
     if on_nan == "recover":
         config = RecoveryConfig() if config is None else config
         parts = Parts(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.repeats import run_again
 from stayfinite.guard.job import Job, finding_of
+from stayfinite.guard.orders import carry_out, take
 from stayfinite.guard.replay import CLEAN_AGAIN
 from stayfinite.incidents import Finding
 from stayfinite.locate.names import one_look
@@ -57,6 +58,8 @@ class Window:
     def step(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """The call's result, or None when the step that it ends was left out."""
         job = self._job
+        if (order := take()) is not None:
+            carry_out(order, job, lambda given: self.step(fn, given), self._guard.incidents)
         if not job.has_begun:
             self._calls.clear()
             if job.manager.take_skipped_batch():
@@ -142,6 +145,7 @@ class Window:
     def _answer(self, trouble: Incident, tries: int, step: int) -> Literal["clip", "again"] | None:
         """Locate, let the policy choose; how the calls are run once more."""
         incident = dataclasses.replace(self._located(trouble), step=step)
+        self._guard.keep_step(self._job, self._calls, step=step)
         recovery = self._job.respond(incident, will_rerun=True)
         if not recovery.succeeded:
             self._end(is_good=False)

@@ -98,8 +98,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(plan: Plan, problem: str | None) -> tuple[str, ...]:
-    if problem is None or not problem.endswith(":"):
-        return ()
+    return last_lines(plan) if problem is not None and problem.endswith(":") else ()
+
+
+def last_lines(plan: Plan) -> tuple[str, ...]:
+    """What the script printed last."""
     with open(_output(plan), "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - 8000))

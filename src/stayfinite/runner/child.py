@@ -11,6 +11,7 @@ from stayfinite.runner.children import exit_code, tell_once
 from stayfinite.runner.ending import INCIDENT_CODE, Ending
 from stayfinite.runner.kinds import watch_for
 from stayfinite.runner.plan import MAIN, VARIABLE, read_plan
+from stayfinite.runner.replaying import ORDER, run_ordered
 from stayfinite.runner.run import watch_and_leave
 from stayfinite.runner.script import Target
 
@@ -23,6 +24,9 @@ def main(*, key: str) -> None:
     if key == MAIN:
         plan = dataclasses.replace(plan, pid=os.getpid())
         plan.save()
+    if (capsule := os.environ.pop(ORDER, None)) is not None:
+        run_ordered(capsule, plan, target)
+        return
     watch = watch_for(plan, key=key)
     if key != MAIN:
         watch.listeners.append(tell_once)

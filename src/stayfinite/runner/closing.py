@@ -15,6 +15,7 @@ from stayfinite.report.sinks import beside_bars
 from stayfinite.report.store.schema import RESULT
 from stayfinite.runner import ranks, tree
 from stayfinite.runner.aside import step_aside
+from stayfinite.runner.capsules import deliver
 from stayfinite.runner.children import exit_code
 from stayfinite.runner.ending import INCIDENT_CODE, Ending, flush
 from stayfinite.runner.plan import write_atomically
@@ -61,6 +62,7 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
         result, more = try_changes(scene, records, result)
         notes += more
         _write(scene, result)
+        notes += deliver(scene, records, result)
     folder = _folder(scene, records)
     for incident in _shown_in_full(scene, result.incidents):
         _show(incident, folder=folder, verbose=scene.options.verbose)

@@ -42,6 +42,13 @@ class RunOptions:
         None, "Record the run in this folder; else in stayfinite-runs/<time>-<script>."
     )
     no_record: bool = _option(False, "Do not record the run.")
+    capsule: str | None = _option(
+        None, "After an incident, write what replays it elsewhere to this file."
+    )
+    with_batch: bool = _option(
+        False, "Put the batch, and values computed from it, into the capsule too."
+    )
+    no_source: bool = _option(False, "Leave your source files out of the capsule.")
     verbose: bool = _option(False, "Show the whole report.")
 
     def __post_init__(self) -> None:
@@ -51,6 +58,8 @@ class RunOptions:
             )
         if self.prove < 0:
             raise ConfigError(f"prove is {self.prove}; it must be a number of seconds, or 0.")
+        if self.capsule is not None:
+            object.__setattr__(self, "capsule", os.path.abspath(self.capsule))
         if self.json is not None:
             object.__setattr__(self, "json", os.path.abspath(self.json))
         if self.run_dir is not None:

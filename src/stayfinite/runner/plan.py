@@ -31,6 +31,7 @@ class Plan:
     `pid` is the process that reports for all; `ends_peers` is false where a launcher ends them.
     `repeat` is the folder of an earlier run whose generator states are given back.
     `run_dir` is where steps and incidents are recorded, if they are.
+    `capsule` says what goes into the capsule of the first incident, if one is wanted.
     `instead` has other text for source files: path -> path of the text.
     """
 
@@ -43,6 +44,7 @@ class Plan:
     run_dir: str | None = None
     command: tuple[str, ...] = ()
     instead: dict[str, str] = field(default_factory=dict)
+    capsule: dict[str, Any] | None = None
 
     @property
     def path(self) -> str:

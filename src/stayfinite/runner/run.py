@@ -11,6 +11,7 @@ from collections.abc import Callable
 from stayfinite.errors import ConfigError
 from stayfinite.records import Incident, RunResult, to_json
 from stayfinite.runner import ranks, tree
+from stayfinite.runner.capsules import wish_of
 from stayfinite.runner.children import exit_code, watch_children
 from stayfinite.runner.closing import close, tell_at_once
 from stayfinite.runner.ending import (
@@ -89,6 +90,7 @@ def _scene(target: Target, options: RunOptions) -> Scene:
         ends_peers=not is_rank,
         run_dir=run_folder(options, target, started=started, meet=folder if is_rank else None),
         command=tuple(target.command),
+        capsule=wish_of(options, os.getcwd()),
     )
     plan.save()
     return Scene(target=target, options=options, plan=plan, is_rank=is_rank)

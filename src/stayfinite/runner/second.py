@@ -89,6 +89,7 @@ def _run(first: _First, *, from_start: bool) -> Again:
     folder = os.path.join(scene.plan.folder, "from-start" if from_start else "armed")
     os.mkdir(folder)
     plan = Plan(folder=folder, guard=scene.plan.guard, repeat=scene.plan.folder)
+    plan = dataclasses.replace(plan, capsule=scene.plan.capsule, command=scene.plan.command)
     plan = plan.with_guard(on_nan="stop", **how)
     plan.save()
     return run_again(scene, plan, seconds=first.duration)

@@ -22,6 +22,7 @@ from stayfinite.runner.plan import write_atomically
 
 Draw = Callable[[], int]
 NAMES = ("numpy", "torch", "gpu")
+_NAME = re.compile(r"seeds-[A-Za-z0-9_-]{1,100}\.json")
 
 
 class Seeds:
@@ -110,6 +111,20 @@ class Seeds:
             self._draw(name, generator.initial_seed)
 
 
+def recorded_seeds(folder: str) -> dict[str, Any]:
+    """What every process of a run has drawn, by the name of its file."""
+    names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
+    found = {name: _load(os.path.join(folder, name)) for name in names}
+    return {name: drawn for name, drawn in found.items() if drawn}
+
+
+def write_seeds(folder: str, seeds: dict[str, Any]) -> None:
+    """Put the draws of an earlier run where a plan that repeats it finds them."""
+    for name, drawn in seeds.items():
+        if _NAME.fullmatch(name):
+            write_atomically(os.path.join(folder, name), json.dumps(drawn))
+
+
 def unrepeatable() -> list[str]:
     """What a second run cannot repeat in this process, as sentences."""
     if os.environ.get("PYTHONHASHSEED", "random") == "random" and sys.flags.hash_randomization:
@@ -122,9 +137,11 @@ def _path(folder: str, key: str) -> str:
 
 
 def _read(folder: str | None, key: str) -> dict[str, Any]:
-    if folder is None:
-        return {}
-    with contextlib.suppress(OSError, ValueError), open(_path(folder, key)) as file:
+    return {} if folder is None else _load(_path(folder, key))
+
+
+def _load(path: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
         data = json.load(file)
         return data if isinstance(data, dict) else {}
     return {}

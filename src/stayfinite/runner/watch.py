@@ -14,6 +14,7 @@ from stayfinite.records import Incident, RunResult, from_data
 from stayfinite.runner import tree
 from stayfinite.runner.aside import step_aside
 from stayfinite.runner.audit import Audit
+from stayfinite.runner.capsules import keep_capsule
 from stayfinite.runner.frameworks import join_frameworks
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.overlay import read_instead
@@ -156,6 +157,8 @@ class Watch:
         if self.is_muted:
             return
         guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
+        if self.plan.capsule is not None:
+            guard.keep_operations()
         self._post = Post(guard, _attach_guard)
         self._begin_record(guard)
         if self.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
@@ -177,6 +180,8 @@ class Watch:
         if self.recorder is not None:
             with step_aside("recording the incident"):
                 self.recorder.heard(self._with_rank(incident))
+        with step_aside("keeping a capsule"):
+            keep_capsule(self, self._with_rank(incident))
         for listen in self.listeners:
             with step_aside("telling of the incident"):
                 listen(self, self._with_rank(incident))

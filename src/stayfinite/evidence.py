@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,8 +70,7 @@ class Evidence:
 
     @property
     def steps(self) -> int:
-        """Updates attempted on the busiest optimizer; without one, backward passes."""
-        # The largest ever: it must not fall when an optimizer is collected.
+        """Updates attempted on the busiest optimizer, now or ever; without one, backward passes."""
         return self._most or self.backward_passes
 
     def saw_loss(self, loss: float | Tensor) -> None:
@@ -80,7 +81,6 @@ class Evidence:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether any update has been attempted."""
         return self._most > 0
 
     def count(self, optimizer: Optimizer) -> int:
@@ -143,6 +143,18 @@ class Evidence:
             return surely_finite(gradients, of=optimizer)
         self.grad_norm = finite_norm(gradients)
         return self.grad_norm is not None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block, in which a step is run once more, that leaves no trace here."""
+        before = dict(vars(self))
+        boxes = ("_calls", "_kinds", "bad_keys", "bad_inputs")
+        vars(self).update({name: copy.copy(before[name]) for name in boxes})
+        self._inputs, self._passes = copy.deepcopy(self._inputs), History()
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def seen(self, optimizer: Optimizer) -> dict[str, Any]:
         """Norm, loss and learning rate, in those steps that have a norm."""

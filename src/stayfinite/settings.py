@@ -17,6 +17,7 @@ class GuardSettings:
     `trace` "start" traces from the beginning, "armed" from the tick `arm_at` of the guard's
     clock (backward passes and attempted updates). `folder` is what files are named relative to.
     What goes bad in a step that is not looked at is found in the next one that is.
+    `prove_seconds` is how long experiments on a bad step that can be run again may take.
     """
 
     on_nan: Literal["stop", "warn", "recover"] = "stop"
@@ -28,6 +29,12 @@ class GuardSettings:
     check_gradients: bool = True
     check_parameters: bool = True
     check_every: int = 1
+    prove_seconds: float = 0.0
+
+    @property
+    def hears_files(self) -> bool:
+        """Whether the files that data is read from are to be named."""
+        return self.trace != "never" or self.prove_seconds > 0
 
     def __post_init__(self) -> None:
         if self.on_nan not in ("stop", "warn", "recover"):
@@ -37,3 +44,5 @@ class GuardSettings:
         for name in ("max_scaler_skips", "check_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 1.")
+        if not self.prove_seconds >= 0:
+            raise ConfigError(f"prove_seconds is {self.prove_seconds}; it must be >= 0.")

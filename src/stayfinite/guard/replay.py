@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from stayfinite.detect.gradients import params_of, put_gradients
 from stayfinite.detect.repeats import run_again
+from stayfinite.explain.experiments import replays as experiments
 from stayfinite.guard.job import Job, finding_of
+from stayfinite.guard.proving import proven
 from stayfinite.records import Diagnosis, Incident
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Replay:
         self._left -= 1
         found = None
         try:
-            found = self._found(job)
+            found = self.found(job)
         except CannotReplayError:
             return noticed
         except Exception:
@@ -56,9 +58,10 @@ class Replay:
             job.undo()
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
-        return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+        known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+        return proven(self._guard, job, known, _Attempts(self, job))
 
-    def _found(self, job: Job) -> Incident | None:
+    def found(self, job: Job) -> Incident | None:
         """What is bad this time."""
         params = params_of(job.parts.optimizer)
         before, trouble = [(param, param.grad) for param in params], job.trouble
@@ -72,3 +75,16 @@ class Replay:
         finally:
             job.trouble = trouble
             put_gradients(before)
+
+
+class _Attempts:
+    """The step that a framework replays, for experiments."""
+
+    def __init__(self, replay: Replay, job: Job) -> None:
+        self._replay, self._job = replay, job
+        self.put_back = job.undo
+
+    def run(self, batch: Any, *, traced: bool) -> Incident | None:
+        if not traced:
+            raise experiments.CannotReplayError("it is only run under the tracer")
+        return self._replay.found(self._job)

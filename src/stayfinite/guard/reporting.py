@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
 
 from stayfinite.capsule.making import Redact, check_redaction
 from stayfinite.capsule.writing import write_capsule
 from stayfinite.errors import CapsuleError
 from stayfinite.explain.causes import CAUSES
+from stayfinite.explain.clue import Clue
 from stayfinite.guard.job import Job
 from stayfinite.guard.kept import Call, KeptStep, keep_step
 from stayfinite.guard.watcher import Watcher
 from stayfinite.locate.keeping import Beginning, Kept
+from stayfinite.locate.samples import Delivery
+from stayfinite.records import Incident, Origin
 from stayfinite.report.html.notebook import GuardReport
 
 
@@ -55,6 +61,16 @@ class ReportingWatcher(Watcher):
         """Remember a bad step whose beginning has just been put back."""
         with self._aside:
             self._kept_step = keep_step(job, calls, self._tracing.kept, step=step)
+
+    def delivery_of(self, batch: Any) -> Delivery | None:
+        """The batch of a loader that this is; None if none is known."""
+        return self._tracing.deliveries.of(batch)
+
+    def is_diverging(self, incident: Incident, optimizer: Optimizer) -> bool:
+        """Whether training was running away before the incident."""
+        context = self.evidence.context(optimizer, step=incident.step, locations=())
+        origin = incident.origin if incident.origin is not None else Origin(phase="forward")
+        return Clue(origin, context).is_diverging
 
     def traced_pass(self) -> tuple[Kept | None, Beginning | None]:
         """What the guilty operation of the last incident was given, and how its pass began."""

@@ -33,6 +33,7 @@ def watch(
     on_nan: Literal["recover", "stop", "warn"] = "recover",
     sinks: Iterable[Sink] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
+    prove_seconds: float = 0.0,
 ) -> Guard:
     """A guard over this model's training, until `close()` or the end of a `with` block.
 
@@ -40,7 +41,9 @@ def watch(
     been; `guard.step(fn, batch)` can also replay and retry. `scheduler` and `ema` may be
     several. Each incident goes to all `sinks`; without any, its report goes to
     stderr, and to the trackers that run in this process. With `run_dir` steps and incidents
-    are recorded there, for `stayfinite show`, `html` and `ui`.
+    are recorded there, for `stayfinite show`, `html` and `ui`. With `prove_seconds`, experiments
+    on a bad step of `guard.step` may take so long: they run it again and again without its
+    update, to find the guilty samples and to prove the diagnosis.
 
     >>> import torch, stayfinite
     >>> model = torch.nn.Linear(2, 1)
@@ -54,7 +57,7 @@ def watch(
     (1, True)
     """
     _check(model, optimizer)
-    settings = GuardSettings(on_nan=on_nan, folder=os.getcwd())
+    settings = GuardSettings(on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds)
     tell = told_to(sinks)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
     if recorder is not None:

@@ -104,7 +104,7 @@ class Watcher(StepListener):
             watch_loading(self._before_loading),
             watch_scalers(self),
             watch_buffers(self.evidence.registered),
-            self._tracing.watch_data(files=self.settings.trace != "never"),
+            self._tracing.watch_data(files=self.settings.hears_files),
             watch_steps(self, optimizer=self._only, defer=may_defer),
         )
         if self.settings.trace == "start" or self.settings.arm_at == 0:

@@ -11,6 +11,7 @@ from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.repeats import run_again
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.orders import carry_out, take
+from stayfinite.guard.proving import NO_BATCH, proven
 from stayfinite.guard.replay import CLEAN_AGAIN
 from stayfinite.incidents import Finding
 from stayfinite.locate.names import one_look
@@ -124,7 +125,7 @@ class Window:
         tries, step = 0, self._trouble.step if self._trouble is not None else 0
         result = None
         while self._trouble is not None:
-            self._undo()
+            self.undo()
             if guard.mended_harm(job):
                 self._catch_up(number)
                 mode = self._next(RecoveryStrategy.RESET_MODEL, tries)
@@ -146,6 +147,7 @@ class Window:
         """Locate, let the policy choose; how the calls are run once more."""
         incident = dataclasses.replace(self._located(trouble), step=step)
         self._guard.keep_step(self._job, self._calls, step=step)
+        incident = self._proven(incident)
         recovery = self._job.respond(incident, will_rerun=True)
         if not recovery.succeeded:
             self._end(is_good=False)
@@ -171,10 +173,37 @@ class Window:
         with self._guard.traced():
             self._run(self._calls, "traced")
         found, self._trouble = self._trouble, None
-        self._undo()
+        self.undo()
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
         return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+
+    def _proven(self, incident: Incident) -> Incident:
+        """The incident with what experiments on these calls showed."""
+        if not self._guard.settings.prove_seconds:
+            return incident
+        batch = self._calls[-1][1] if len(self._calls) == 1 else NO_BATCH
+        return proven(self._guard, self._job, incident, _Attempts(self), batch)
+
+    def tried(self, batch: Any, *, traced: bool) -> Incident | None:
+        """What is bad when the calls run with this batch; no update happens."""
+        calls = self._calls if batch is NO_BATCH else [(self._calls[-1][0], batch)]
+        self._trouble = self._job.trouble = None
+        self._job.hold()
+        self._mode = "traced"
+        try:
+            with run_again(), self._guard.traced() if traced else contextlib.nullcontext():
+                for fn, each in calls:
+                    fn(each)
+            return self._trouble
+        finally:
+            self._mode = "idle"
+            self._trouble = self._job.trouble = self._ended = None
+
+    def undo(self) -> None:
+        """Everything as at the beginning of the step that is under way."""
+        self._job.settle()
+        self._job.undo()
 
     def _begin(self) -> None:
         """Begin a step; weights that turn out to be bad are those of the last snapshot then."""
@@ -207,10 +236,6 @@ class Window:
         if not job.is_finite():
             job.roll_back()
 
-    def _undo(self) -> None:
-        self._job.settle()
-        self._job.undo()
-
     def _end(self, *, is_good: bool) -> None:
         self._trouble = None
         self._calls.clear()
@@ -220,3 +245,10 @@ class Window:
         """The user's own code raised: leave the state as it is, and forget the step."""
         self._job.forget_held()
         self._end(is_good=False)
+
+
+class _Attempts:
+    """The step of a window, for experiments."""
+
+    def __init__(self, window: Window) -> None:
+        self.run, self.put_back = window.tried, window.undo

@@ -38,7 +38,7 @@ class KeptBatch:
 
     def value(self) -> Any:
         """The batch, in containers of its own: whoever takes something out does not harm it."""
-        return _rebuilt(self._value, _cloned if self._is_copied else _safe)
+        return rebuilt(self._value, _cloned if self._is_copied else _safe)
 
     def restore_random(self) -> None:
         """Global random states as when its step began: what its loader drew is drawn."""
@@ -128,7 +128,7 @@ class RecentBatches:
 def _kept(batch: Any, step: int, *, is_copied: bool) -> KeptBatch:
     # Nobody counts what is written into inference tensors.
     is_copied = is_copied or any(map(torch.is_inference, _tensors(batch)))
-    value = _rebuilt(batch, _cloned if is_copied else _safe)
+    value = rebuilt(batch, _cloned if is_copied else _safe)
     return KeptBatch(
         step=step,
         nbytes=sum(leaf.nbytes for leaf in _leaves(value)),
@@ -160,23 +160,23 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
 
 
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """The value in new containers, with each leaf changed."""
     if isinstance(value, (Tensor, np.ndarray)):
         return change(value)
     if isinstance(value, tuple):
-        items = [_rebuilt(item, change) for item in value]
+        items = [rebuilt(item, change) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if isinstance(value, list):
-        return type(value)(_rebuilt(item, change) for item in value)
+        return type(value)(rebuilt(item, change) for item in value)
     if isinstance(value, MutableMapping):
         mapping = copy.copy(value)
-        mapping.update({key: _rebuilt(item, change) for key, item in value.items()})
+        mapping.update({key: rebuilt(item, change) for key, item in value.items()})
         return mapping
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
         for field in dataclasses.fields(value):
             item = getattr(value, field.name, None)
-            object.__setattr__(record, field.name, _rebuilt(item, change))
+            object.__setattr__(record, field.name, rebuilt(item, change))
         return record
     return value

@@ -130,16 +130,17 @@ def test_a_failure_elsewhere_is_not_the_failure() -> None:
     assert found.rows == (5,)  # it was given twice
 
 
-def test_a_layer_that_refuses_a_batch_of_one_is_given_two() -> None:
+@pytest.mark.parametrize("row", range(8))
+def test_a_layer_that_refuses_a_batch_of_one_is_given_two(row: int) -> None:
     def answer(change: Change) -> Seen:
         inside = range(8) if change.rows is None else change.rows
         if len(inside) == 1:
             raise ValueError("Expected more than 1 value per channel")
-        return BAD if 3 in inside else GOOD
+        return BAD if row in inside else GOOD
 
     found = guilty_rows(lab(Step(answer, rows=8)))
     assert found is not None
-    assert (found.rows, found.is_proof) == ((3,), True)
+    assert (found.rows, found.is_proof) == ((row,), True)
 
 
 def test_a_batch_that_cannot_be_split_has_no_guilty_sample() -> None:

@@ -46,8 +46,12 @@ def _halved(lab: Lab, rows: Rows) -> int:
     """The one that is left when the half that fails is halved again and again."""
     while len(rows) > 1:
         middle = (len(rows) + 1) // 2
-        rows = rows[:middle] if lab.fails(Change(rows=rows[:middle])) else rows[middle:]
+        rows = rows[:middle] if _fails(lab, rows[:middle]) else rows[middle:]
     return rows[0]
+
+
+def _fails(lab: Lab, rows: Rows) -> bool:
+    return lab.fails(Change(rows=rows)) if len(rows) > 1 else _alone(lab, rows[0]) is not None
 
 
 def _alone(lab: Lab, row: int) -> Change | None:
@@ -109,7 +113,7 @@ def guilty_values(lab: Lab, row: int, donor: int) -> Finding | None:
         if half is None:
             return None
         low, high = half
-    said = f"with value {low} of row {row} taken from row {donor}, that row is finite"
+    said = f"with value {low} of row {row} taken from row {donor}, the batch is finite"
     return Finding(
         experiment="values",
         verdict="guilty",
@@ -121,7 +125,9 @@ def guilty_values(lab: Lab, row: int, donor: int) -> Finding | None:
 
 
 def _heals(lab: Lab, row: int, donor: int, low: int, high: int) -> bool:
-    return lab.is_finite(Change(rows=(row,), replaced=(low, high), donor=donor))
+    others = (each for each in range(lab.replays.rows) if each != row)
+    # In the whole batch: some layers refuse a batch of one.
+    return lab.is_finite(Change(rows=(row, *others), replaced=(low, high), donor=donor))
 
 
 def listed(rows: list[int]) -> str:

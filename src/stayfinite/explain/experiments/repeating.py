@@ -66,8 +66,8 @@ def _in_precision(lab: Lab, precision: Precision) -> Finding | None:
 def compiled(lab: Lab) -> Finding | None:
     """Whether only the compiled code goes bad, or only the eager one; None if neither is known."""
     try:
-        eager = lab.run(Change(is_compiled=False))
         optimised = lab.run(Change(is_compiled=True))
+        eager = lab.run(Change(is_compiled=False))
     except CannotReplayError:
         return None
     if eager.is_finite == optimised.is_finite:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from stayfinite.explain.experiments.batch import guilty_rows, guilty_values
 from stayfinite.explain.experiments.findings import Finding
@@ -20,11 +21,20 @@ _ROUNDS = 2  # with one, chance would be taken for proof once in thirty times
 OUT_OF_TIME = "there was no time for more experiments"
 
 
-def experiment(lab: Lab, diagnosis: Diagnosis, origin: Origin, *, steps: int = 0) -> list[Finding]:
+class _Question(NamedTuple):
+    diagnosis: Diagnosis
+    origin: Origin
+    is_diverging: bool
+
+
+def experiment(
+    lab: Lab, diagnosis: Diagnosis, origin: Origin, *, steps: int = 0, is_diverging: bool = False
+) -> list[Finding]:
     """What there was time to find out, in the order in which it was done.
 
     Nothing is tried on a step that does not go bad the same way twice.
     """
+    question = _Question(diagnosis, origin, is_diverging)
     first = _done(lab, "repeat", lambda: [repeated(lab)])
     if not first or first[-1].verdict != "deterministic":
         return first
@@ -40,16 +50,16 @@ def experiment(lab: Lab, diagnosis: Diagnosis, origin: Origin, *, steps: int = 0
         plan.append(("dynamics", lambda: _one(dynamics(lab, steps=steps))))
     found = first
     for name, act in plan:
-        more = [_confirmed(lab, each, diagnosis, origin) for each in _done(lab, name, act)]
+        more = [_confirmed(lab, each, question) for each in _done(lab, name, act)]
         found = [*found, *more]
         if more and more[-1].sentence == OUT_OF_TIME:
             break
     return found
 
 
-def _confirmed(lab: Lab, finding: Finding, diagnosis: Diagnosis, origin: Origin) -> Finding:
+def _confirmed(lab: Lab, finding: Finding, question: _Question) -> Finding:
     """A finding that proves must hold again: bad with the cause, finite without, every time."""
-    if finding.removal is None or not _proves(finding, diagnosis, origin):
+    if finding.removal is None or not _proves(finding, question):
         return finding
     try:
         for _ in range(_ROUNDS):
@@ -66,24 +76,37 @@ def _is_bad_again(lab: Lab) -> bool:
     return lab.run(AS_IT_WAS, anew=True).is_like(before)
 
 
-def judged(diagnosis: Diagnosis, origin: Origin, findings: Sequence[Finding]) -> Diagnosis:
-    """The diagnosis with the evidence, and as sure as the findings allow."""
+def judged(
+    diagnosis: Diagnosis,
+    origin: Origin,
+    findings: Sequence[Finding],
+    *,
+    is_diverging: bool = False,
+) -> Diagnosis:
+    """The diagnosis with the evidence, and as sure as the findings allow.
+
+    Where training was running away before, an operation that overflows is no cause.
+    """
+    question = _Question(diagnosis, origin, is_diverging)
     if not findings:
         return diagnosis
     evidence = tuple(dict.fromkeys([*diagnosis.evidence, *(each.sentence for each in findings)]))
     confidence = diagnosis.confidence
     if not any(each.experiment == "repeat" and each.reproduces for each in findings):
         confidence = "possible" if confidence == "possible" else "likely"
-    elif any(_proves(each, diagnosis, origin) for each in findings):
+    elif any(_proves(each, question) for each in findings):
         confidence = "proven"
     elif any(_refutes(each, diagnosis) for each in findings):
         confidence = "possible"
     return dataclasses.replace(diagnosis, evidence=evidence, confidence=confidence)
 
 
-def _proves(finding: Finding, diagnosis: Diagnosis, origin: Origin) -> bool:
+def _proves(finding: Finding, question: _Question) -> bool:
     """Whether what was taken away is what the diagnosis names, and nothing else."""
+    diagnosis, origin = question.diagnosis, question.origin
     if not finding.is_proof or not origin.exact:
+        return False
+    if question.is_diverging and finding.experiment != "samples":
         return False
     if finding.experiment == "guarded":
         return diagnosis.cause != "unknown"

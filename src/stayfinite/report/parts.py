@@ -14,6 +14,7 @@ from stayfinite.report.wording import plain
 
 PAGES = "docs/causes"
 NOTHING = Part(lines=[], least=0)
+_MOST_EVIDENCE = 2  # pieces that are shown in a short report
 
 
 def _headline(page: Page) -> Part:
@@ -145,8 +146,10 @@ def _names(page: Page) -> Part:
 
 def _evidence(page: Page) -> Part:
     diagnosis = page.incident.diagnosis
-    shown = diagnosis.evidence if diagnosis and page.verbose else ()
-    shown = shown[:-1] if diagnosis and diagnosis.patch else shown
+    if diagnosis is None:
+        return NOTHING
+    shown = diagnosis.evidence[:-1] if diagnosis.patch else diagnosis.evidence
+    shown = shown if page.verbose else shown[:_MOST_EVIDENCE]
     return Part(lines=rows(page, "seen", [plain(text) for text in shown]), least=0)
 
 

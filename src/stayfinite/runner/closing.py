@@ -69,8 +69,10 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
     for note in notes:
         say(note)
     if result.incidents and (run_dir := _recorded_in(scene)) is not None:
-        name = os.path.relpath(run_dir, scene.cwd)
-        say(f"recorded in {name}; to see it as a page: stayfinite html {shlex.quote(name)}")
+        name = shlex.quote(os.path.relpath(run_dir, scene.cwd))
+        say(f"recorded in {name}; to see it as a page: stayfinite html {name}")
+        if any(incident.diagnosis and incident.diagnosis.patch for incident in result.incidents):
+            say(f"to make the change that was tried: stayfinite fix --write {name}")
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from stayfinite.explain.patch.change import Change
@@ -28,6 +29,7 @@ from stayfinite.explain.patch.site import Site, site_of
 from stayfinite.records import Incident
 
 MOST = 6
+_log = logging.getLogger("stayfinite")
 Rewrite = Callable[[Site], Iterator[Change]]
 
 # What says what was meant comes before what only keeps a number away from an edge.
@@ -71,4 +73,8 @@ def patches_for(incident: Incident, *, folder: str, files: Sequence[str] = ()) -
 
 def _changes(site: Site) -> Iterator[Change]:
     for rewrite in REWRITES:
-        yield from rewrite(site)
+        try:
+            yield from rewrite(site)
+        except Exception:
+            # A rewrite that our code cannot make must not cost the others.
+            _log.debug("%s failed", rewrite.__name__, exc_info=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from stayfinite.explain.patch.source import Source
 
@@ -11,26 +10,9 @@ FUNCTIONAL = "import torch.nn.functional as F"
 TORCH = "import torch"
 
 
-def bound(source: Source) -> dict[str, str]:
-    """What each imported name stands for: {"F": "torch.nn.functional"}."""
-    return dict(_bindings(source.tree))
-
-
-def _bindings(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                first = alias.name.split(".")[0]
-                yield alias.asname or first, alias.name if alias.asname else first
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
-
-
 def name_of(source: Source, target: str) -> str | None:
     """How the file writes the module `target`: "F" for torch.nn.functional; None if it cannot."""
-    names = bound(source)
-    exact = [name for name, meaning in names.items() if meaning == target]
+    exact = [name for name, meaning in source.imported.items() if meaning == target]
     if exact:
         return exact[0]
     parent, _, last = target.rpartition(".")
@@ -44,7 +26,7 @@ def functional(source: Source) -> tuple[str, tuple[str, ...]]:
     if known:
         return known, ()
     names = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
-    if "F" not in names | set(bound(source)):
+    if "F" not in names | set(source.imported):
         return "F", (FUNCTIONAL,)
     torch, needed = torch_name(source)
     return f"{torch}.nn.functional", needed

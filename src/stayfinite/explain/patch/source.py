@@ -37,11 +37,13 @@ class Source:
         first = len(_BOM) if self.text.startswith(_BOM) else 0
         return [first, *(found.end() for found in _LINE_END.finditer(self.text))]
 
+    @cached_property
+    def _lines(self) -> list[str]:
+        return _LINE_END.split(self.text.removeprefix(_BOM))
+
     def line(self, number: int) -> str:
         """The line without its end; "" when there is none of that number."""
-        if not 1 <= number <= len(self._starts):
-            return ""
-        return _LINE_END.split(self.text[self._starts[number - 1] :], maxsplit=1)[0]
+        return self._lines[number - 1] if 1 <= number <= len(self._lines) else ""
 
     @property
     def line_count(self) -> int:
@@ -58,8 +60,10 @@ class Source:
         return self._at(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
     def _at(self, line: int, column: int) -> int:
-        # The tree counts UTF-8 bytes.
-        return self.offset(line, len(self.line(line).encode()[:column].decode(errors="ignore")))
+        text = self.line(line)
+        if not text.isascii():  # the tree counts UTF-8 bytes
+            column = len(text.encode()[:column].decode(errors="ignore"))
+        return self.offset(line, column)
 
     def of(self, node: ast.expr | ast.stmt) -> str:
         """The node as it is written."""
@@ -68,12 +72,14 @@ class Source:
     def expression_at(self, start: int, end: int) -> ast.expr | None:
         """The smallest expression that covers this part of the text."""
         covering = [
-            node
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.expr) and self.start(node) <= start and end <= self.end(node)
+            node for node in self.expressions if self.start(node) <= start and end <= self.end(node)
         ]
         # Of a node and its only child with the same text, the outer one comes first.
         return min(covering, key=lambda node: self.end(node) - self.start(node), default=None)
+
+    @cached_property
+    def expressions(self) -> list[ast.expr]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.expr)]
 
     def statement_at(self, line: int) -> ast.stmt | None:
         """The innermost statement that covers the line."""
@@ -102,6 +108,20 @@ class Source:
         """The white space that the statement's line begins with."""
         line = self.line(statement.lineno)
         return line[: len(line) - len(line.lstrip())]
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """What each imported name stands for: {"F": "torch.nn.functional"}."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    first = alias.name.split(".")[0]
+                    found[alias.asname or first] = alias.name if alias.asname else first
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        return found
 
     @cached_property
     def newline(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-from stayfinite.explain.patch.imports import bound
 from stayfinite.explain.patch.source import Source
 
 _PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
@@ -27,7 +26,7 @@ def is_method(source: Source, call: ast.Call) -> bool:
     first: ast.expr = call.func.value
     while isinstance(first, ast.Attribute):
         first = first.value
-    return not (isinstance(first, ast.Name) and first.id in bound(source))
+    return not (isinstance(first, ast.Name) and first.id in source.imported)
 
 
 def operand(source: Source, call: ast.Call) -> ast.expr | None:

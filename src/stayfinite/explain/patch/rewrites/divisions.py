@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
-from stayfinite.explain.patch.flow import value_of
+from stayfinite.explain.patch.flow import assignment, value_of
 from stayfinite.explain.patch.guards import eps, followed, rewritten
 from stayfinite.explain.patch.imports import functional, torch_name
 from stayfinite.explain.patch.site import Site
@@ -93,6 +93,10 @@ def denominator(site: Site) -> Iterator[Change]:
             yield followed(site, below, suffix, what)
         if _has_negative(site):
             yield _moved_away(site, below)
+        elif isinstance(below, ast.Name) and (made := assignment(site.source, below)) is not None:
+            small = eps(site, single="1e-6", half="1e-3", double="1e-12")
+            what = f"Keep {below.id} away from 0 where it is made."
+            yield followed(site, made.value, f".clamp_min({small})", what)
 
 
 def _is_number(site: Site) -> bool:
@@ -106,8 +110,8 @@ def _below(site: Site) -> TensorSummary | None:
 
 
 def _has_negative(site: Site) -> bool:
-    summary = _below(site)
-    return summary is not None and summary.negative_count > 0 and not site.is_backward
+    summary = site.input("other") if site.is_backward else _below(site)
+    return summary is not None and summary.negative_count > 0
 
 
 def _guards(site: Site, below: ast.expr) -> Iterator[tuple[str, str]]:

@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
-from stayfinite.explain.patch.guards import eps, followed, swapped
+from stayfinite.explain.patch.guards import eps, followed
+from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
-from stayfinite.explain.patch.syntax import constant, in_brackets, operand
+from stayfinite.explain.patch.syntax import calls_in, constant, in_brackets, operand
 
 LOGS = ("log", "log2", "log10")
 _ARCS = ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv")
@@ -27,6 +28,39 @@ def logarithm(site: Site) -> Iterator[Change]:
         yield followed(site, inner, f".clamp_min({small})", what)
         if site.is_half:
             yield followed(site, inner, ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32.")
+    yield from _all_alike(
+        site, LOGS, f".clamp_min({small})", "Keep the arguments of the logarithms"
+    )
+
+
+def ratio(site: Site) -> Iterator[Change]:
+    """log(p / q) with both sides kept above 0."""
+    if site.cause not in ("kl_of_zero", "log_of_zero", "division_by_zero"):
+        return
+    small = eps(site, single="1e-8", half="1e-4", double="1e-12")
+    for call in calls_in(site.statement, LOGS):
+        inner = operand(site.source, call)
+        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div):
+            edits = tuple(
+                swapped(site.source, each, f"{in_brackets(site.source, each)}.clamp_min({small})")
+                for each in (inner.left, inner.right)
+                if constant(each) is None
+            )
+            what = "Keep both sides of the ratio above 0 before its logarithm."
+            yield Change(site.source, what, edits)
+
+
+def _all_alike(site: Site, names: tuple[str, ...], suffix: str, what: str) -> Iterator[Change]:
+    """The same guard for all such calls of the statement, then of the function."""
+    for around in (site.statement, site.source.scope(site.node)):
+        inner = [operand(site.source, call) for call in calls_in(around, names)]
+        edits = [
+            swapped(site.source, each, f"{in_brackets(site.source, each)}{suffix}")
+            for each in inner
+            if each is not None and constant(each) is None
+        ]
+        if len(edits) > 1:
+            yield Change(site.source, f"{what} above 0.", tuple(edits))
 
 
 def logarithm_near_one(site: Site) -> Iterator[Change]:
@@ -55,6 +89,8 @@ def root(site: Site) -> Iterator[Change]:
         what = "Keep the argument of the square root above 0, where its derivative is finite."
         for small in _roots(site):
             yield followed(site, inner, f".clamp_min({small})", what)
+    suffix = f".clamp_min({_roots(site)[0]})"
+    yield from _all_alike(site, ("sqrt", "rsqrt"), suffix, "Keep the arguments of the square roots")
 
 
 def _roots(site: Site) -> tuple[str, ...]:
@@ -131,4 +167,4 @@ def powers(site: Site) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
             yield call, base, rest[0]
 
 
-DOMAINS = (logarithm, logarithm_near_one, root, arc, arc_of_large, power)
+DOMAINS = (ratio, logarithm, logarithm_near_one, root, arc, arc_of_large, power)

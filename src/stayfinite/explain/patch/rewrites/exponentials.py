@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stayfinite.explain.patch.change import Change, insert_before
+from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.flow import names_in, value_of
 from stayfinite.explain.patch.guards import followed, rewritten
 from stayfinite.explain.patch.imports import torch_name
+from stayfinite.explain.patch.layout import insert_before
 from stayfinite.explain.patch.logspace import one_line
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.syntax import called, calls_in, constant, operand
@@ -124,4 +125,14 @@ def bounded(site: Site) -> Iterator[Change]:
             yield followed(site, inner, f".clamp({sides})", "Bound the exponent.")
 
 
-EXPONENTIALS = (written_out, softmax_by_hand, shared_exponent, bounded)
+def inside_loss(site: Site) -> Iterator[Change]:
+    """poisson_nll_loss(x, y), which exponentiates x."""
+    if not _overflows(site) or "nn/functional.py" not in str(site.fact("inside") or ""):
+        return
+    if isinstance(site.node, ast.Call) and site.node.args:
+        for limit in ("10", "5") if site.is_half else ("20", "8"):
+            what = "Bound what the loss exponentiates."
+            yield followed(site, site.node.args[0], f".clamp(max={limit})", what)
+
+
+EXPONENTIALS = (written_out, softmax_by_hand, shared_exponent, inside_loss, bounded)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stayfinite.explain.patch.change import LONGEST_LINE, Change, Edit, insert_before
+from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.edits import Edit
 from stayfinite.explain.patch.flow import names_in, value_of
-from stayfinite.explain.patch.guards import rewritten, swapped
+from stayfinite.explain.patch.guards import rewritten
 from stayfinite.explain.patch.imports import functional
+from stayfinite.explain.patch.layout import placed, swapped
 from stayfinite.explain.patch.logspace import LogText, one_line
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import called, calls_in, keyword, operand
 
+_TIGHT = (ast.BinOp, ast.UnaryOp, ast.Attribute)
 _OPS = ("log", "exp", "div", "softmax", "sigmoid", "sum", "mul", "add", "log1p")
 _NODES = ("Log", "Exp", "Div", "Softmax", "Sigmoid", "Sum", "Mul", "Log1P", "Pow")
 
@@ -82,31 +85,12 @@ def _change(site: Site, first: ast.Call) -> Change:
 
 
 def _placed(source: Source, call: ast.Call, text: str, is_whole: bool) -> list[Edit]:
-    """The text in place of the call, or as a name that gets its value on a line of its own."""
-    statement, parent = source.statement(call), source.parents.get(call)
-    inner = operand(source, call)
+    inner, parent = operand(source, call), source.parents.get(call)
     names = [each.id for each in names_in(inner)] if inner is not None else []
-    simple = isinstance(statement, (ast.Assign, ast.Return, ast.Expr, ast.AugAssign))
-    longer = len(source.line(call.lineno)) + len(text) - len(source.of(call))
-    if simple and longer > LONGEST_LINE and names and _is_at_once(source, call):
-        name = f"log_{names[0]}"
-        line = insert_before(source, statement, f"{name} = {text}") if statement else None
-        if line is not None and not any(each.id == name for each in names_in(source.tree)):
-            return [line, swapped(source, call, name)]
-    if not is_whole and isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.Attribute)):
-        text = f"({text})"
-    return [swapped(source, call, text)]
-
-
-def _is_at_once(source: Source, call: ast.Call) -> bool:
-    """Whether it is computed once, whenever its statement is."""
-    later = (ast.Lambda, ast.IfExp, ast.comprehension, ast.ListComp, ast.GeneratorExp, ast.BoolOp)
-    for parent in source.above(call):
-        if isinstance(parent, ast.stmt):
-            return True
-        if isinstance(parent, later):
-            return False
-    return False
+    edits = placed(source, call, text, name=f"log_{names[0]}" if names else "log_value")
+    if len(edits) > 1 or is_whole or not isinstance(parent, _TIGHT):
+        return edits
+    return [swapped(source, call, f"({text})")]
 
 
 def _removed(source: Source, inlined: list[ast.Assign], edits: list[Edit]) -> list[Edit]:

@@ -6,10 +6,12 @@ import ast
 import math
 from collections.abc import Iterator
 
-from stayfinite.explain.patch.change import Change, Edit
+from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.edits import Edit
 from stayfinite.explain.patch.flow import names_in, value_of
-from stayfinite.explain.patch.guards import followed, rewritten, swapped
+from stayfinite.explain.patch.guards import followed, rewritten
 from stayfinite.explain.patch.imports import torch_name
+from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, operand
 

@@ -10,7 +10,7 @@ from stayfinite.explain.patch.guards import rewritten, with_keyword
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.syntax import called, constant, in_brackets, is_method, operand
 
-_NORMS = ("norm", "vector_norm")
+_NORMS = ("norm", "vector_norm", "dist")
 _SPREADS = ("std", "var", "std_mean", "var_mean")
 
 
@@ -37,6 +37,10 @@ def _sum_of_squares(site: Site, call: ast.Call) -> str | None:
     inner = operand(site.source, call)
     if inner is None:
         return None
+    if called(call) == "dist":
+        other = next((arg for arg in call.args if arg is not inner), None)
+        pair = [in_brackets(site.source, each) for each in (inner, other) if each is not None]
+        return f"({' - '.join(pair)}).pow(2).sum()" if len(call.args) < 3 else None
     args = call.args if is_method(site.source, call) else call.args[1:]
     named = {item.arg: item.value for item in call.keywords if item.arg not in (None, "input")}
     order = args[0] if args else named.pop("p", named.pop("ord", None))

@@ -6,12 +6,14 @@ import ast
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from stayfinite.explain.patch.change import Change, Edit, insert_before
+from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.edits import Edit
 from stayfinite.explain.patch.guards import with_keyword
 from stayfinite.explain.patch.imports import torch_name
+from stayfinite.explain.patch.layout import insert_after, insert_before, swapped
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
-from stayfinite.explain.patch.syntax import called, calls_in, constant, keyword
+from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, keyword
 from stayfinite.explain.patch.training import (
     DEFAULT_RATES,
     Update,
@@ -23,7 +25,7 @@ from stayfinite.explain.patch.training import (
 
 _DIVERGING = frozenset(
     ["lr_too_high", "gan_divergence", "rl_value_divergence", "exploding_recurrence"]
-    + ["unnormalized_input", "bad_init", "grad_accumulation_overflow"]
+    + ["unnormalized_input", "bad_init"]
 )
 _WITH_EPS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta")
 
@@ -48,6 +50,45 @@ def line_search(site: Site) -> Iterator[Change]:
             value = f"{source.quote}strong_wolfe{source.quote}"
             edit = with_keyword(source, call, "line_search_fn", value)
             yield Change(source, "Let LBFGS search along its direction.", (edit,))
+
+
+def accumulated(site: Site) -> Iterator[Change]:
+    """Each micro-batch counts for its part: loss.backward() to (loss / n).backward()."""
+    if site.cause != "grad_accumulation_overflow":
+        return
+    for source in site.sources:
+        for call in calls_in(source.tree, ["backward"]):
+            loops = [each for each in source.above(call) if isinstance(each, ast.For)]
+            count = _times(source, loops[0]) if loops else None
+            if count is None or not isinstance(call.func, ast.Attribute):
+                continue
+            loss = call.func.value
+            text = f"({in_brackets(source, loss)} / {count})"
+            what = "Divide the loss by the number of backward passes that are added up."
+            yield Change(source, what, (swapped(source, loss, text),))
+
+
+def _times(source: Source, loop: ast.For) -> str | None:
+    """The n of `for ... in range(n)`."""
+    if not isinstance(loop.iter, ast.Call) or called(loop.iter) != "range":
+        return None
+    return source.of(loop.iter.args[0]) if len(loop.iter.args) == 1 else None
+
+
+def recurrent_start(site: Site) -> Iterator[Change]:
+    """A recurrent matrix that keeps lengths, and clipping to keep it so."""
+    if site.cause != "exploding_recurrence" or not isinstance(site.node, ast.BinOp):
+        return
+    weight = site.source.of(site.node.right)
+    torch, imports = torch_name(site.source)
+    for node in ast.walk(site.source.tree):
+        if isinstance(node, ast.Assign) and site.source.of(node.targets[0]) == weight:
+            line = f"{torch}.nn.init.orthogonal_({weight})"
+            edit = insert_after(site.source, node, line)
+            what = "Start with a recurrent matrix that keeps lengths, and clip the gradients."
+            clips = [c.edits for c in clipped(site) if c.source is site.source]
+            yield Change(site.source, what, (edit, *(clips[0] if clips else ())), imports)
+            return
 
 
 def is_diverging(site: Site) -> bool:
@@ -155,4 +196,4 @@ def _clip_harder(source: Source) -> Iterator[Change]:
         yield Change(source, "Clip the gradients to a tenth.", tuple(edits))
 
 
-OPTIMIZER = (optimizer_eps, line_search)
+OPTIMIZER = (optimizer_eps, line_search, accumulated, recurrent_start)

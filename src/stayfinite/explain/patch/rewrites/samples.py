@@ -6,8 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
-from stayfinite.explain.patch.guards import eps, followed, rewritten, swapped
+from stayfinite.explain.patch.guards import eps, followed, rewritten
 from stayfinite.explain.patch.imports import torch_name
+from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, keyword

@@ -6,14 +6,16 @@ import ast
 import re
 from collections.abc import Iterator
 
-from stayfinite.explain.patch.change import Change, Edit, insert_after, insert_before
+from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.edits import Edit
 from stayfinite.explain.patch.flow import value_of
-from stayfinite.explain.patch.guards import rewritten, swapped
+from stayfinite.explain.patch.guards import rewritten
 from stayfinite.explain.patch.imports import name_of, torch_name
+from stayfinite.explain.patch.layout import insert_after, insert_before, swapped
 from stayfinite.explain.patch.rewrites.divisions import divisions
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
-from stayfinite.explain.patch.syntax import called, calls_in, constant
+from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, operand
 
 _EMPTY = ("empty", "empty_like", "new_empty", "FloatTensor", "Tensor")
 _MOVES = ("to", "cuda", "float", "long", "view", "reshape", "unsqueeze", "from_numpy", "next")
@@ -47,6 +49,40 @@ def _zeros(site: Site, call: ast.Call) -> Change:
     end = site.source.end(call.func)
     edit = Edit(end - len(name), end, text or "zeros")
     return Change(site.source, "Allocate memory that is filled with zeros.", (edit,))
+
+
+def poor_start(site: Site) -> Iterator[Change]:
+    """nn.init with a spread that is far too large, or zeros where a direction is needed."""
+    if site.cause not in ("bad_init", "weight_norm_of_zero"):
+        return
+    names = ("zeros_", "constant_") if site.cause != "bad_init" else ("normal_", "uniform_")
+    for source in site.sources:
+        edits = []
+        for call in calls_in(source.tree, names):
+            target = operand(source, call)
+            if target is None or "bias" in source.of(target):
+                continue
+            torch, _ = torch_name(source)
+            nn = name_of(source, "torch.nn") or f"{torch}.nn"
+            text = f"{nn}.init.xavier_uniform_({source.of(target)})"
+            edits.append(Edit(source.start(call), source.end(call), text))
+        if edits:
+            what = "Start from weights of a size that fits the layer."
+            yield Change(source, what, tuple(edits))
+        yield from _scaled_start(source) if site.cause == "bad_init" else ()
+
+
+def _scaled_start(source: Source) -> Iterator[Change]:
+    """nn.Parameter(torch.randn(a, b)) to one that is scaled with its width."""
+    edits = []
+    for call in calls_in(source.tree, ["randn", "rand"]):
+        parent = source.parents.get(call)
+        top = parent if isinstance(parent, ast.BinOp) and parent.left is call else call
+        if called(source.parents.get(top, call)) == "Parameter" and len(call.args) > 1:
+            text = f"{source.of(call)} * {in_brackets(source, call.args[-1])} ** -0.5"
+            edits.append(Edit(source.start(top), source.end(top), text))
+    if edits:
+        yield Change(source, "Scale the first weights with their width.", tuple(edits))
 
 
 def lost_buffer(site: Site) -> Iterator[Change]:
@@ -117,6 +153,8 @@ def bad_batch(site: Site) -> Iterator[Change]:
     """Leave out a batch that is not finite."""
     if site.cause not in ("bad_input_data", "bad_label") or site.origin.phase != "data":
         return
+    if any("distributed" in each for each in site.source.imported.values()):
+        return  # a rank that leaves out a step lets the others wait for it
     statement = site.statement
     loops = (ast.For, ast.While)
     around = [n for n in site.source.above(statement) if isinstance(n, (*loops, ast.FunctionDef))]
@@ -178,18 +216,17 @@ def distinct(site: Site) -> Iterator[Change]:
         return
     torch, _ = torch_name(site.source)
     names = ("svd", "svdvals", "eigh", "eig", "qr", "cholesky", "inv", "inverse", "solve", "det")
-    for call in calls_in(site.node, (*names, "logdet", "slogdet", "pinv")):
+    for call in calls_in(site.node, (*names, "logdet", "slogdet", "pinv", "inv_ex", "cholesky_ex")):
         matrix = call.args[0] if call.args else None
         if matrix is None:
             continue
         x = site.source.of(matrix)
         what = "Add a small diagonal, so that the matrix is not degenerate."
         for size in ("1e-6", "1e-3"):
-            like = f"dtype={x}.dtype, device={x}.device"
             if called(call) in ("svd", "eigh", "eig", "svdvals"):
-                added = f"{size} * {torch}.diag({torch}.arange(1, {x}.shape[-1] + 1, {like}))"
+                added = f"{size} * {torch}.diag({torch}.arange(1.0, {x}.shape[-1] + 1)).to({x})"
             else:
-                added = f"{size} * {torch}.eye({x}.shape[-1], {like})"
+                added = f"{size} * {torch}.eye({x}.shape[-1]).to({x})"
             if isinstance(matrix, ast.Name):
                 line = f"{x} = {x} + {added}"
                 edit = insert_before(site.source, site.statement, line)
@@ -198,4 +235,4 @@ def distinct(site: Site) -> Iterator[Change]:
                 yield rewritten(site, matrix, f"{x} + {added}", what)
 
 
-STARTS = (unwritten, lost_buffer, narrowed, schedule, bad_batch, wide_input, distinct)
+STARTS = (unwritten, poor_start, lost_buffer, narrowed, schedule, bad_batch, wide_input, distinct)

@@ -1,0 +1,88 @@
+"""Lines that a person would not write: too long ones are broken, or get a name of their own."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from stayfinite.explain.patch.edits import Edit
+from stayfinite.explain.patch.flow import names_in
+from stayfinite.explain.patch.source import Source
+
+LONGEST_LINE = 100
+_OPEN = re.compile(r"\(\s*$")
+_CLOSE = re.compile(r"\s*\)")
+_IS_ARGUMENT = (ast.Call, ast.keyword)
+_SIMPLE = (ast.Assign, ast.Return, ast.Expr, ast.AugAssign)
+_LATER = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def swapped(source: Source, node: ast.expr, text: str) -> Edit:
+    """Write `text` for the expression, and for the brackets that only group it."""
+    start, end = source.start(node), source.end(node)
+    parent = source.parents.get(node)
+    before, after = _OPEN.search(source.text, max(0, start - 200), start), None
+    if before is not None:
+        after = _CLOSE.match(source.text, end)
+    is_grouped = not isinstance(parent, _IS_ARGUMENT) or node is getattr(parent, "func", None)
+    if is_grouped and not isinstance(parent, ast.stmt) and before and after:
+        start, end = before.start(), after.end()
+    return Edit(start, end, text)
+
+
+def placed(source: Source, node: ast.expr, text: str, *, name: str) -> list[Edit]:
+    """The text for the expression; where that makes the line too long, by a name before it."""
+    edit, statement = swapped(source, node, text), source.statement(node)
+    line = source.line(node.lineno)
+    longer = len(line) + len(text) - (edit.end - edit.start)
+    if longer <= max(LONGEST_LINE, len(line)) or not isinstance(statement, _SIMPLE):
+        return [edit]
+    is_taken = any(each.id == name for each in names_in(source.tree))
+    if is_taken or not _is_at_once(source, node) or len(text) <= len(name) + 8:
+        return [edit]
+    return [insert_before(source, statement, f"{name} = {text}"), swapped(source, node, name)]
+
+
+def _is_at_once(source: Source, node: ast.expr) -> bool:
+    """Whether it is computed once, whenever its statement is."""
+    for parent in source.above(node):
+        if isinstance(parent, ast.stmt):
+            return source.indent(parent) == source.line(parent.lineno)[: parent.col_offset]
+        if isinstance(parent, (*_LATER, ast.GeneratorExp)):
+            return False
+    return False
+
+
+def insert_before(source: Source, statement: ast.stmt, *lines: str) -> Edit:
+    """New lines before the statement, indented like it."""
+    indent, end = source.indent(statement), source.newline
+    at = source.offset(statement.lineno, 0)
+    return Edit(at, at, "".join(broken(f"{indent}{line}", end) + end for line in lines))
+
+
+def insert_after(source: Source, statement: ast.stmt, *lines: str) -> Edit:
+    """New lines after the statement, indented like it."""
+    indent, end = source.indent(statement), source.newline
+    last = statement.end_lineno or statement.lineno
+    at = source.offset(last, len(source.line(last)))
+    return Edit(at, at, "".join(end + broken(f"{indent}{line}", end) for line in lines))
+
+
+def broken(line: str, newline: str) -> str:
+    """The line, or several where it is too long and assigns or returns the result of a call."""
+    text = line.lstrip()
+    indent = line[: len(line) - len(text)]
+    if len(line) <= LONGEST_LINE:
+        return line
+    try:
+        statement = ast.parse(text).body[0]
+    except SyntaxError:
+        return line
+    call = getattr(statement, "value", None)
+    if not isinstance(call, ast.Call) or not text.isascii() or not text.endswith(")"):
+        return line
+    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    deeper = indent + ("\t" if "\t" in indent else "    ")
+    parts = [f"{deeper}{text[each.col_offset : each.end_col_offset]}," for each in given]
+    head = text[: call.func.end_col_offset]
+    return newline.join([f"{indent}{head}(", *parts, f"{indent})"])

@@ -35,7 +35,9 @@ def placed(source: Source, node: ast.expr, text: str, *, name: str) -> list[Edit
     edit, statement = swapped(source, node, text), source.statement(node)
     line = source.line(node.lineno)
     longer = len(line) + len(text) - (edit.end - edit.start)
-    if longer <= max(LONGEST_LINE, len(line)) or not isinstance(statement, _SIMPLE):
+    if longer <= max(source.longest_line, len(line)) or not isinstance(statement, _SIMPLE):
+        return [edit]
+    if statement.value is node:
         return [edit]
     is_taken = any(each.id == name for each in names_in(source.tree))
     if is_taken or not _is_at_once(source, node) or len(text) <= len(name) + 8:
@@ -68,21 +70,28 @@ def insert_after(source: Source, statement: ast.stmt, *lines: str) -> Edit:
     return Edit(at, at, "".join(end + broken(f"{indent}{line}", end) for line in lines))
 
 
-def broken(line: str, newline: str) -> str:
-    """The line, or several where it is too long and assigns or returns the result of a call."""
+def broken(line: str, newline: str, *, longest: int = LONGEST_LINE) -> str:
+    """The line, or several where it is too long and sets or returns a call or a sum of things."""
     text = line.lstrip()
-    indent = line[: len(line) - len(text)]
-    if len(line) <= LONGEST_LINE:
+    if len(line) <= longest or not text.isascii():
         return line
     try:
-        statement = ast.parse(text).body[0]
-    except SyntaxError:
+        (statement,) = ast.parse(text).body
+    except (SyntaxError, ValueError):
         return line
-    call = getattr(statement, "value", None)
-    if not isinstance(call, ast.Call) or not text.isascii() or not text.endswith(")"):
+    value = getattr(statement, "value", None)
+    if isinstance(value, ast.Call) and value.end_col_offset == len(text):
+        given: list[ast.expr | ast.keyword] = [*value.args, *value.keywords]
+        parts = [f"{text[each.col_offset : each.end_col_offset]}," for each in given]
+        head = text[: value.func.end_col_offset]
+    elif isinstance(value, ast.BinOp) and value.end_col_offset == len(text):
+        head = text[: value.col_offset]
+        at = value.left.end_col_offset or 0
+        at += len(text[at:]) - len(text[at:].lstrip(") "))
+        parts = [text[value.col_offset : at].rstrip(), text[at:]]
+    else:
         return line
-    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    indent = line[: len(line) - len(text)]
     deeper = indent + ("\t" if "\t" in indent else "    ")
-    parts = [f"{deeper}{text[each.col_offset : each.end_col_offset]}," for each in given]
-    head = text[: call.func.end_col_offset]
-    return newline.join([f"{indent}{head}(", *parts, f"{indent})"])
+    inside = [deeper + part for part in parts]
+    return newline.join([f"{indent}{head}(", *inside, f"{indent})"])

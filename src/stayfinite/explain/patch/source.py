@@ -45,6 +45,11 @@ class Source:
         """The line without its end; "" when there is none of that number."""
         return self._lines[number - 1] if 1 <= number <= len(self._lines) else ""
 
+    @cached_property
+    def longest_line(self) -> int:
+        """How long a line may be in this file."""
+        return min(120, max(100, *map(len, self._lines)))
+
     @property
     def line_count(self) -> int:
         return len(self._starts)

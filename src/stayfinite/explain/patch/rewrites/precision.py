@@ -44,7 +44,8 @@ def float32_operands(site: Site) -> Iterator[Change]:
 def _cast_back(site: Site, given: list[ast.expr], edits: tuple[Edit, ...]) -> Iterator[Change]:
     """The same, with the result in the type that it had."""
     value = getattr(site.statement, "value", None)
-    names = [each.id for node in given for each in names_in(node)]
+    known = site.source.imported
+    names = [each.id for node in given for each in names_in(node) if each.id not in known]
     if isinstance(value, ast.expr) and names:
         tight = isinstance(value, (ast.Call, ast.Name, ast.Subscript, ast.Attribute))
         start, end = site.source.start(value), site.source.end(value)

@@ -6,7 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.edits import Edit
+from stayfinite.explain.patch.flow import names_in
 from stayfinite.explain.patch.guards import rewritten, with_keyword
+from stayfinite.explain.patch.layout import insert_before, swapped
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import called, calls_in, in_brackets, keyword, operand
@@ -89,17 +92,28 @@ def all_ignored(site: Site) -> Iterator[Change]:
         ignored = keyword(call, "ignore_index")
         index = site.source.of(ignored) if ignored is not None else "-100"
         summed = _with(site.source, call, "reduction", f"{site.source.quote}sum")
-        text = f"{summed} / ({site.source.of(labels)} != {index}).sum().clamp_min(1)"
-        if isinstance(site.source.parents.get(call), (ast.BinOp, ast.Attribute)):
-            text = f"({text})"
+        counted = f"({site.source.of(labels)} != {index}).sum().clamp_min(1)"
         what = "Sum the loss and divide by the number of labels that count, at least 1."
-        yield rewritten(site, call, text, what)
+        yield Change(site.source, what, tuple(_divided(site.source, call, summed, counted)))
     if isinstance(site.node, ast.Call) and len(site.node.args) > 1:
         logits, target = (site.source.of(arg) for arg in site.node.args[:2])
         index = str(site.fact("scalars", {}).get("ignore_index", -100))
         loss = site.source.of(site.node)
         text = f"({loss} if ({target} != {index}).any() else ({logits}).sum() * 0.0)"
         yield rewritten(site, site.node, text, "Leave out a batch without a label that counts.")
+
+
+def _divided(source: Source, call: ast.Call, summed: str, count: str) -> Iterator[Edit]:
+    """summed / count in place of the call; the count on its own line where that is too long."""
+    statement = source.statement(call)
+    text = f"{summed} / {count}"
+    is_free = not any(each.id == "counted" for each in names_in(source.tree))
+    is_simple = isinstance(statement, (ast.Assign, ast.Return, ast.AugAssign))
+    if len(text) > source.longest_line - 20 and is_free and is_simple and statement is not None:
+        yield insert_before(source, statement, f"counted = {count}")
+        text = f"{summed} / counted"
+    tight = isinstance(source.parents.get(call), (ast.BinOp, ast.Attribute))
+    yield swapped(source, call, f"({text})" if tight else text)
 
 
 def no_alignment(site: Site) -> Iterator[Change]:

@@ -89,7 +89,8 @@ def look(tmp_path, monkeypatch, *answers, seconds=2.0):
 def test_same_step_gives_the_exact_origin_and_keeps_the_outcome(tmp_path, monkeypatch):
     incident, notes, plans = look(tmp_path, monkeypatch, Again(incident=EXACT))
     assert incident.origin == EXACT.origin
-    assert incident.diagnosis == EXACT.diagnosis
+    assert dataclasses.replace(incident.diagnosis, evidence=()) == EXACT.diagnosis
+    assert incident.diagnosis.evidence[-1].startswith("Deterministic: a second run")
     assert incident.outcome == INEXACT.outcome
     assert notes == []
     assert [plan["trace"] for plan in plans] == ["start"]

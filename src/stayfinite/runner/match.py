@@ -32,12 +32,16 @@ def is_foreign(incident: Incident | None) -> bool:
 
 def confirmed(first: Incident, second: Incident) -> Incident:
     """The first run's incident with what the tracer saw in the second."""
+    diagnosis = second.diagnosis or first.diagnosis
+    if diagnosis is not None:
+        seen = "Deterministic: a second run with the same generator states went bad like this too."
+        diagnosis = dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, seen))
     return dataclasses.replace(
         first,
         step=second.step,
         reports=second.reports or first.reports,
         origin=second.origin or first.origin,
-        diagnosis=second.diagnosis or first.diagnosis,
+        diagnosis=diagnosis,
     )
 
 

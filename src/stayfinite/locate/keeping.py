@@ -22,7 +22,8 @@ ONE_CALL = 12 << 20  # bytes of tensors of an operation that are kept; more are 
 _ALL_CALLS = 64 << 20
 _FORWARD = 64 << 20
 _BEFORE = 64 << 20
-_MOST_OF_A_LINE = 4
+_MOST_CALLS = 512
+_MOST_OF_A_LINE = 32
 _MOST_ENTRIES = 16
 
 
@@ -64,7 +65,9 @@ class KeepingTracer(Tracer):
     def __enter__(self) -> KeepingTracer:
         self.beginning: Beginning | None = None
         self._begun_at = -1
-        self._kept: OrderedDict[int, tuple[Kept, Any]] = OrderedDict()
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._nbytes = 0
+        self._of_line: dict[Any, int] = {}
         self._forward = _ForwardCalls()
         self._before: dict[int, Tensor] = {}
         self._now: tuple[Call, Tensor] | None = None
@@ -73,8 +76,12 @@ class KeepingTracer(Tracer):
 
     def kept(self, event: Event) -> Kept | None:
         """What the operation of the event was given; None when that was not kept."""
-        found = self._kept.get(event.order)
-        return None if found is None else found[0]
+        return self._kept.get(event.order)
+
+    def next_step(self, clock: int) -> None:
+        """The guard's clock has ticked."""
+        super().next_step(clock)
+        self._of_line.clear()
 
     def __torch_dispatch__(
         self,
@@ -127,6 +134,10 @@ class KeepingTracer(Tracer):
         return event
 
     def _keep(self, event: Event, call: Call, bad: Tensor) -> None:
+        line = event.op, event.site.place, event.clock
+        self._of_line[line] = self._of_line.get(line, 0) + 1
+        if self._of_line[line] > _MOST_OF_A_LINE:  # the first is guilty, and the others follow it
+            return
         arguments = _for_member(call, bad)
         is_open = event.phase == "optimizer"
         kept = Kept(
@@ -134,13 +145,10 @@ class KeepingTracer(Tracer):
             nan_type=event.nan_type,
             forward=self._forward_of(event),
         )
-        line = event.op, event.site.place
-        same = [order for order, (_, other) in self._kept.items() if other == line]
-        for order in same[: len(same) + 1 - _MOST_OF_A_LINE]:
-            del self._kept[order]
-        self._kept[event.order] = kept, line
-        while sum(_size(each) for each, _ in self._kept.values()) > _ALL_CALLS:
-            self._kept.popitem(last=False)
+        self._kept[event.order] = kept
+        self._nbytes += _size(kept)
+        while self._nbytes > _ALL_CALLS or len(self._kept) > _MOST_CALLS:
+            self._nbytes -= _size(self._kept.popitem(last=False)[1])
 
     def _forward_of(self, event: Event) -> KeptCall | None:
         node = torch._C._current_autograd_node()

@@ -16,6 +16,7 @@ _NAME = re.compile(r"aten\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
 # An operator may take a file name as well; these are the words that belong to arithmetic.
 _WORDS = {"rounding_mode", "reduce", "reduction", "approximate", "UPLO", "driver", "ord", "mode"}
 _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]", "List[Optional[Tensor]]")
+_PLAIN = {"Tensor", "number", "int", "float", "bool", "str", "Device", "Generator"}
 LARGEST_OUTPUT = 256 << 20
 
 
@@ -27,12 +28,19 @@ def operator(name: str) -> Any:
     if not isinstance(found, torch._ops.OpOverload):
         raise CapsuleError(f"{name[:80]!r} is no operator that can be run alone.")
     schema = found._schema
+    plain = all(_is_plain(str(argument.type)) for argument in schema.arguments)
     takes = any(str(argument.type) in _TENSORS for argument in schema.arguments)
     gives = all(str(each.type) in _TENSORS for each in schema.returns)
     words = {argument.name for argument in schema.arguments if "str" in str(argument.type)}
-    if not takes or not gives or words - _WORDS:
+    if not plain or not takes or not gives or words - _WORDS:
         raise CapsuleError(f"{name} does more than compute tensors from tensors; it is not run.")
     return found
+
+
+def _is_plain(kind: str) -> bool:
+    """Whether an argument of this type is a tensor, a number or a word, or a list of such."""
+    inner = kind.removeprefix("Optional[").removeprefix("List[").removeprefix("Optional[")
+    return inner.rstrip("]") in _PLAIN
 
 
 def called(function: Any, arguments: Mapping[str, Any]) -> Any:

@@ -13,15 +13,15 @@ from torch import Tensor
 from stayfinite.capsule.minimal.experiment import Experiment
 
 Axis = tuple[str, int]
-Cut = Callable[[Sequence[int]], Experiment]
+_FEW = 24  # of so many, every one is tried
 
 
 @dataclass
 class Budget:
     """How often an operation may be tried, and for how long."""
 
-    tries: int = 4_000
-    seconds: float = 20.0
+    tries: int = 2_000
+    seconds: float = 15.0
 
     def __post_init__(self) -> None:
         self._end = time.monotonic() + self.seconds
@@ -140,14 +140,36 @@ def _with_sizes(experiment: Experiment, length: int, now: int) -> Experiment:
 
 
 def _fewest(all_of: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> Sequence[int]:
-    """A subset from which nothing can be left out, found by halving; all of them if none is bad."""
-    kept, parts = list(all_of), 2
+    """A small subset that is still bad; all of them where no smaller one is found."""
+    window = _window(list(all_of), is_bad)
+    return window if len(window) > _FEW else _ddmin(window, is_bad)
+
+
+def _window(kept: list[int], is_bad: Callable[[Sequence[int]], bool]) -> list[int]:
+    """The shortest bad beginning, and of that the shortest bad end, each found by halving."""
+    kept = kept[: _least(len(kept), lambda count: is_bad(kept[:count]))]
+    start = len(kept) - _least(len(kept), lambda count: is_bad(kept[-count:]))
+    return kept[start:]
+
+
+def _least(most: int, is_enough: Callable[[int], bool]) -> int:
+    """The least count that is enough, if every larger one is; `most` always is."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
+
+
+def _ddmin(kept: list[int], is_bad: Callable[[Sequence[int]], bool]) -> list[int]:
+    """A subset from which nothing can be left out."""
+    parts = 2
     while len(kept) > 1:
         size = -(-len(kept) // parts)
         pieces = [kept[start : start + size] for start in range(0, len(kept), size)]
-        rests = [[n for n in kept if n not in set(piece)] for piece in pieces]
+        rests = [[n for n in kept if n not in piece] for piece in pieces]
         found = next((each for each in (*pieces, *rests) if each and is_bad(each)), None)
-        if found is not None and len(found) < len(kept):
+        if found is not None:
             parts = 2 if len(found) <= size else max(parts - 1, 2)
             kept = found
         elif parts >= len(kept):

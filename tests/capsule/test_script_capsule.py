@@ -1,0 +1,83 @@
+"""`run --capsule` on a real bug, and its replay after the script is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stayfinite
+from stayfinite.capsule import read_capsule
+from stayfinite.records import TensorSummary
+
+CASES = Path(__file__).parents[1] / "cases"
+SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
+
+
+def start(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stayfinite", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A capsule of a real script, in a folder of its own; the script is no more."""
+    there, here = tmp_path_factory.mktemp("there"), tmp_path_factory.mktemp("here")
+    work = there / "project"
+    work.mkdir()
+    shutil.copy(CASES / "ciou-flat-proposal" / "train.py", work)
+    words = ("run", "--no-record", "--prove", "0", "--capsule", str(here / "a.capsule"))
+    done = start(*words, "project/train.py", cwd=there)
+    assert done.returncode == 3, done.stderr
+    assert "stayfinite replay" in done.stderr
+    shutil.rmtree(work)
+    return here / "a.capsule"
+
+
+def test_same_operation_line_and_value_come_again_elsewhere(sent: Path) -> None:
+    truth = json.loads((CASES / "ciou-flat-proposal" / "truth.json").read_text())
+    done = start("replay", "--trust", "--json", sent.name, cwd=sent.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {each["what"]: each for each in json.loads(done.stdout)["compared"]}
+    assert all(each["same"] for each in found.values())
+    assert found["line"]["here"] == f"train.py:{truth['line']}"
+    assert truth["op"] in found["operation"]["here"]
+    assert os.listdir(sent.parent) == ["a.capsule"]
+
+
+def test_it_holds_what_it_takes_and_no_data(sent: Path) -> None:
+    capsule = read_capsule(sent)
+    assert [each.name for each in capsule.sources] == ["project/train.py"]
+    assert capsule.code.command == ("project/train.py",)
+    assert capsule.code.folder == "project"
+    assert "seeds-main.json" in capsule.seeds
+    assert capsule.batch == ()
+    assert capsule.birth is not None
+    assert capsule.birth.forward is not None
+    assert any(isinstance(v, TensorSummary) for v in capsule.birth.operation.arguments.values())
+    assert capsule.state is not None
+    assert capsule.state.tensors
+    assert capsule.versions["torch"]
+    assert capsule.incident.diagnosis is not None
+
+
+def test_a_wish_that_makes_no_sense_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('it ran')")
+    (tmp_path / "notes.txt").write_text("mine")
+    for words in (["--with-batch"], ["--capsule", "none/a"], ["--capsule", "notes.txt"]):
+        done = start("run", *words, "train.py", cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert "it ran" not in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -271,3 +271,22 @@ def test_accumulated_batches_are_not_split() -> None:
             guard.step(step, (next(counter), x))
     assert not any("of the batch" in said for said in first(guard).evidence)
     assert any("went bad the same way" in said for said in first(guard).evidence)
+
+
+def test_a_term_whose_gradient_alone_is_bad_is_named() -> None:
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        near = out - out.detach() + batch[:, 1] - 0.5
+        size = near.square().mean()
+        root = torch.sqrt(near.abs()).mean()
+        return size + 0.1 * root
+
+    found = first(Training(loss).run(tensors({2: [7]}, value=0.5)))
+    said = "of the terms of the loss, root goes bad alone, and size alone is finite"
+    assert said in found.evidence
+
+
+def test_one_place_is_not_examined_again_and_again() -> None:
+    training = Training()
+    guard = training.run([*tensors({1: [1], 3: [2]}), *tensors({1: [3], 3: [4], 4: [5]})])
+    found = [each.diagnosis.confidence for each in guard.incidents if each.diagnosis]
+    assert found == ["proven", "proven", "proven", "likely", "likely"]

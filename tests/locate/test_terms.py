@@ -9,8 +9,10 @@ import torch
 from scenes import origin
 from torch import Tensor
 
+import stayfinite
 from stayfinite.explain.history import Context
 from stayfinite.explain.rules import diagnose
+from stayfinite.records import Origin
 
 X = torch.ones(3, requires_grad=True)
 
@@ -161,3 +163,72 @@ def test_a_constant_is_no_term() -> None:
     found = origin(step)
     assert found is not None
     assert [name for name, _ in found.facts["sums"][0]["terms"]] == ["box", "dfl"]
+
+
+def backward_origin(loss: Callable[[], Tensor]) -> Origin:
+    with stayfinite.trace(raise_on_nan=False) as block:
+        loss().backward()
+    X.grad = None
+    found = block.incidents[0].origin
+    assert found is not None
+    return found
+
+
+def bad_gradient() -> Tensor:
+    return torch.sqrt(X - 1.0).sum()
+
+
+def two_terms() -> Tensor:
+    box, dfl = good(), bad_gradient()
+    return 2.0 * box + 0.1 * dfl
+
+
+def three_terms() -> Tensor:
+    return good() + bad_gradient() / 3 + good(2.0)
+
+
+def added_list() -> Tensor:
+    return sum([good(), bad_gradient()])
+
+
+def stacked_terms() -> Tensor:
+    box, dfl = good(), bad_gradient()
+    return torch.stack([box, dfl]).mean()
+
+
+def inner_sum() -> Tensor:
+    def inner() -> Tensor:
+        one, two = good(), bad_gradient()
+        return one + two
+
+    return inner() + good(3.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "terms", "guilty"),
+    [
+        (two_terms, ["box", "dfl"], "dfl"),
+        (three_terms, ["good()", "bad_gradient()", "good(2.0)"], "bad_gradient()"),
+        (added_list, ["good()", "bad_gradient()"], "bad_gradient()"),
+        (stacked_terms, ["box", "dfl"], "dfl"),
+        (inner_sum, ["inner()", "good(3.0)"], "inner()"),
+    ],
+)
+def test_the_term_behind_a_bad_gradient_is_named(
+    loss: Callable[[], Tensor], terms: list[str], guilty: str
+) -> None:
+    found = backward_origin(loss)
+    assert [name for name, _ in found.facts["term"]["terms"]] == terms
+    said = diagnose(found, Context()).evidence[-1]
+    assert f"only {guilty} leads to this operation" in said
+
+
+def test_an_operation_that_all_terms_share_names_none() -> None:
+    def loss() -> Tensor:
+        shared = torch.sqrt(X - 1.0)
+        box, dfl = shared.sum(), shared.mean()
+        return box + dfl
+
+    found = backward_origin(loss)
+    assert [flag for _, flag in found.facts["term"]["terms"]] == [True, True]
+    assert not any("term" in said for said in diagnose(found, Context()).evidence)

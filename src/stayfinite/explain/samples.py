@@ -22,6 +22,8 @@ def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
     if diagnosis.cause in ("unnormalized_input", "bad_input_data") and origin.phase != "data":
         said.append(_of_largest(origin.facts.get("largest_input")))
     said += [_of_sum(each) for each in origin.facts.get("sums", ())]
+    if not origin.facts.get("sums"):
+        said.append(_of_term(origin.facts.get("term")))
     return tuple(sentence for sentence in said if sentence)
 
 
@@ -108,6 +110,17 @@ def _of_sum(facts: dict[str, Any]) -> str:
     names = ", ".join(name for name, _ in terms)
     said = f"of the terms of the loss ({names}) {only}{_and(bad)} {verb} {' or '.join(kinds)}"
     return f"{said} ({line})"
+
+
+def _of_term(facts: dict[str, Any] | None) -> str | None:
+    terms = facts["terms"] if facts else []
+    if facts is None or {is_reached for _, is_reached in terms} != {True, False}:
+        return None
+    guilty = [name for name, is_reached in terms if is_reached]
+    names = ", ".join(name for name, _ in terms)
+    verb = "leads" if len(guilty) == 1 else "lead"
+    said = f"of the terms of the loss ({names}) only {_and(guilty)} {verb} to this operation"
+    return f"{said} (line {facts['where'][1]})"
 
 
 def _list(what: str, items: list[Any], count: int) -> str:

@@ -21,6 +21,7 @@ from stayfinite.guard.job import Job
 from stayfinite.guard.raising import raised
 from stayfinite.guard.splitting import Split, in_float32, in_float64
 from stayfinite.locate.domains import KEPT_FOR, KeptInside
+from stayfinite.locate.lossgraph import only_term
 from stayfinite.locate.samples import Delivery
 from stayfinite.records import Diagnosis, Incident, Origin
 from stayfinite.snapshot import Snapshot
@@ -32,6 +33,7 @@ logger = logging.getLogger("stayfinite")
 _LOW = ("float16", "bfloat16")
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 NO_BATCH = object()
+_MOST_TIMES = 3  # for one place
 
 
 class Attempts(Protocol):
@@ -50,10 +52,10 @@ class StepReplays:
     `batch` is NO_BATCH where whoever runs it keeps it to himself, or has several.
     """
 
-    terms: tuple[str, ...] = ()
-
-    def __init__(self, job: Job, incident: Incident, attempts: Attempts, batch: Any) -> None:
-        self._job, self._attempts, self._batch = job, attempts, batch
+    def __init__(
+        self, guard: Guard, job: Job, incident: Incident, attempts: Attempts, batch: Any
+    ) -> None:
+        self._guard, self._job, self._attempts, self._batch = guard, job, attempts, batch
         self._origin, self._cause = _known(incident)
         self.split = None if batch is NO_BATCH else Split(batch)
         self._whole: Snapshot = job.state.capture()
@@ -65,6 +67,13 @@ class StepReplays:
     @property
     def values(self) -> int:
         return 0 if self.split is None else self.split.values
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Of a step whose backward pass went bad; in a forward pass the values tell."""
+        if self._job.parts.scaler is not None:  # a term alone would go without its scale
+            return ()
+        return tuple(name for name, _ in self._origin.facts.get("term", {}).get("terms", ()))
 
     @property
     def snapshots(self) -> int:
@@ -95,9 +104,12 @@ class StepReplays:
 
     @contextlib.contextmanager
     def _conditions(self, change: Change) -> Iterator[None]:
-        if change.term is not None or change.steps:
-            raise CannotReplayError("this cannot be changed in a step of ours")
+        if change.steps:
+            raise CannotReplayError("the steps before it are not run again")
+        begun = None
         with contextlib.ExitStack() as all_of_them:
+            if change.term is not None:
+                begun = all_of_them.enter_context(only_term(change.term, self._guard.node_sites))
             if change.precision is not None:
                 all_of_them.enter_context(self._in_precision(change.precision))
             if change.is_compiled and not self._is_compiled():
@@ -108,6 +120,8 @@ class StepReplays:
             yield
             if inside is not None and not inside.applied:
                 raise CannotReplayError("the operation could not be guarded")
+            if begun is not None and len(begun) != 1:
+                raise CannotReplayError("there is not one backward pass from a sum")
 
     def _in_precision(self, precision: str) -> contextlib.AbstractContextManager[None]:
         dtypes = {each.dtype for each in self._origin.outputs}
@@ -160,11 +174,15 @@ def proven(
     seconds, origin, diagnosis = guard.settings.prove_seconds, incident.origin, incident.diagnosis
     if not seconds or origin is None or diagnosis is None or job.is_distributed:
         return incident
+    place = (origin.file, origin.line, diagnosis.cause)
+    guard.examined = [*guard.examined, place]
+    if guard.examined.count(place) > _MOST_TIMES:
+        return incident
     try:
         is_diverging = guard.is_diverging(incident, job.parts.optimizer)
         with guard.evidence.kept():
             placed = dataclasses.replace(incident, origin=_absolute(origin, guard.settings.folder))
-            replays = StepReplays(job, placed, attempts, batch)
+            replays = StepReplays(guard, job, placed, attempts, batch)
             lab = Lab(replays, seconds=seconds)
             findings = experiment(lab, diagnosis, origin, is_diverging=is_diverging)
     except NonFiniteError:

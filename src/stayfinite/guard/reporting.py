@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stayfinite.explain.clue import Clue
 from stayfinite.guard.job import Job
 from stayfinite.guard.kept import Call, KeptStep, keep_step
 from stayfinite.guard.watcher import Watcher
+from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.keeping import Beginning, Kept
 from stayfinite.locate.samples import Delivery
 from stayfinite.records import Incident, Origin
@@ -26,6 +28,8 @@ class ReportingWatcher(Watcher):
     """Watches, and tells of it when it is asked."""
 
     _kept_step: KeptStep | None = None
+    examined: Sequence[tuple[Any, ...]] = ()
+    """The places that experiments were made for."""
 
     def report(self) -> GuardReport:
         """The incidents so far, shown inline in a notebook and as text when printed."""
@@ -65,6 +69,10 @@ class ReportingWatcher(Watcher):
     def delivery_of(self, batch: Any) -> Delivery | None:
         """The batch of a loader that this is; None if none is known."""
         return self._tracing.deliveries.of(batch)
+
+    def node_sites(self) -> NodeSites | None:
+        """Where the nodes of the graph were made; None if not traced now."""
+        return self._tracing.nodes
 
     def is_diverging(self, incident: Incident, optimizer: Optimizer) -> bool:
         """Whether training was running away before the incident."""

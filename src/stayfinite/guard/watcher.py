@@ -151,7 +151,7 @@ class Watcher(StepListener):
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._aside:
-            self._tracing.tick(arm_at=self.settings.arm_at)
+            self._tracing.tick_for_backward(roots, arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
             # Other roots may hold an Inf on purpose; their gradients are judged all the same.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stayfinite.detect.entrypoints import together
 from stayfinite.detect.hooks import Attachment
 from stayfinite.detect.walk import named_tensors
+from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, ancestors, guilty
 from stayfinite.locate.keeping import Beginning, KeepingTracer, Kept
 from stayfinite.locate.origin import origin_of
@@ -55,6 +56,11 @@ class Tracing:
             self._tracer.delivered(delivery, tensors)
 
     @property
+    def nodes(self) -> NodeSites | None:
+        """Where the nodes of the graph were made; None if not traced."""
+        return None if self._tracer is None else self._tracer.nodes
+
+    @property
     def is_on(self) -> bool:
         return self._tracer is not None
 
@@ -86,6 +92,12 @@ class Tracing:
             self._tracer.next_step(self.clock)
         elif self.clock == arm_at:
             self.switch_on()
+
+    def tick_for_backward(self, roots: Sequence[Tensor], *, arm_at: int | None) -> None:
+        """One more backward pass, from these roots."""
+        self.tick(arm_at=arm_at)
+        if self._tracer is not None:
+            self._tracer.facts.roots = roots  # until the next tick
 
     def stepped(self, steps: int) -> None:
         """An update is over; `steps` have been attempted so far."""

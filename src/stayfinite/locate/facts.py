@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Site
 from stayfinite.locate.kinds import Named
+from stayfinite.locate.lossgraph import loss_sum, reaches
 from stayfinite.locate.ops import Call, scalars
 from stayfinite.locate.provenance import Provenance
 from stayfinite.locate.reads import Reads
@@ -27,6 +30,8 @@ class Facts:
     def __init__(self, past: Provenance, nodes: NodeSites, reads: Reads | None) -> None:
         self._past, self._nodes = past, nodes
         self._rows = Rows(past, reads if reads is not None else Reads())
+        self.roots: Sequence[Tensor] = ()
+        """Of the backward pass that runs now."""
 
     def of_birth(
         self,
@@ -50,6 +55,8 @@ class Facts:
         }
         if phase == "backward":
             facts |= {"consumers": self._nodes.consumers(), "made_in": site.made_in}
+            with contextlib.suppress(Exception):
+                facts["term"] = self._guilty_terms()
         with contextlib.suppress(Exception):
             facts["samples"] = self._rows.of_birth(bad, [t for _, t in given], frame)
             facts["largest_input"] = self._rows.largest_input()
@@ -80,6 +87,14 @@ class Facts:
         with contextlib.suppress(Exception):
             return self._rows.of_delivery(delivery, tensor)
         return None
+
+    def _guilty_terms(self) -> dict[str, Any] | None:
+        """The terms of the loss whose backward pass comes to the node that runs now."""
+        node, found = torch._C._current_autograd_node(), loss_sum(self.roots, self._nodes)
+        if node is None or found is None:
+            return None
+        terms = [[term.name, reaches(term, node)] for term in found.terms]
+        return {"where": [found.file, found.line], "terms": terms}
 
     def _with_terms(
         self, facts: dict[str, Any], call: Call, bad: Tensor, frame: FrameType | None

@@ -108,7 +108,7 @@ def _shortened(hops: list[Event]) -> list[Event]:
 
 def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str, Any]:
     facts = dict(event.facts)
-    for name in ("samples", "delivered", "sum"):
+    for name in ("samples", "delivered", "sum", "term"):
         facts.pop(name, None)
     facts["expression"] = expression
     facts["reached"] = [hop.op for hop in hops[1:9]]
@@ -150,4 +150,9 @@ def _loss_facts(
     sums = sums_of_loss(hops, following)
     for each in sums:
         each["where"] = [relative(each["where"][0], folder), each["where"][1]]
-    return {"sums": sums} if sums else {}
+    facts: dict[str, Any] = {"sums": sums} if sums else {}
+    term = hops[0].facts.get("term")
+    if term:
+        file, line = term["where"]
+        facts["term"] = {**term, "where": [relative(file, folder), line]}
+    return facts

@@ -40,8 +40,10 @@ def sum_facts(call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any
     ):
         return None
     user = _user_frame(frame)
-    node = None if user is None else _node_at(user)
-    if user is None or node is None:
+    if user is None:
+        return None
+    node = node_at(Place(user.f_code, user.f_lasti, user.f_lineno))
+    if node is None:
         return None
     terms = _terms(node, call, user)
     if len(terms) < 2 and not (terms and terms[0].at == _LOOP):
@@ -160,7 +162,7 @@ def _leaves(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
-def _inner(node: ast.expr, frame: FrameType) -> ast.expr:
+def _inner(node: ast.expr, frame: FrameType | None) -> ast.expr:
     """What is weighted, in `0.5 * term` and `term / n`."""
     if isinstance(node, ast.UnaryOp):
         return _inner(node.operand, frame)
@@ -172,14 +174,16 @@ def _inner(node: ast.expr, frame: FrameType) -> ast.expr:
     return node
 
 
-def _is_number(node: ast.expr, frame: FrameType) -> bool:
+def _is_number(node: ast.expr, frame: FrameType | None) -> bool:
     return isinstance(_value(node, frame), (int, float))
 
 
-def _value(node: ast.expr, frame: FrameType) -> Any:
+def _value(node: ast.expr, frame: FrameType | None) -> Any:
     """The value of a name, an attribute or an item, as it is now; None for what must be run."""
     if isinstance(node, ast.Constant):
         return node.value
+    if frame is None:
+        return None
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
@@ -192,7 +196,7 @@ def _value(node: ast.expr, frame: FrameType) -> Any:
     return None
 
 
-def _name(node: ast.expr, frame: FrameType) -> str:
+def _name(node: ast.expr, frame: FrameType | None) -> str:
     inner = _inner(node, frame)
     if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
         key = inner.slice.value
@@ -200,6 +204,11 @@ def _name(node: ast.expr, frame: FrameType) -> str:
             return key
     text = _text(inner)
     return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 3] + "..."
+
+
+def short_name(node: ast.expr) -> str:
+    """The name of a term without its weight, where that is a plain number."""
+    return _name(node, None)
 
 
 def _text(node: ast.expr) -> str:
@@ -223,11 +232,12 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-def _node_at(frame: FrameType) -> Node | None:
-    line, end_line, start, end = positions(Place(frame.f_code, frame.f_lasti, frame.f_lineno))
+def node_at(place: Place) -> Node | None:
+    """The sum or call in the user's file that runs at this place."""
+    line, end_line, start, end = positions(place)
     if start is None or end is None:
         return None
-    return _nodes(frame.f_code.co_filename).get((line, end_line, start, end))
+    return _nodes(place.code.co_filename).get((line, end_line, start, end))
 
 
 def _loop_around(node: Node, frame: FrameType) -> ast.For | None:

@@ -57,7 +57,7 @@ class Tracer(TorchDispatchMode):
         self._infos: dict[Any, OpInfo] = {}
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
-        self._facts = Facts(self._past, self.nodes, reads)
+        self.facts = Facts(self._past, self.nodes, reads)
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
         self._handles: list[Any] = []
@@ -88,7 +88,7 @@ class Tracer(TorchDispatchMode):
             for tensor in map(unwrapped, tensors):
                 self._past.delivered(tensor, delivery)
                 for event in self._bad.get(tensor) or () if is_bad(tensor) else ():
-                    event.facts["delivered"] = self._facts.of_delivery(tensor, delivery)
+                    event.facts["delivered"] = self.facts.of_delivery(tensor, delivery)
 
     def events_of(self, tensors: Iterable[Tensor]) -> list[Event]:
         """The latest events on the memory of those tensors that are bad now."""
@@ -122,7 +122,7 @@ class Tracer(TorchDispatchMode):
         with self.paused():
             for path, tensor in walk.named_tensors(args, "inputs"):
                 self._past.entered(tensor, path)
-                self._facts.entered(tensor, path)
+                self.facts.entered(tensor, path)
             if self._on_enter is not None:
                 self._on_enter(module, args)
 
@@ -201,13 +201,13 @@ class Tracer(TorchDispatchMode):
         event = self._event(kind, call.info.name, phase, site, nan_type, node, parents)
         if kind in ("birth", "conversion"):
             frame = sys._getframe(2)
-            event.facts = self._facts.of_birth(call, given, bad, phase, site, frame)
+            event.facts = self.facts.of_birth(call, given, bad, phase, site, frame)
             event.inputs = tuple(
                 summarize(name, t) for name, t in given if t.numel() and not holds(written, t)
             )
             event.outputs = (summarize("output", bad),)
         else:
-            event.facts = self._facts.of_spread(call, bad, sys._getframe(2))
+            event.facts = self.facts.of_spread(call, bad, sys._getframe(2))
         self._mark(bad, event, replace=bool(written) and covers_storage(bad))
 
     def _event(
@@ -253,7 +253,7 @@ class Tracer(TorchDispatchMode):
             kind = "constant"
         event = self._event(kind, "", phase, site, summary.nan_type, None, ())
         event.outputs = (summary,)
-        event.facts = self._facts.of_foreign(tensor, site, label, sys._getframe(2))
+        event.facts = self.facts.of_foreign(tensor, site, label, sys._getframe(2))
         self._mark(tensor, event, replace=True)
         return (event,)
 
@@ -261,6 +261,7 @@ class Tracer(TorchDispatchMode):
         """The guard's clock has ticked."""
         self.clock = clock
         self._past.next_step()
+        self.facts.roots = ()
 
     def _note_allocation(self, out: Any) -> None:
         site = self._site()

@@ -392,6 +392,138 @@ snippet(
 )
 
 
+snippet(
+    "softmax as a module",
+    "nn.LogSoftmax(dim=1)(x)",
+    """
+    def run(bad):
+        x = torch.tensor([[200.0 if bad else 2.0, 0.0, 1.0]], requires_grad=True)
+        loss = -torch.log(nn.Softmax(dim=1)(x))[0, 1]
+        return gradient(loss, x)
+    """,
+)
+snippet(
+    "mean of importance weights",
+    "- math.log(",
+    """
+    def run(bad):
+        x = torch.tensor([[200.0 if bad else 2.0, 0.0, 1.0]], requires_grad=True)
+        bound = torch.exp(x).mean(dim=1).log().sum()
+        return gradient(bound, x)
+    """,
+)
+snippet(
+    "mask constant of the module",
+    "MASKED = -1e4",
+    """
+    MASKED = -1e9
+
+
+    def run(bad):
+        x = torch.tensor([[0.5, 0.25]], dtype=torch.float16)
+        keep = torch.tensor([[0.0, 0.0 if bad else 1.0]], dtype=torch.float16)
+        return [(x + (1 - keep) * MASKED).softmax(-1)]
+    """,
+)
+snippet(
+    "spread by position",
+    "torch.std(x, 0, False)",
+    """
+    def run(bad):
+        x = torch.tensor([[1.0]]) if bad else torch.tensor([[1.0], [-1.0]] * 500)
+        return [x / (torch.std(x, 0, True) + 1e-6)]
+    """,
+)
+snippet(
+    "a choice without probabilities",
+    "probs=p.clamp_min(1e-6)",
+    """
+    def run(bad):
+        p = torch.tensor([[0.0, 0.0], [1.0, 1.0]]) if bad else torch.ones(2, 2)
+        p.requires_grad_()
+        dist = torch.distributions.Categorical(probs=p, validate_args=False)
+        return gradient(dist.log_prob(torch.tensor([0, 1])).sum(), p)
+    """,
+)
+snippet(
+    "criterion with ignored labels",
+    "if (y != 0).any() else",
+    """
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.criterion = nn.CrossEntropyLoss(ignore_index=0)
+
+        def forward(self, x, y):
+            return self.criterion(x, y)
+
+
+    def run(bad):
+        x = torch.tensor([[1.0, 2.0], [0.0, 1.0]], requires_grad=True)
+        y = torch.tensor([0, 0]) if bad else torch.tensor([0, 1])
+        return gradient(Head()(x, y), x)
+    """,
+)
+snippet(
+    "logit by hand",
+    "torch.log(x.clamp_min(1e-8) / (1 - x).clamp_min(1e-8))",
+    """
+    def run(bad):
+        x = torch.tensor([0.25, 1.0 if bad else 0.5], requires_grad=True)
+        return gradient(torch.log(x / (1 - x)).sum(), x)
+    """,
+)
+snippet(
+    "probability that rounds to one",
+    "1 - 1e-6",
+    """
+    def run(bad):
+        x = torch.tensor([0.25, 1.0 if bad else 0.5], requires_grad=True)
+        p = x.clamp(1e-8, 1 - 1e-8)
+        return gradient(torch.log(1 - p).sum(), x)
+    """,
+)
+snippet(
+    "two logarithms of a discriminator",
+    "torch.log((1 - fake).clamp_min(1e-8))",
+    """
+    def run(bad):
+        real = torch.tensor([1.0, 0.5], requires_grad=True)
+        fake = torch.tensor([0.5, 1.0 if bad else 0.5], requires_grad=True)
+        loss = -(torch.log(real) + torch.log(1 - fake)).mean()
+        return gradient(loss, real, fake)
+    """,
+)
+snippet(
+    "constant feature",
+    "x.std(0).clamp_min(1e-6)",
+    """
+    def run(bad):
+        x = torch.tensor([[1.0, 2.0], [1.0 if bad else 3.0, 4.0]], requires_grad=True)
+        return gradient(((x - x.mean(0)) / x.std(0)).pow(2).sum(), x)
+    """,
+)
+snippet(
+    "scores in half precision",
+    "(q / math.sqrt(4)) @ ",
+    """
+    def run(bad):
+        q = torch.full((1, 4), 160.0 if bad else 1.0, dtype=torch.float16)
+        return [(q @ q.T) / math.sqrt(4)]
+    """,
+)
+snippet(
+    "count of python",
+    "max(count, 1)",
+    """
+    def run(bad):
+        x = torch.tensor([1.0, 2.0], requires_grad=True)
+        count = 0 if bad else 2
+        return gradient(x.sum() / count, x)
+    """,
+)
+
+
 def call(text: str, path: Path, bad: bool) -> list[Tensor]:
     """What the text's `run(bad)` returns."""
     scope: dict[str, Any] = {"__name__": "snippet"}

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.patch import Patch
+from stayfinite.explain.patch.rewrites.batches import BATCHES
 from stayfinite.explain.patch.rewrites.branches import untaken
 from stayfinite.explain.patch.rewrites.divisions import DIVISIONS
-from stayfinite.explain.patch.rewrites.domains import DOMAINS
+from stayfinite.explain.patch.rewrites.domains import DOMAINS, ratio
 from stayfinite.explain.patch.rewrites.exponentials import EXPONENTIALS
 from stayfinite.explain.patch.rewrites.logs import LOGS
 from stayfinite.explain.patch.rewrites.masks import MASKS
@@ -35,6 +36,7 @@ Rewrite = Callable[[Site], Iterator[Change]]
 # What says what was meant comes before what only keeps a number away from an edge.
 REWRITES: tuple[Rewrite, ...] = (
     *STARTS,
+    *BATCHES,
     *OPTIMIZER,
     *REDUCTIONS,
     *SAMPLES,
@@ -46,6 +48,7 @@ REWRITES: tuple[Rewrite, ...] = (
     *MASKS,
     *EXPONENTIALS,
     larger_eps,
+    ratio,
     *DIVISIONS,
     *DOMAINS,
     *PRECISION,

@@ -10,12 +10,34 @@ from stayfinite.explain.patch.source import Scope, Source
 
 def assignment(source: Source, name: ast.Name) -> ast.Assign | None:
     """The plain `name = value` that this use reads; None when it was set in any other way."""
-    user = source.statement(name)
-    written = [each for each in _names(source, name) if isinstance(each.ctx, ast.Store)]
+    user, scope = source.statement(name), source.scope(name)
+    written = list(_written(source, name.id, scope))
+    if not written and scope is not source.tree and name.id not in _parameters(scope):
+        written, scope = list(_written(source, name.id, source.tree)), source.tree
+        return _plain(source, written[0]) if len(written) == 1 else None
     before = [each for each in written if user is not None and each.lineno < user.lineno]
     last = max(before, key=lambda each: each.lineno, default=None)
-    found = source.parents.get(last) if last is not None else None
+    return _plain(source, last) if last is not None else None
+
+
+def _plain(source: Source, name: ast.Name) -> ast.Assign | None:
+    found = source.parents.get(name)
     return found if isinstance(found, ast.Assign) and len(found.targets) == 1 else None
+
+
+def _written(source: Source, name: str, scope: Scope) -> Iterator[ast.Name]:
+    for each in names_in(scope):
+        is_set = each.id == name and isinstance(each.ctx, ast.Store)
+        if is_set and source.scope(each) is scope:
+            yield each
+
+
+def _parameters(scope: Scope) -> set[str]:
+    if isinstance(scope, ast.Module):
+        return set()
+    given = scope.args
+    plain = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {each.arg for each in plain if each is not None}
 
 
 def value_of(source: Source, node: ast.expr) -> ast.expr:
@@ -49,10 +71,3 @@ def known_at(source: Source, node: ast.expr, statement: ast.stmt) -> bool:
         if isinstance(each.ctx, ast.Store) and each.lineno >= statement.lineno
     }
     return not late & {each.id for each in names_in(node)}
-
-
-def _names(source: Source, name: ast.Name) -> Iterator[ast.Name]:
-    scope: Scope = source.scope(name)
-    for each in names_in(scope):
-        if each.id == name.id and source.scope(each) is scope:
-            yield each

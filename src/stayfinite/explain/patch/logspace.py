@@ -72,6 +72,10 @@ class LogText:
         inner, name = operand(self.source, node), called(node)
         if inner is None:
             return None
+        if called(node.func) == "Softmax":
+            self.gains += 1
+            made = self.source.of(node.func).replace("Softmax", "LogSoftmax", 1)
+            return f"{made}({one_line(self.source, inner)})", True
         if name == "exp":
             self.gains += 1
             return one_line(self.source, inner), isinstance(inner, (ast.Name, ast.Attribute))
@@ -81,7 +85,7 @@ class LogText:
         if name == "sigmoid":
             self.gains += 1
             return f"{self._functional()}.logsigmoid({one_line(self.source, inner)})", True
-        if name == "sum":
+        if name in ("sum", "mean"):
             return self._sum(node, inner, depth)
         if name in _SELECTIONS and is_method(self.source, node):
             return self._selected(node, inner, depth)
@@ -95,7 +99,11 @@ class LogText:
             return None
         keep = keyword(node, "keepdim")
         more = f", keepdim={self.source.of(keep)}" if keep is not None else ""
-        return f"{self._torch()}.logsumexp({text[0]}, dim={self.source.of(dim)}{more})", True
+        summed = f"{self._torch()}.logsumexp({text[0]}, dim={self.source.of(dim)}{more})"
+        if called(node) == "sum":
+            return summed, True
+        count = f"{_bracketed(text)}.shape[{self.source.of(dim)}]"
+        return f"{summed} - math.log({count})", False
 
     def _selected(self, node: ast.Call, inner: ast.expr, depth: int) -> tuple[str, bool] | None:
         text = self._if_gained(inner, depth)
@@ -128,7 +136,7 @@ class LogText:
         if self.gains == before:
             return None
         if isinstance(node.op, ast.Mult):
-            return f"{left[0]} + {right[0]}", False
+            return _added(left[0], right[0]), False
         return f"{left[0]} - {_bracketed(right)}", False
 
     def _sum_of_two(self, node: ast.BinOp, depth: int) -> tuple[str, bool] | None:
@@ -180,6 +188,10 @@ def one_line(source: Source, node: ast.expr) -> str:
     """The expression as it is written, or on one line where it is written on several."""
     text = source.of(node)
     return text if "\n" not in text else ast.unparse(node)
+
+
+def _added(left: str, right: str) -> str:
+    return f"{left} - {right[1:].lstrip()}" if right.startswith("-") else f"{left} + {right}"
 
 
 def _bracketed(text: tuple[str, bool]) -> str:

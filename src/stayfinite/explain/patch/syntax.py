@@ -33,6 +33,7 @@ def operand(source: Source, call: ast.Call) -> ast.expr | None:
     """What the function works on: x of torch.log(x), x.log() and log(input=x)."""
     if is_method(source, call) and isinstance(call.func, ast.Attribute):
         return call.func.value
+    # Also the x of nn.Softmax(dim=1)(x).
     if call.args and not isinstance(call.args[0], ast.Starred):
         return call.args[0]
     return keyword(call, "input")

@@ -66,6 +66,10 @@ def _named_rates(source: Source) -> Iterator[ast.expr]:
             yield node.value
         elif isinstance(node, ast.arguments):
             yield from _defaults(node)
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and _RATE.match(str(key.value)):
+                    yield value
         elif isinstance(node, ast.keyword) and node.arg and _RATE.match(node.arg):
             yield node.value
         elif isinstance(node, ast.Call) and called(node) == "add_argument" and node.args:

@@ -167,4 +167,4 @@ def powers(site: Site) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
             yield call, base, rest[0]
 
 
-DOMAINS = (ratio, logarithm, logarithm_near_one, root, arc, arc_of_large, power)
+DOMAINS = (logarithm, logarithm_near_one, root, arc, arc_of_large, power)

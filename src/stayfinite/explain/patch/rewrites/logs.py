@@ -41,8 +41,9 @@ def _written(source: Source, call: ast.Call) -> tuple[LogText, str, bool] | None
     if called(call) == "log1p":
         return _softplus(source, writer, inner)
     text, is_whole = writer.of(inner)
-    needs_math = "math.log(" in text and "import math" not in source.text
-    return (writer, text, is_whole) if writer.gains and not needs_math else None
+    if "math.log(" in text and source.imported.get("math") != "math":
+        writer.imports.add("import math")
+    return (writer, text, is_whole) if writer.gains else None
 
 
 def _softplus(source: Source, writer: LogText, inner: ast.expr) -> tuple[LogText, str, bool] | None:

@@ -13,7 +13,14 @@ from stayfinite.explain.patch.guards import followed, rewritten
 from stayfinite.explain.patch.imports import torch_name
 from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
-from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, operand
+from stayfinite.explain.patch.syntax import (
+    called,
+    calls_in,
+    constant,
+    in_brackets,
+    keyword,
+    operand,
+)
 
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "softmin")
 _PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask")
@@ -52,6 +59,20 @@ def masked_rows(site: Site) -> Iterator[Change]:
                 what = "Leave rows open that would be masked everywhere."
                 edit = Edit(site.source.start(item.value), site.source.end(item.value), text)
                 yield Change(site.source, what, (edit,))
+    for call in site.calls(["scaled_dot_product_attention"]):
+        given = keyword(call, "attn_mask") or (call.args[3] if len(call.args) > 3 else None)
+        if given is not None:
+            yield from _open_rows(site, given)
+
+
+def _open_rows(site: Site, given: ast.expr) -> Iterator[Change]:
+    """A mask of scaled_dot_product_attention, true where a key may be looked at or added."""
+    mask = in_brackets(site.source, given)
+    what = "Leave rows open that would be masked everywhere."
+    yield rewritten(site, given, f"{mask} | ~{mask}.any(dim=-1, keepdim=True)", what)
+    torch, _ = torch_name(site.source)
+    what = "Mask with the lowest finite number, so that no row is masked everywhere."
+    yield followed(site, given, f".clamp_min({torch}.finfo({mask}.dtype).min)", what)
 
 
 def _all_calls(node: ast.AST) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.change import Change, replace
 from stayfinite.explain.patch.guards import rewritten, with_keyword
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.syntax import called, constant, in_brackets, is_method, operand
@@ -74,7 +74,10 @@ def group_of_one(site: Site) -> Iterator[Change]:
     for call in site.calls(_SPREADS):
         what = f"Use the biased {'variance' if 'var' in called(call) else 'deviation'}, which "
         what += "is defined for a single value."
-        if any(item.arg == "unbiased" for item in call.keywords):
+        flags = [arg for arg in call.args if isinstance(arg, ast.Constant) and arg.value is True]
+        if flags:
+            edit = replace(site.source, flags[0], "False")
+        elif any(item.arg == "unbiased" for item in call.keywords):
             edit = with_keyword(site.source, call, "unbiased", "False")
         else:
             edit = with_keyword(site.source, call, "correction", "0")

@@ -14,6 +14,8 @@ from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, keyword
 
 _SCALED = ("Normal", "LogNormal", "Laplace", "Cauchy", "Gumbel", "HalfNormal", "StudentT")
+_WEIGHTED = ("Categorical", "OneHotCategorical", "Multinomial", "Beta", "Gamma", "Dirichlet")
+_WEIGHTS = ("probs", "concentration", "concentration0", "concentration1", "rate")
 _WITHOUT_LOCATION = ("HalfNormal", "HalfCauchy")
 
 
@@ -29,6 +31,24 @@ def scale(site: Site) -> Iterator[Change]:
             if given is not None and constant(given) is None:
                 text = f"{in_brackets(source, given)}.clamp_min({small})"
                 yield Change(source, what, (swapped(source, given, text),))
+
+
+def weights(site: Site) -> Iterator[Change]:
+    """Probabilities and concentrations of 0."""
+    if site.cause not in ("zero_scale_distribution", "support_boundary"):
+        return
+    small = eps(site, single="1e-6", half="1e-3")
+    for source in site.sources:
+        for call in calls_in(source.tree, _WEIGHTED):
+            given = [*call.args, *(k.value for k in call.keywords if k.arg in _WEIGHTS)]
+            edits = tuple(
+                swapped(source, each, f"{in_brackets(source, each)}.clamp_min({small})")
+                for each in given
+                if constant(each) is None and not isinstance(each, ast.Starred)
+            )
+            if edits:
+                what = f"Keep what {called(call)} is given away from 0."
+                yield Change(source, what, edits)
 
 
 def _scale_of(call: ast.Call) -> ast.expr | None:
@@ -47,6 +67,8 @@ def edge_of_support(site: Site) -> Iterator[Change]:
             value = site.input("self")
             above_one = value is not None and (value.max or 0.0) > 1
             limits = f".clamp_min({edge})" if above_one else f".clamp({edge}, 1 - {edge})"
+            if site.op == "atanh":  # the inverse of a tanh transform
+                limits = f".clamp(-1 + {edge}, 1 - {edge})"
             what = "Keep the value inside the support of the distribution."
             yield followed(site, call.args[0], limits, what)
 
@@ -76,4 +98,4 @@ def _pair(source: Source, call: ast.Call) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-SAMPLES = (scale, edge_of_support, angle)
+SAMPLES = (scale, edge_of_support, weights, angle)

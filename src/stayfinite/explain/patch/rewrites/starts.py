@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.edits import Edit
-from stayfinite.explain.patch.flow import value_of
 from stayfinite.explain.patch.guards import rewritten
 from stayfinite.explain.patch.imports import name_of, torch_name
 from stayfinite.explain.patch.layout import insert_after, insert_before, swapped
@@ -18,7 +17,6 @@ from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, operand
 
 _EMPTY = ("empty", "empty_like", "new_empty", "FloatTensor", "Tensor")
-_MOVES = ("to", "cuda", "float", "long", "view", "reshape", "unsqueeze", "from_numpy", "next")
 _SCHEDULE = re.compile(r"lr|rate|warm|sched|decay|anneal|ramp", re.I)
 
 
@@ -35,7 +33,8 @@ def unwritten(site: Site) -> Iterator[Change]:
             name = site.source.of(target)
             nn = name_of(site.source, "torch.nn")
             torch, imports = torch_name(site.source)
-            is_matrix = len(shape) > 1 or isinstance(shape[0], (ast.Tuple, ast.List, ast.Name))
+            several = (ast.Tuple, ast.List, ast.Starred)
+            is_matrix = len(shape) > 1 or any(isinstance(arg, several) for arg in call.args)
             fill = "xavier_uniform_" if is_matrix and "bias" not in name else "zeros_"
             line = f"{nn or f'{torch}.nn'}.init.{fill}({name})"
             edit = insert_after(site.source, statement, line)
@@ -149,67 +148,6 @@ def _sets_rate(source: Source, node: ast.expr) -> bool:
     return bool(_SCHEDULE.search(name) or _SCHEDULE.search(said))
 
 
-def bad_batch(site: Site) -> Iterator[Change]:
-    """Leave out a batch that is not finite."""
-    if site.cause not in ("bad_input_data", "bad_label") or site.origin.phase != "data":
-        return
-    if any("distributed" in each for each in site.source.imported.values()):
-        return  # a rank that leaves out a step lets the others wait for it
-    statement = site.statement
-    loops = (ast.For, ast.While)
-    around = [n for n in site.source.above(statement) if isinstance(n, (*loops, ast.FunctionDef))]
-    if not around or not isinstance(around[0], loops) or isinstance(statement, loops):
-        return
-    torch, imports = torch_name(site.source)
-    tests = [_finite(site.source, text, torch) for text in _tensors(site)]
-    if tests:
-        test = f"not {tests[0]}" if len(tests) == 1 else f"not ({' and '.join(tests)})"
-        indent, end = site.source.indent(statement), site.source.newline
-        deeper = "\t" if "\t" in indent else "    "
-        at = site.source.offset(statement.lineno, 0)
-        text = f"{indent}if {test}:{end}{indent}{deeper}continue{end}"
-        what = "Leave out a batch that is not finite; better, repair it where it is read."
-        yield Change(site.source, what, (Edit(at, at, text),), imports)
-
-
-def _finite(source: Source, text: str, torch: str) -> str:
-    """The test of one argument, which may be a dict or a tuple of tensors."""
-    keys = [
-        node.slice.value
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Subscript)
-        and isinstance(node.slice, ast.Constant)
-        and source.of(node.value) == text
-    ]
-    if not any(isinstance(key, str) for key in keys):
-        return f"{torch}.isfinite({text}).all()"
-    return f"all({torch}.isfinite(x).all() for x in {text}.values())"
-
-
-def _tensors(site: Site) -> Iterator[str]:
-    """What goes into the calls of the expression and is not their result: names, parts of them."""
-    seen = set()
-    for node in ast.walk(site.node):
-        for arg in node.args if isinstance(node, ast.Call) else ():
-            text, value = site.source.of(arg), value_of(site.source, arg)
-            is_plain = isinstance(arg, (ast.Name, ast.Subscript, ast.Attribute))
-            is_result = isinstance(value, ast.Call) and called(value) not in _MOVES
-            if is_plain and not is_result and text not in seen and not text.startswith("self."):
-                seen.add(text)
-                yield text
-
-
-def wide_input(site: Site) -> Iterator[Change]:
-    """An input that does not fit into float16 is bounded before it is cast."""
-    if site.cause not in ("bn_stats_poisoned", "low_precision_overflow") or site.op != "to_copy":
-        return
-    if isinstance(site.node, ast.Call) and site.node.args:
-        first = site.node.args[0]
-        text = f"{site.source.of(first)}.clamp(-1e4, 1e4)"
-        what = "Bound the input before it is cast to float16."
-        yield rewritten(site, first, text, what)
-
-
 def distinct(site: Site) -> Iterator[Change]:
     """A degenerate matrix gets a small diagonal, with distinct entries where they must differ."""
     if site.cause != "degenerate_linalg":
@@ -235,4 +173,4 @@ def distinct(site: Site) -> Iterator[Change]:
                 yield rewritten(site, matrix, f"{x} + {added}", what)
 
 
-STARTS = (unwritten, poor_start, lost_buffer, narrowed, schedule, bad_batch, wide_input, distinct)
+STARTS = (unwritten, poor_start, lost_buffer, narrowed, schedule, distinct)

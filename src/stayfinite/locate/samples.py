@@ -21,6 +21,28 @@ from stayfinite.detect.walk import named_tensors
 logger = logging.getLogger("stayfinite")
 _REMEMBERED = 8
 _FETCH = fetch.__file__
+_SOURCE = "_stayfinite_source"  # on an iterator, and gone with it
+
+
+class Source:
+    """What an iterator of a loader reads, and the indices that it has asked for."""
+
+    __slots__ = ("_dataset", "asked", "is_plain", "kind")
+
+    def __init__(self, loader: Any) -> None:
+        # Other classes of loaders read a batch ahead of the one that they hand over.
+        self.is_plain = type(loader).__module__ == "torch.utils.data.dataloader"
+        self.kind = type(loader.dataset).__name__
+        self.asked: dict[int, Any] = {}  # by the number of the task
+        try:
+            self._dataset: Callable[[], Any] = weakref.ref(loader.dataset)
+        except TypeError:  # a plain list, say
+            self._dataset = lambda: None
+
+    @property
+    def dataset(self) -> Any:
+        """None if it is not known, or there no longer."""
+        return self._dataset()
 
 
 class Delivery:
@@ -29,17 +51,11 @@ class Delivery:
     `indices` is None where they cannot be known: of an iterable dataset, or out of order.
     """
 
-    __slots__ = ("_dataset", "_indices", "is_plain", "kind", "number", "tensors")
+    __slots__ = ("_indices", "number", "source", "tensors")
 
-    def __init__(self, number: int, indices: Any, dataset: Any, *, is_plain: bool) -> None:
-        self.number, self.is_plain = number, is_plain
-        self.kind = type(dataset).__name__
-        self._indices = indices
-        self.tensors: tuple[weakref.ref[Tensor], ...] = ()
-        try:
-            self._dataset: Callable[[], Any] = weakref.ref(dataset)
-        except TypeError:  # a plain list, say
-            self._dataset = lambda: None
+    def __init__(self, number: int, indices: Any, source: Source, tensors: list[Tensor]) -> None:
+        self.number, self._indices, self.source = number, indices, source
+        self.tensors = [weakref.ref(tensor) for tensor in tensors]
 
     @property
     def indices(self) -> list[Any] | None:
@@ -52,14 +68,14 @@ class Delivery:
     @property
     def dataset(self) -> str:
         """The class of the dataset that the indices count in."""
-        inner = self._dataset()
+        inner = self.source.dataset
         while isinstance(inner, Subset):
             inner = inner.dataset
-        return self.kind if inner is None else type(inner).__name__
+        return self.source.kind if inner is None else type(inner).__name__
 
     def sample(self, index: Any) -> Any:
         """The index in the innermost dataset."""
-        inner = self._dataset()
+        inner = self.source.dataset
         while isinstance(inner, Subset):
             index, inner = inner.indices[index], inner.dataset
         return int(index) if isinstance(index, Tensor) else index
@@ -70,7 +86,6 @@ class Deliveries:
 
     def __init__(self, heard: Callable[[Delivery, Any], None] | None = None) -> None:
         self._heard = heard
-        self._asked: weakref.WeakKeyDictionary[Any, _Asked] = weakref.WeakKeyDictionary()
         self._recent: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._has_failed = False
 
@@ -102,11 +117,11 @@ class Deliveries:
             if any(id(tensor()) in ours for tensor in delivery.tensors if tensor() is not None):
                 return delivery
         latest = self._recent[-1] if self._recent else None
-        return latest if latest is not None and latest.is_plain else None
+        return latest if latest is not None and latest.source.is_plain else None
 
     def _around_beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-            self._asked[iterator] = _Asked(loader)
+            vars(iterator)[_SOURCE] = Source(loader)
             return original(iterator, loader, *args, **kwargs)
 
         return begin
@@ -114,9 +129,9 @@ class Deliveries:
     def _around_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def next_index(iterator: Any) -> Any:
             index = original(iterator)
-            asked = self._asked.get(iterator)
-            if asked is not None:
-                asked.indices[_task(iterator)] = index
+            source = vars(iterator).get(_SOURCE)
+            if source is not None:
+                source.asked[_task(iterator)] = index
             return index
 
         return next_index
@@ -135,26 +150,14 @@ class Deliveries:
         return advance
 
     def _delivered(self, iterator: Any, batch: Any) -> None:
-        asked = self._asked.get(iterator)
-        indices = None if asked is None else asked.indices.pop(_received(iterator), None)
-        is_plain = asked is not None and asked.is_plain
-        number = iterator._num_yielded - 1
-        delivery = Delivery(number, indices, iterator._dataset, is_plain=is_plain)
-        delivery.tensors = tuple(map(weakref.ref, _outer_tensors(batch)))
+        source = vars(iterator).get(_SOURCE)
+        if source is None:  # it was there before we were
+            return
+        indices = source.asked.pop(_received(iterator), None)
+        delivery = Delivery(iterator._num_yielded - 1, indices, source, _outer_tensors(batch))
         self._recent.append(delivery)
         if self._heard is not None:
             self._heard(delivery, batch)
-
-
-class _Asked:
-    """The indices that an iterator has asked for, by the number of the task."""
-
-    __slots__ = ("indices", "is_plain")
-
-    def __init__(self, loader: Any) -> None:
-        # Other classes of loaders read a batch ahead of the one that they hand over.
-        self.is_plain = type(loader).__module__ == "torch.utils.data.dataloader"
-        self.indices: dict[int, Any] = {}
 
 
 def _task(iterator: Any) -> int:
@@ -163,10 +166,10 @@ def _task(iterator: Any) -> int:
 
 
 def _received(iterator: Any) -> int:
-    if not getattr(iterator, "_in_order", True):
-        return -1
     received = getattr(iterator, "_rcvd_idx", None)
-    return int(iterator._num_yielded if received is None else received) - 1
+    if received is None:
+        return int(iterator._num_yielded) - 1
+    return int(received) - 1 if getattr(iterator, "_in_order", True) else -1
 
 
 def _outer_tensors(batch: Any) -> list[Tensor]:

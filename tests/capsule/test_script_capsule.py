@@ -13,7 +13,14 @@ import pytest
 
 import stayfinite
 from stayfinite.capsule import read_capsule
-from stayfinite.records import TensorSummary
+from stayfinite.records import Incident, RunResult, TensorSummary
+from stayfinite.runner.capsules import deliver, wish_of
+from stayfinite.runner.options import RunOptions
+from stayfinite.runner.plan import Plan
+from stayfinite.runner.scene import Scene
+from stayfinite.runner.script import Target
+from stayfinite.runner.seeds import write_seeds
+from stayfinite.runner.tree import ProcessRecord
 
 CASES = Path(__file__).parents[1] / "cases"
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
@@ -81,3 +88,32 @@ def test_a_wish_that_makes_no_sense_is_refused_before_anything_runs(tmp_path: Pa
         assert "it ran" not in done.stderr
         assert done.stderr.count("\n") == 1
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_without_a_second_run_it_still_replays_the_script(tmp_path: Path) -> None:
+    """Then nobody has seen the operation; the source, the command and the seeds are there."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text("print('hello')")
+    (tmp_path / "plan").mkdir()
+    write_seeds(str(tmp_path / "plan"), {"seeds-main.json": {"torch": [7]}})
+    options = RunOptions(capsule=str(tmp_path / "a.capsule"), second_run="never")
+    target = Target(name=str(work / "train.py"), args=("--lr", "1"))
+    plan = Plan(
+        folder=str(tmp_path / "plan"),
+        guard={"folder": str(work)},
+        command=tuple(target.command),
+        capsule=wish_of(options, str(tmp_path)),
+    )
+    scene = Scene(target=target, options=options, plan=plan, cwd=str(tmp_path))
+    incident = Incident(step=3)
+    record = ProcessRecord(pid=1, result=RunResult(incidents=(incident,)), seconds=30.0, arm_at=40)
+    notes = deliver(scene, [record], record.result)
+    assert "stayfinite replay a.capsule" in notes[0]
+    capsule = read_capsule(tmp_path / "a.capsule")
+    assert capsule.code.command == ("work/train.py", "--lr", "1")
+    assert ("work/train.py", b"print('hello')") in [(s.name, s.text) for s in capsule.sources]
+    assert capsule.seeds == {"seeds-main.json": {"torch": [7]}}
+    assert (capsule.config["arm_at"], capsule.config["seconds"]) == (40, 30.0)
+    assert capsule.birth is None
+    assert str(tmp_path) not in json.dumps(capsule.config)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from stayfinite.records import Incident
+
+_DECIDING = ("operation", "line", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,35 +29,54 @@ def compared(there: Incident, here: Incident | None, *, with_step: bool = True) 
 
     Where only one step was replayed, its number is not compared.
     """
-    facts, others = dict(_facts(there)), dict(_facts(here)) if here is not None else {}
-    return [
-        Point(name=name, there=value, here=others.get(name, "finite"), decides=decides)
-        for (name, decides), value in _deciding(facts)
-        if with_step or name != "step"
+    facts = _operation_facts if _is_exact(there) else _noticed_facts
+    others = {} if here is None else facts(here)
+    points = [
+        Point(name=name, there=value, here=others.get(name, "none"), decides=name in _DECIDING)
+        for name, value in facts(there).items()
     ]
+    if with_step:
+        step = "none" if here is None else str(here.step)
+        points.append(Point(name="step", there=str(there.step), here=step, decides=False))
+    return [_same_file(point) for point in points]
 
 
 def reproduces(points: list[Point]) -> bool:
-    return bool(points) and all(point.is_same for point in points if point.decides)
+    """Whether everything that decides is the same."""
+    return all(point.is_same for point in points if point.decides)
 
 
-def _deciding(facts: dict[str, str]) -> Iterator[tuple[tuple[str, bool], str]]:
-    for name, value in facts.items():
-        yield (name, name in ("operation", "line", "value")), value
+def _is_exact(incident: Incident) -> bool:
+    return incident.origin is not None and incident.origin.exact
 
 
-def _facts(incident: Incident) -> Iterator[tuple[str, str]]:
+def _operation_facts(incident: Incident) -> dict[str, str]:
     origin = incident.origin
-    if origin is not None and origin.exact:
-        yield "operation", " in ".join(filter(None, (origin.op or origin.phase, origin.node)))
-        yield "line", f"{origin.file}:{origin.line}" if origin.file else "unknown"
-        yield "module", origin.module if origin.module else "none"
-        if origin.outputs:
-            bad = origin.outputs[0]
-            yield "value", f"{bad.nan_type.value} in {bad.bad_count} of {bad.numel}"
-            yield "first at", str(list(bad.first_bad_index or ()))
-    elif incident.reports:
-        report = incident.reports[0]
-        yield "operation", "unknown"
-        yield "value", f"{report.location} is {report.nan_type.value}"
-    yield "step", str(incident.step)
+    if origin is None:
+        return {}
+    facts = {
+        "operation": " in ".join(filter(None, (origin.op or origin.phase, origin.node))),
+        "line": f"{origin.file}:{origin.line}" if origin.file else "unknown",
+        "module": origin.module or "none",
+    }
+    if origin.outputs:
+        bad = origin.outputs[0]
+        facts["value"] = f"{bad.nan_type.value} in {bad.bad_count} of {bad.numel}"
+        facts["first at"] = str(list(bad.first_bad_index or ()))
+    return facts
+
+
+def _noticed_facts(incident: Incident) -> dict[str, str]:
+    """All that is known where nobody has traced."""
+    report = incident.reports[0] if incident.reports else None
+    return {
+        "value": "unknown" if report is None else f"{report.location} is {report.nan_type.value}"
+    }
+
+
+def _same_file(point: Point) -> Point:
+    """Files outside the project have another folder on each machine: there the name decides."""
+    if point.name != "line" or not any(map(os.path.isabs, (point.there, point.here))):
+        return point
+    there, here = map(os.path.basename, (point.there, point.here))
+    return replace(point, there=there, here=here)

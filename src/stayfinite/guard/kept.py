@@ -51,13 +51,17 @@ class KeptStep:
     ) -> Capsule:
         """All of it that its owner consents to."""
         batch, note = batch_of(self.batch, with_batch=with_batch, redact=redact)
-        code = own_code(os.getcwd(), *_file_of(self.function))
+        main = _main_file()
+        cwd = os.path.realpath(os.getcwd())
+        is_here = main is None or main.startswith(cwd + os.sep)
+        root = cwd if main is None or is_here else os.path.dirname(main)
+        code = own_code(root, *_file_of(self.function))
         notes = (*self.notes, *code.notes, *([note] if note else []))
         return Capsule(
             incident=told(incident, with_source=with_source),
             code=CodeReference(
                 kind="step",
-                command=_command(),
+                command=_command(main, root),
                 paths=code.paths,
                 function=getattr(self.function, "__qualname__", None),
                 digests=code.digests,
@@ -98,6 +102,7 @@ def pass_capsule(
     root: str,
     folder: str,
     command: tuple[str, ...],
+    main: tuple[str, ...],
     seeds: dict[str, Any],
     with_batch: bool,
     with_source: bool,
@@ -105,12 +110,12 @@ def pass_capsule(
 ) -> Capsule:
     """The pass through a script's modules that went bad under this guard's tracer.
 
-    Without a guard, only what replays the script from its start.
+    Without a guard, only what replays the script from its start; `main` is its file.
     """
     kept, beginning = (None, None) if guard is None else guard.traced_pass()
     batch, batch_note = _entered(beginning, with_batch=with_batch)
     state, state_note = (None, None) if beginning is None else _state_at(beginning)
-    code = own_code(root)
+    code = own_code(root, *main)
     return Capsule(
         incident=told(incident, with_source=with_source),
         code=CodeReference(
@@ -165,9 +170,17 @@ def _file_of(function: Any) -> list[str]:
         return []
 
 
-def _command() -> tuple[str, ...]:
-    """The script and its arguments, named from here if it is a file."""
-    name = sys.argv[0] if sys.argv else ""
-    main = getattr(sys.modules.get("__main__"), "__file__", None) or name
-    inside = os.path.relpath(os.path.realpath(main), os.path.realpath(os.getcwd()))
-    return (inside.replace(os.sep, "/"), *sys.argv[1:])
+def _main_file() -> str | None:
+    """The script that runs; None in a notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return None if file is None else os.path.realpath(file)
+
+
+def _command(main: str | None, root: str) -> tuple[str, ...]:
+    """The words that follow `python`; none where no script runs."""
+    if main is None:
+        return ()
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return ("-m", spec.name.removesuffix(".__main__"), *sys.argv[1:])
+    return (os.path.relpath(main, root).replace(os.sep, "/"), *sys.argv[1:])

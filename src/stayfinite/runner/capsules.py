@@ -77,10 +77,11 @@ def _made(guard: Any, incident: Incident, plan: Plan) -> Capsule:
         root=root,
         folder=_within(folder, root),
         command=_command(plan.command, folder, root),
+        main=_main_file(plan.command, folder),
         seeds=recorded_seeds(plan.folder),
         with_batch=wish["with_batch"],
         with_source=wish["with_source"],
-        config=dict(plan.guard),
+        config={name: value for name, value in plan.guard.items() if name != "folder"},
     )
 
 
@@ -88,8 +89,14 @@ def _command(words: tuple[str, ...], folder: str, root: str) -> tuple[str, ...]:
     """The words that follow `python`, with the script named from the project."""
     if not words or words[0] == "-m":
         return words
-    script = os.path.join(folder, os.path.basename(words[0]))
-    return (_within(script if os.path.exists(script) else folder, root), *words[1:])
+    script = next(iter(_main_file(words, folder)), folder)
+    return (_within(script, root), *words[1:])
+
+
+def _main_file(words: tuple[str, ...], folder: str) -> tuple[str, ...]:
+    """The script, if it is a file of its own."""
+    path = os.path.join(folder, os.path.basename(words[0])) if words else folder
+    return (path,) if path.endswith(".py") and os.path.isfile(path) else ()
 
 
 def _within(path: str, root: str) -> str:

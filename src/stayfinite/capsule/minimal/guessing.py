@@ -14,6 +14,7 @@ from torch import Tensor
 from stayfinite.capsule.contents import Birth, Operation, flat
 from stayfinite.capsule.minimal.experiment import Experiment, first_differentiable
 from stayfinite.capsule.minimal.operators import called, check_output_size, operator
+from stayfinite.checkpoint.format.values import dtype_named
 from stayfinite.errors import CapsuleError
 from stayfinite.records import TensorSummary
 
@@ -114,7 +115,8 @@ def _numbers(summary: TensorSummary) -> list[float]:
 
 
 def _dtype(summary: TensorSummary) -> torch.dtype:
-    found = getattr(torch, summary.dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise CapsuleError(f"it has a tensor of dtype {summary.dtype[:40]!r}, which is unknown.")
-    return found
+    try:
+        return dtype_named(summary.dtype)
+    except ValueError as error:
+        name = summary.dtype[:40]
+        raise CapsuleError(f"it has a tensor of dtype {name!r}, which is unknown.") from error

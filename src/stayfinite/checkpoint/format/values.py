@@ -134,7 +134,7 @@ def _pairs(node: Any, find: Find) -> list[tuple[Any, Any]]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    found = getattr(torch, name)
+    found = vars(torch).get(name)  # asking torch itself may import half of it
     if not isinstance(found, torch.dtype):
         raise ValueError(name)
     return found

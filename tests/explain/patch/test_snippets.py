@@ -524,6 +524,57 @@ snippet(
 )
 
 
+snippet(
+    "weights that are normalised later",
+    "x - x.amax(dim=-1, keepdim=True)",
+    """
+    def run(bad):
+        x = torch.tensor([[100.0 if bad else 1.0, 0.0, 2.0]], requires_grad=True)
+        keep = torch.tensor([1.0, 1.0, 0.0])
+        e = torch.exp(x) * keep
+        loss = (e / e.sum(dim=-1, keepdim=True))[0, 1]
+        return gradient(loss, x)
+    """,
+)
+snippet(
+    "denominator that is used twice",
+    "n = mask.sum(1, keepdim=True).clamp_min(1)",
+    """
+    def run(bad):
+        x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+        mask = torch.tensor([[0.0, 0.0 if bad else 1.0], [1.0, 1.0]])
+        n = mask.sum(1, keepdim=True)
+        mean = (x * mask).sum(1, keepdim=True) / n
+        var = ((x - mean) ** 2 * mask).sum(1, keepdim=True) / n
+        return gradient((var + mean).sum(), x)
+    """,
+)
+snippet(
+    "keys that are all padding",
+    "(ids == 0) & ~(ids == 0).all(dim=-1, keepdim=True)",
+    """
+    def run(bad):
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        ids = torch.tensor([[1, 2, 0], [0 if bad else 1, 0, 0]])
+        y, _ = attention(x, x, x, key_padding_mask=ids == 0)
+        return gradient(y.sum(), x)
+    """,
+)
+snippet(
+    "mean of nothing inside a quotient",
+    "1.0 / (x[keep].sum() / max(x[keep].numel(), 1) + 1)",
+    """
+    def run(bad):
+        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        keep = x.detach() > (5 if bad else 1.5)
+        loss = 1.0 / (x[keep].mean() + 1)
+        return gradient(loss, x)
+    """,
+)
+
+
 def call(text: str, path: Path, bad: bool) -> list[Tensor]:
     """What the text's `run(bad)` returns."""
     scope: dict[str, Any] = {"__name__": "snippet"}

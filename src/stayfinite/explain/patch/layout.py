@@ -12,22 +12,48 @@ from stayfinite.explain.patch.source import Source
 LONGEST_LINE = 100
 _OPEN = re.compile(r"\(\s*$")
 _CLOSE = re.compile(r"\s*\)")
+_PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+_TIGHT = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript, ast.Compare, ast.BoolOp)
 _IS_ARGUMENT = (ast.Call, ast.keyword)
 _SIMPLE = (ast.Assign, ast.Return, ast.Expr, ast.AugAssign)
 _LATER = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
 def swapped(source: Source, node: ast.expr, text: str) -> Edit:
-    """Write `text` for the expression, and for the brackets that only group it."""
+    """Write `text` for the expression, in brackets where it needs them and only there."""
     start, end = source.start(node), source.end(node)
     parent = source.parents.get(node)
-    before, after = _OPEN.search(source.text, max(0, start - 200), start), None
-    if before is not None:
-        after = _CLOSE.match(source.text, end)
-    is_grouped = not isinstance(parent, _IS_ARGUMENT) or node is getattr(parent, "func", None)
-    if is_grouped and not isinstance(parent, ast.stmt) and before and after:
-        start, end = before.start(), after.end()
+    is_argument = isinstance(parent, _IS_ARGUMENT) and node is not getattr(parent, "func", None)
+    before = _OPEN.search(source.text, max(0, start - 200), start)
+    after = _CLOSE.match(source.text, end)
+    is_grouped = bool(before and after) and not is_argument and not isinstance(parent, ast.stmt)
+    if _is_whole(text):
+        if is_grouped and before and after:
+            start, end = before.start(), after.end()
+    elif isinstance(parent, _TIGHT) and not is_grouped and not _binds(parent, text):
+        text = f"({text})"
     return Edit(start, end, text)
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a method could be called on the text as it is."""
+    node = _parsed(text)
+    return isinstance(node, _PRIMARY) or (node is not None and node.col_offset > 0)
+
+
+def _binds(parent: ast.AST, text: str) -> bool:
+    """Whether the text's operator binds more tightly than the sum that it is part of."""
+    node = _parsed(text)
+    is_sum = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub))
+    products = (ast.Mult, ast.Div, ast.Pow, ast.MatMult)
+    return is_sum and isinstance(node, ast.BinOp) and isinstance(node.op, products)
+
+
+def _parsed(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(text.replace("\r", ""), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
 
 
 def placed(source: Source, node: ast.expr, text: str, *, name: str) -> list[Edit]:

@@ -10,6 +10,7 @@ from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.flow import assignment, value_of
 from stayfinite.explain.patch.guards import eps, followed, rewritten
 from stayfinite.explain.patch.imports import functional, torch_name
+from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.syntax import (
     called,
@@ -89,14 +90,27 @@ def denominator(site: Site) -> Iterator[Change]:
             text = f"max({site.source.of(below)}, {least})"
             yield rewritten(site, below, text, "Keep the denominator away from 0.")
             continue
-        for suffix, what in _guards(site, below):
+        guards = list(_guards(site, below))
+        made = assignment(site.source, below) if isinstance(below, ast.Name) else None
+        at_its_birth = [
+            followed(site, made.value, guards[0][0], "Keep it away from 0 where it is made.")
+            for _ in guards[:1]
+            if made is not None
+        ]
+        if _divides_again(site, below):
+            yield from at_its_birth
+        for suffix, what in guards:
             yield followed(site, below, suffix, what)
+        yield from at_its_birth
         if _has_negative(site):
             yield _moved_away(site, below)
-        elif isinstance(below, ast.Name) and (made := assignment(site.source, below)) is not None:
-            small = eps(site, single="1e-6", half="1e-3", double="1e-12")
-            what = f"Keep {below.id} away from 0 where it is made."
-            yield followed(site, made.value, f".clamp_min({small})", what)
+
+
+def _divides_again(site: Site, below: ast.expr) -> bool:
+    """Whether the same name is a denominator more than once in the function."""
+    found = [_division(site, node) for node in ast.walk(site.source.scope(below))]
+    names = [each[2].id for each in found if each and isinstance(each[2], ast.Name)]
+    return isinstance(below, ast.Name) and names.count(below.id) > 1
 
 
 def _is_number(site: Site) -> bool:
@@ -146,4 +160,24 @@ def _moved_away(site: Site, below: ast.expr) -> Change:
     return rewritten(site, below, text, what, *imports)
 
 
-DIVISIONS = (normalised, denominator)
+def all_denominators(site: Site) -> Iterator[Change]:
+    """The same for all divisions of the function, as they may fail one after the other."""
+    if not divides(site) or _is_number(site) or _has_negative(site):
+        return
+    small = eps(site, single="1e-6", half="1e-3", double="1e-12")
+    found = [_division(site, node) for node in ast.walk(site.source.scope(site.node))]
+    below = [each[2] for each in found if each is not None and _may_be_tensor(each[2])]
+    if len(below) > 1:
+        edits = tuple(
+            swapped(site.source, each, f"{in_brackets(site.source, each)}.clamp_min({small})")
+            for each in below
+        )
+        yield Change(site.source, "Keep all denominators of the function away from 0.", edits)
+
+
+def _may_be_tensor(node: ast.expr) -> bool:
+    text = ast.unparse(node)
+    return constant(node) is None and not re.search(r"\b(len|math|int|float|item|shape)\b", text)
+
+
+DIVISIONS = (normalised, denominator, all_denominators)

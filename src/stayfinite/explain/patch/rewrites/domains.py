@@ -147,9 +147,6 @@ def _signed(site: Site, whole: ast.expr, base: ast.expr, exponent: ast.expr) -> 
     if not isinstance(whole, ast.Call) and not isinstance(exponent, (ast.Name, ast.Constant)):
         p = f"({p})"
     text = f"{x}.sign() * {power_of.format(f'{x}.abs()', p)}"
-    parent = site.source.parents.get(whole)
-    if isinstance(parent, (ast.BinOp, ast.Attribute, ast.UnaryOp)):
-        text = f"({text})"
     what = "Raise the magnitude to the power, and give it back its sign."
     return Change(site.source, what, (swapped(site.source, whole, text),))
 

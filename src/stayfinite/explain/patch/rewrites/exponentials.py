@@ -12,7 +12,14 @@ from stayfinite.explain.patch.imports import torch_name
 from stayfinite.explain.patch.layout import insert_before
 from stayfinite.explain.patch.logspace import one_line
 from stayfinite.explain.patch.site import Site
-from stayfinite.explain.patch.syntax import called, calls_in, constant, operand
+from stayfinite.explain.patch.syntax import (
+    called,
+    calls_in,
+    constant,
+    in_brackets,
+    keyword,
+    operand,
+)
 
 _EXPS = ("exp", "exp2", "expm1", "sinh", "cosh")
 
@@ -84,12 +91,40 @@ def softmax_by_hand(site: Site) -> Iterator[Change]:
         total = operand(site.source, below)
         inner = operand(site.source, above)
         same = total is not None and ast.dump(value_of(site.source, total)) == ast.dump(above)
-        dim = next((k.value for k in below.keywords if k.arg == "dim"), None) or next(
-            (arg for arg in below.args if arg is not total), None
-        )
+        dim = _dim(site, below)
         if same and inner is not None and dim is not None:
-            text = f"{torch}.softmax({one_line(site.source, inner)}, dim={site.source.of(dim)})"
+            text = f"{torch}.softmax({one_line(site.source, inner)}, dim={dim})"
             yield rewritten(site, node, text, "Use softmax, which does not overflow.", *imports)
+
+
+def shifted(site: Site) -> Iterator[Change]:
+    """exp(x) that is divided by its own sum: exp(x - max), which has the same ratio."""
+    statement = site.statement
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    if not _overflows(site) or not isinstance(target, ast.Name):
+        return
+    for node in ast.walk(site.source.scope(site.node)):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+            continue
+        below = value_of(site.source, node.right)
+        if not isinstance(below, ast.Call) or called(below) != "sum":
+            continue
+        total, dim = operand(site.source, below), _dim(site, below)
+        same = isinstance(total, ast.Name) and total.id == target.id == getattr(node.left, "id", "")
+        for call in site.calls(["exp"]) if same and dim is not None else ():
+            if (inner := operand(site.source, call)) is not None:
+                x = in_brackets(site.source, inner)
+                text = f"{x} - {x}.amax(dim={dim}, keepdim=True)"
+                what = "Subtract the maximum before the exponential, which leaves the ratios."
+                yield rewritten(site, inner, text, what)
+
+
+def _dim(site: Site, call: ast.Call) -> str | None:
+    """The dim of a sum, as it is written."""
+    inner = operand(site.source, call)
+    rest = [arg for arg in call.args if arg is not inner]
+    found = rest[0] if rest else keyword(call, "dim")
+    return site.source.of(found) if found is not None else None
 
 
 def shared_exponent(site: Site) -> Iterator[Change]:
@@ -135,4 +170,4 @@ def inside_loss(site: Site) -> Iterator[Change]:
             yield followed(site, site.node.args[0], f".clamp(max={limit})", what)
 
 
-EXPONENTIALS = (written_out, softmax_by_hand, shared_exponent, inside_loss, bounded)
+EXPONENTIALS = (written_out, softmax_by_hand, shifted, shared_exponent, inside_loss, bounded)

@@ -10,13 +10,12 @@ from stayfinite.explain.patch.edits import Edit
 from stayfinite.explain.patch.flow import names_in, value_of
 from stayfinite.explain.patch.guards import rewritten
 from stayfinite.explain.patch.imports import functional
-from stayfinite.explain.patch.layout import placed, swapped
+from stayfinite.explain.patch.layout import placed
 from stayfinite.explain.patch.logspace import LogText, one_line
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import called, calls_in, keyword, operand
 
-_TIGHT = (ast.BinOp, ast.UnaryOp, ast.Attribute)
 _OPS = ("log", "exp", "div", "softmax", "sigmoid", "sum", "mul", "add", "log1p")
 _NODES = ("Log", "Exp", "Div", "Softmax", "Sigmoid", "Sum", "Mul", "Log1P", "Pow")
 
@@ -33,20 +32,20 @@ def log_space(site: Site) -> Iterator[Change]:
         yield _change(site, call)
 
 
-def _written(source: Source, call: ast.Call) -> tuple[LogText, str, bool] | None:
+def _written(source: Source, call: ast.Call) -> tuple[LogText, str] | None:
     inner = operand(source, call)
     if inner is None:
         return None
     writer = LogText(source)
     if called(call) == "log1p":
         return _softplus(source, writer, inner)
-    text, is_whole = writer.of(inner)
+    text, _ = writer.of(inner)
     if "math.log(" in text and source.imported.get("math") != "math":
         writer.imports.add("import math")
-    return (writer, text, is_whole) if writer.gains else None
+    return (writer, text) if writer.gains else None
 
 
-def _softplus(source: Source, writer: LogText, inner: ast.expr) -> tuple[LogText, str, bool] | None:
+def _softplus(source: Source, writer: LogText, inner: ast.expr) -> tuple[LogText, str] | None:
     """log1p(exp(x)) is softplus(x)."""
     if not isinstance(inner, ast.Call) or called(inner) != "exp":
         return None
@@ -56,7 +55,7 @@ def _softplus(source: Source, writer: LogText, inner: ast.expr) -> tuple[LogText
     name, imports = functional(source)
     writer.imports.update(imports)
     writer.seen.append(inner)
-    return writer, f"{name}.softplus({one_line(source, exponent)})", True
+    return writer, f"{name}.softplus({one_line(source, exponent)})"
 
 
 def _is_about(site: Site, call: ast.Call, writer: LogText) -> bool:
@@ -76,8 +75,8 @@ def _change(site: Site, first: ast.Call) -> Change:
         written = _written(source, call)
         if written is None:
             continue
-        writer, text, is_whole = written
-        edits += _placed(source, call, text, is_whole)
+        writer, text = written
+        edits += _placed(source, call, text)
         inlined += writer.inlined
         imports |= writer.imports
     edits += _removed(source, inlined, edits)
@@ -85,13 +84,10 @@ def _change(site: Site, first: ast.Call) -> Change:
     return Change(source, what, tuple(edits), tuple(sorted(imports)))
 
 
-def _placed(source: Source, call: ast.Call, text: str, is_whole: bool) -> list[Edit]:
-    inner, parent = operand(source, call), source.parents.get(call)
+def _placed(source: Source, call: ast.Call, text: str) -> list[Edit]:
+    inner = operand(source, call)
     names = [each.id for each in names_in(inner)] if inner is not None else []
-    edits = placed(source, call, text, name=f"log_{names[0]}" if names else "log_value")
-    if len(edits) > 1 or is_whole or not isinstance(parent, _TIGHT):
-        return edits
-    return [swapped(source, call, f"({text})")]
+    return placed(source, call, text, name=f"log_{names[0]}" if names else "log_value")
 
 
 def _removed(source: Source, inlined: list[ast.Assign], edits: list[Edit]) -> list[Edit]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
-from stayfinite.explain.patch.edits import Edit
 from stayfinite.explain.patch.flow import names_in, value_of
 from stayfinite.explain.patch.guards import followed, rewritten
 from stayfinite.explain.patch.imports import torch_name
@@ -55,10 +54,9 @@ def masked_rows(site: Site) -> Iterator[Change]:
         for item in each.keywords:
             if item.arg in _PADDING:
                 mask = in_brackets(site.source, item.value)
-                text = f"{site.source.of(item.value)} & ~{mask}.all(dim=-1, keepdim=True)"
+                text = f"{mask} & ~{mask}.all(dim=-1, keepdim=True)"
                 what = "Leave rows open that would be masked everywhere."
-                edit = Edit(site.source.start(item.value), site.source.end(item.value), text)
-                yield Change(site.source, what, (edit,))
+                yield rewritten(site, item.value, text, what)
     for call in site.calls(["scaled_dot_product_attention"]):
         given = keyword(call, "attn_mask") or (call.args[3] if len(call.args) > 3 else None)
         if given is not None:

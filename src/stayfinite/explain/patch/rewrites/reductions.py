@@ -59,8 +59,6 @@ def _sum_over_count(site: Site, call: ast.Call, inner: ast.expr) -> Change:
     else:
         count = f"max({x}.numel(), 1)"
     text = f"{summed} / {count}"
-    if isinstance(site.source.parents.get(call), (ast.BinOp, ast.Attribute)):
-        text = f"({text})"
     what = "Sum and divide by the count, which is at least 1, so that the mean of nothing is 0."
     return rewritten(site, call, text, what)
 
@@ -92,14 +90,14 @@ def all_ignored(site: Site) -> Iterator[Change]:
         ignored = keyword(call, "ignore_index")
         index = site.source.of(ignored) if ignored is not None else "-100"
         summed = _with(site.source, call, "reduction", f"{site.source.quote}sum")
-        counted = f"({site.source.of(labels)} != {index}).sum().clamp_min(1)"
+        counted = f"({in_brackets(site.source, labels)} != {index}).sum().clamp_min(1)"
         what = "Sum the loss and divide by the number of labels that count, at least 1."
         yield Change(site.source, what, tuple(_divided(site.source, call, summed, counted)))
     if isinstance(site.node, ast.Call) and len(site.node.args) > 1:
-        logits, target = (site.source.of(arg) for arg in site.node.args[:2])
+        logits, target = (in_brackets(site.source, arg) for arg in site.node.args[:2])
         index = str(site.fact("scalars", {}).get("ignore_index", -100))
         loss = site.source.of(site.node)
-        text = f"({loss} if ({target} != {index}).any() else ({logits}).sum() * 0.0)"
+        text = f"({loss} if ({target} != {index}).any() else {logits}.sum() * 0.0)"
         yield rewritten(site, site.node, text, "Leave out a batch without a label that counts.")
 
 
@@ -112,8 +110,7 @@ def _divided(source: Source, call: ast.Call, summed: str, count: str) -> Iterato
     if len(text) > source.longest_line - 20 and is_free and is_simple and statement is not None:
         yield insert_before(source, statement, f"counted = {count}")
         text = f"{summed} / counted"
-    tight = isinstance(source.parents.get(call), (ast.BinOp, ast.Attribute))
-    yield swapped(source, call, f"({text})" if tight else text)
+    yield swapped(source, call, text)
 
 
 def no_alignment(site: Site) -> Iterator[Change]:

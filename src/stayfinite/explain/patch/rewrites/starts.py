@@ -170,7 +170,7 @@ def distinct(site: Site) -> Iterator[Change]:
                 edit = insert_before(site.source, site.statement, line)
                 yield Change(site.source, what, (edit,))
             else:
-                yield rewritten(site, matrix, f"{x} + {added}", what)
+                yield rewritten(site, matrix, f"{in_brackets(site.source, matrix)} + {added}", what)
 
 
 STARTS = (unwritten, poor_start, lost_buffer, narrowed, schedule, distinct)

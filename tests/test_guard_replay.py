@@ -28,18 +28,20 @@ class Net(nn.Module):
 class Loop:
     """A loop of a framework: `micro` forward and backward passes, then one update."""
 
-    def __init__(self, *, micro: int = 1, replays: bool = True) -> None:
+    def __init__(self, *, micro: int = 1, replays: bool = True, prove_seconds: float = 0.0) -> None:
         torch.manual_seed(0)
         self.net = Net()
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
-        self.micro, self.replays = micro, replays
+        self.micro, self.replays, self.prove_seconds = micro, replays, prove_seconds
         self.under_way: list[Tensor] = []
         self.calls = 0
 
     def run(
         self, batches: list[Tensor], *, before_replay: Callable[[], None] | None = None
     ) -> Guard:
-        with stayfinite.watch(self.net, self.optimizer, sinks=[]) as guard:
+        with stayfinite.watch(
+            self.net, self.optimizer, sinks=[], prove_seconds=self.prove_seconds
+        ) as guard:
             if self.replays:
 
                 def again() -> None:
@@ -146,3 +148,14 @@ def test_job_knows_whether_its_last_update_was_good() -> None:
             loop.optimizer.step()
             assert len(seen) == number + 1
     assert seen == [True, True, False, True]
+
+
+def test_experiments_on_a_step_of_a_framework_leave_the_bytes_as_they_are() -> None:
+    loop, other = Loop(prove_seconds=30.0), Loop(replays=False)
+    guard = loop.run(batches(5))
+    other.run(batches(5))
+    (incident,) = guard.incidents
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.confidence == "proven"
+    assert any("kept inside its domain" in said for said in incident.diagnosis.evidence)
+    assert loop.bytes() == other.bytes()

@@ -45,7 +45,7 @@ class Split:
     def only(self, rows: Sequence[int]) -> Any:
         """The batch with these rows, copied, in this order."""
         if self._by_lists:
-            return type(self._batch)(_picked(each, rows) for each in self._batch)
+            return rebuilt(type(self._batch)(_picked(b, rows) for b in self._batch), _copied)
         return self._taken(self._batch, list(rows))
 
     def with_values(self, batch: Any, low: int, high: int, donor: int) -> Any:
@@ -86,9 +86,13 @@ def _with_lists(value: Any, split: Split, rows: list[int]) -> Any:
     }
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf.copy()
+
+
 def _rows_of(leaf: Any, rows: list[int]) -> Any:
     if not leaf.ndim:
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy()
+        return _copied(leaf)
     if isinstance(leaf, np.ndarray):
         return leaf[rows]
     taken = leaf.detach()[torch.tensor(rows, device=leaf.device)].contiguous()
@@ -104,7 +108,7 @@ def _sample_lists(batch: Any) -> list[Any]:
     if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields") or not batch:
         return []
     is_so = all(isinstance(item, list) and len(item) > 1 for item in batch)
-    return list(batch) if is_so and any(_leaves(batch)) else []
+    return list(batch) if is_so and _leaves(batch) else []
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -31,6 +31,14 @@ def _not_zero(tensor: Tensor) -> Tensor:
     return torch.where(tensor.detach().abs() < small, away, tensor)
 
 
+def _above_minus_one(tensor: Tensor) -> Tensor:
+    return tensor.clamp_min(_small(tensor) - 1.0)
+
+
+def _inside_zero_and_one(tensor: Tensor) -> Tensor:
+    return tensor.clamp(_small(tensor), 1.0 - _small(tensor))
+
+
 def _below_overflow(tensor: Tensor) -> Tensor:
     return tensor.clamp_max(8.0 if tensor.dtype is torch.float16 else 60.0)
 
@@ -52,7 +60,11 @@ def _rules(index: int, keep: Keep, *names: str) -> Rules:
     return {name: (index, keep) for name in names}  # noqa: C420  (fromkeys loses the type)
 
 
-_LOGS = _rules(0, _positive, "log", "log2", "log10")
+_LOGS = {
+    **_rules(0, _positive, "log", "log2", "log10"),
+    **_rules(0, _above_minus_one, "log1p"),
+    **_rules(0, _inside_zero_and_one, "logit"),
+}
 _ROOTS = _rules(0, _positive, "sqrt", "rsqrt")
 _DIVISIONS = {
     **_rules(1, _not_zero, "div", "true_divide", "__truediv__", "divide"),
@@ -67,6 +79,7 @@ KEPT_FOR: dict[str, Rules] = {
     "log_of_zero": _LOGS,
     "log_of_negative": _LOGS,
     "gumbel_log_zero": _LOGS,
+    "kl_of_zero": {**_LOGS, **_DIVISIONS},
     "sqrt_of_negative": _ROOTS,
     "sqrt_grad_at_zero": _ROOTS,
     "division_by_zero": _DIVISIONS,

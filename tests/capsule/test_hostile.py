@@ -23,7 +23,7 @@ from stayfinite.checkpoint import save_checkpoint
 from stayfinite.errors import CapsuleError
 
 # The same ones each time.
-BYTES, TREES = (160_000, 60_000) if IS_PROOF else (3_000, 1_000)
+BYTES, TREES = (180_000, 25_000) if IS_PROOF else (3_000, 1_000)
 HOSTILE = (
     None, True, -1, 2**63, 10**30, "", "../x.py", "/etc/x.py", "a\x00.py", "x" * 5000, [], {},
     [[]] * 50, {"$tensor": "batch.0.0"}, {"$tensor": "nowhere"}, {"$size": [2**62, 2**62]},

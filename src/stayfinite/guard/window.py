@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.repeats import run_again
+from stayfinite.explain.experiments.replays import CannotReplayError
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.orders import carry_out, take
 from stayfinite.guard.proving import NO_BATCH, proven
@@ -17,7 +18,7 @@ from stayfinite.incidents import Finding
 from stayfinite.locate.names import one_look
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryStrategy
-from stayfinite.snapshot import RandomState, RecentBatches
+from stayfinite.snapshot import KeptBatch, RandomState, RecentBatches
 
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
@@ -200,6 +201,34 @@ class Window:
             self._mode = "idle"
             self._trouble = self._job.trouble = self._ended = None
 
+    def run_before(self, since: int) -> bool:
+        """Run the steps before this one again, with their updates; whether all were good.
+
+        `since` is the number of the first; CannotReplayError if their batches are gone.
+        """
+        kept = self._recent.since(since)
+        earlier = [each for each in kept or () if each.step < self._job.good_steps]
+        if not earlier:
+            raise CannotReplayError("the batches before it are not there any more")
+        random = RandomState.capture()
+        try:
+            return all(self._is_good_again(each) for each in earlier)
+        finally:
+            random.restore()
+
+    def _is_good_again(self, kept: KeptBatch) -> bool:
+        kept.restore_random()
+        fn, batch = kept.value()
+        self._trouble = self._job.trouble = None
+        self._mode = "again"
+        try:
+            with run_again():
+                fn(batch)
+            return self._trouble is None
+        finally:
+            self._mode = "idle"
+            self._trouble = self._job.trouble = self._ended = None
+
     def undo(self) -> None:
         """Everything as at the beginning of the step that is under way."""
         self._job.settle()
@@ -251,4 +280,4 @@ class _Attempts:
     """The step of a window, for experiments."""
 
     def __init__(self, window: Window) -> None:
-        self.run, self.put_back = window.tried, window.undo
+        self.run, self.put_back, self.run_before = window.tried, window.undo, window.run_before

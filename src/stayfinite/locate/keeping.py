@@ -99,7 +99,7 @@ class KeepingTracer(Tracer):
             self._aside()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.nodes.latest_is_fresh():
-            self._forward.put(self.nodes.newest, func, args, kwargs or {})
+            self._forward.put(self.nodes.newest, Call(self._infos[func], args, kwargs or {}))
         return out
 
     def _copies_before(
@@ -179,12 +179,11 @@ class _ForwardCalls:
         self._calls: OrderedDict[int, tuple[Call, list[tuple[Tensor, int]], int]] = OrderedDict()
         self._nbytes = 0
 
-    def put(self, numbers: range, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = tensors_in([*args, *kwargs.values()])
+    def put(self, numbers: range, call: Call) -> None:
+        given = tensors_in([*call.args, *call.kwargs.values()])
         size = sum(t.nbytes for t in given if _is_plain(t) and not isinstance(t, nn.Parameter))
         if size > ONE_CALL:
             return
-        call = Call(learn(func), args, kwargs)
         for number in numbers:
             self._calls[number] = call, [(t, t._version) for t in given], size
             self._nbytes += size

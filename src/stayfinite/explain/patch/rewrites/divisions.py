@@ -27,6 +27,7 @@ _OPS = ("div", "true_divide", "reciprocal", "rsqrt", "remainder", "fmod", "floor
 _CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
 _NORMS = ("norm", "vector_norm")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
+_SIZES = re.compile(r"sum\(|norm|std|var|count|abs\(|exp\(|mask|num|total|area|union|size|\bn\b")
 Division = tuple[ast.AST, ast.expr | None, ast.expr]
 
 
@@ -166,7 +167,7 @@ def all_denominators(site: Site) -> Iterator[Change]:
         return
     small = eps(site, single="1e-6", half="1e-3", double="1e-12")
     found = [_division(site, node) for node in ast.walk(site.source.scope(site.node))]
-    below = [each[2] for each in found if each is not None and _may_be_tensor(each[2])]
+    below = [each[2] for each in found if each is not None and _is_size(each[2])]
     if len(below) > 1:
         edits = tuple(
             swapped(site.source, each, f"{in_brackets(site.source, each)}.clamp_min({small})")
@@ -175,9 +176,11 @@ def all_denominators(site: Site) -> Iterator[Change]:
         yield Change(site.source, "Keep all denominators of the function away from 0.", edits)
 
 
-def _may_be_tensor(node: ast.expr) -> bool:
+def _is_size(node: ast.expr) -> bool:
+    """Whether it looks like a tensor that cannot be negative."""
     text = ast.unparse(node)
-    return constant(node) is None and not re.search(r"\b(len|math|int|float|item|shape)\b", text)
+    is_number = re.search(r"\b(len|math|int|float|item|shape)\b", text)
+    return constant(node) is None and not is_number and bool(_SIZES.search(text))
 
 
 DIVISIONS = (normalised, denominator, all_denominators)

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
+from stayfinite.explain.patch.flow import names_in, value_of
 from stayfinite.explain.patch.guards import eps, followed
 from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
@@ -164,4 +165,22 @@ def powers(site: Site) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
             yield call, base, rest[0]
 
 
-DOMAINS = (logarithm, logarithm_near_one, root, arc, arc_of_large, power)
+def upstream(site: Site) -> Iterator[Change]:
+    """The value comes from a root that is 0 there: the root is kept above 0, and both with it."""
+    if not site.is_backward:
+        return
+    names = names_in(site.node)
+    values = [value for name in names if (value := value_of(site.source, name)) is not name]
+    for value in values:
+        edits = [
+            swapped(site.source, inner, f"{in_brackets(site.source, inner)}.clamp_min({small})")
+            for call in calls_in(value, ("sqrt", "rsqrt"))
+            if (inner := operand(site.source, call)) is not None and constant(inner) is None
+            for small in _roots(site)[:1]
+        ]
+        if edits:
+            what = "Keep the square root that it comes from above 0."
+            yield Change(site.source, what, tuple(edits))
+
+
+DOMAINS = (logarithm, logarithm_near_one, root, arc, arc_of_large, power, upstream)

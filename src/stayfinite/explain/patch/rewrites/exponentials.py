@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
-from stayfinite.explain.patch.flow import names_in, value_of
+from stayfinite.explain.patch.flow import names_in, readers, value_of
 from stayfinite.explain.patch.guards import followed, rewritten
 from stayfinite.explain.patch.imports import torch_name
 from stayfinite.explain.patch.layout import insert_before
@@ -160,6 +160,25 @@ def bounded(site: Site) -> Iterator[Change]:
             yield followed(site, inner, f".clamp({sides})", "Bound the exponent.")
 
 
+def bounded_for_all(site: Site) -> Iterator[Change]:
+    """Bound the variable itself, where it is used again after this exponential."""
+    if not _overflows(site):
+        return
+    for call in site.calls(["exp"]):
+        inner = operand(site.source, call)
+        names = {each.id for each in names_in(inner)} if inner is not None else set()
+        names -= set(site.source.imported) | {"self"}
+        if len(names) != 1:
+            continue
+        (name,) = names
+        if any(readers(site.source, name, after=site.statement)):
+            limit = 10 if site.is_half else 20
+            line = f"{name} = {name}.clamp(max={limit})"
+            edit = insert_before(site.source, site.statement, line)
+            what = f"Bound {name} before all that exponentiates it."
+            yield Change(site.source, what, (edit,))
+
+
 def inside_loss(site: Site) -> Iterator[Change]:
     """poisson_nll_loss(x, y), which exponentiates x."""
     if not _overflows(site) or "nn/functional.py" not in str(site.fact("inside") or ""):
@@ -170,4 +189,12 @@ def inside_loss(site: Site) -> Iterator[Change]:
             yield followed(site, site.node.args[0], f".clamp(max={limit})", what)
 
 
-EXPONENTIALS = (written_out, softmax_by_hand, shifted, shared_exponent, inside_loss, bounded)
+EXPONENTIALS = (
+    written_out,
+    softmax_by_hand,
+    shifted,
+    shared_exponent,
+    inside_loss,
+    bounded,
+    bounded_for_all,
+)

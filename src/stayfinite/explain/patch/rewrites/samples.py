@@ -62,15 +62,16 @@ def edge_of_support(site: Site) -> Iterator[Change]:
     if site.cause != "support_boundary":
         return
     edge = eps(site, single="1e-6", half="1e-3")
+    what = "Keep the value inside the support of the distribution."
+    zeros = [item for item in site.origin.inputs if item.zero_count]
+    limits = [f".clamp({edge}, 1 - {edge})", f".clamp_min({edge})"]
+    if any((item.max or 0.0) > 1 for item in zeros):
+        limits.reverse()
+    if site.op == "atanh":  # the inverse of a tanh transform
+        limits = [f".clamp(-1 + {edge}, 1 - {edge})"]
     for call in site.calls(["log_prob"]):
-        if call.args:
-            value = site.input("self")
-            above_one = value is not None and (value.max or 0.0) > 1
-            limits = f".clamp_min({edge})" if above_one else f".clamp({edge}, 1 - {edge})"
-            if site.op == "atanh":  # the inverse of a tanh transform
-                limits = f".clamp(-1 + {edge}, 1 - {edge})"
-            what = "Keep the value inside the support of the distribution."
-            yield followed(site, call.args[0], limits, what)
+        for limit in limits if call.args else ():
+            yield followed(site, call.args[0], limit, what)
 
 
 def angle(site: Site) -> Iterator[Change]:

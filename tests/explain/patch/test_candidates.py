@@ -163,7 +163,7 @@ def test_rate_and_clipping_are_changed_in_the_script(tmp_path: Path) -> None:
         folder=str(tmp_path),
         files=[str(script)],
     )
-    assert [patch.file for patch in found] == [os.path.realpath(script)] * 3
+    assert {patch.file for patch in found} == {os.path.realpath(script)}
     assert "lr=5e-2" in found[0].after
     clipping = (
         "        scaler.unscale_(opt)\n"
@@ -171,6 +171,8 @@ def test_rate_and_clipping_are_changed_in_the_script(tmp_path: Path) -> None:
         "        scaler.step(opt)\n"
     )
     assert clipping in found[1].after
+    compile(found[2].after, "train.py", "exec")
+    assert "        scaler.step(opt)\n        warmup.step()\n" in found[2].after
 
 
 SOURCES = [

@@ -20,6 +20,7 @@ from stayfinite.explain.patch.rewrites.optimizers import (
     clipped,
     lower_rate,
     much_lower_rate,
+    warmed_up,
 )
 from stayfinite.explain.patch.rewrites.precision import PRECISION, larger_eps
 from stayfinite.explain.patch.rewrites.reductions import REDUCTIONS
@@ -42,6 +43,7 @@ REWRITES: tuple[Rewrite, ...] = (
     *SAMPLES,
     lower_rate,
     clipped,
+    warmed_up,
     *LOGS,
     untaken,
     *NORMS,

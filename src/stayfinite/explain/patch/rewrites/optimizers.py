@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.edits import Edit
+from stayfinite.explain.patch.flow import names_in
 from stayfinite.explain.patch.guards import with_keyword
 from stayfinite.explain.patch.imports import torch_name
 from stayfinite.explain.patch.layout import insert_after, insert_before, swapped
@@ -146,6 +147,36 @@ def clipped(site: Site) -> Iterator[Change]:
             torch, imports = torch_name(source)
             edits = tuple(_clip(source, update, torch) for update in found)
             yield Change(source, "Clip the gradient norm before the update.", edits, imports)
+
+
+def warmed_up(site: Site) -> Iterator[Change]:
+    """A learning rate that rises over the first steps."""
+    if site.cause != "lr_too_high":
+        return
+    for source in site.sources:
+        for _, call in constructors((source,)):
+            made = source.parents.get(call)
+            if not isinstance(made, ast.Assign) or called(call) == "LBFGS":
+                continue
+            optimizer = source.of(made.targets[0])
+            after = [each for each in updates((source,)) if _is_reached(source, made, each)]
+            if len(after) != 1 or any(each.id == "warmup" for each in names_in(source.tree)):
+                continue
+            torch, imports = torch_name(source)
+            name = "self.warmup" if optimizer.startswith("self.") else "warmup"
+            schedule = f"{torch}.optim.lr_scheduler.LinearLR({optimizer}, 0.01, total_iters=500)"
+            edits = (
+                insert_after(source, made, f"{name} = {schedule}"),
+                insert_after(source, after[0].statement, f"{name}.step()"),
+            )
+            yield Change(source, "Warm the learning rate up over 500 steps.", edits, imports)
+
+
+def _is_reached(source: Source, made: ast.Assign, update: Update) -> bool:
+    """Whether the update reads the optimizer that the statement made."""
+    name = source.of(made.targets[0])
+    same = source.scope(made) is source.scope(update.statement) or name.startswith("self.")
+    return same and name == update.optimizer
 
 
 def _clip(source: Source, update: Update, torch: str) -> Edit:

@@ -12,7 +12,7 @@ CONTAINERS = 100_000
 
 STATE = 96 * MIB
 """A larger state before the step is only hashed."""
-HASHED = 2048 * MIB
+HASHED = 1024 * MIB
 """Of a larger one only names and shapes are noted."""
 BATCH = 32 * MIB
 OPERATION = 12 * MIB

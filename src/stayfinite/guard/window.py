@@ -146,9 +146,7 @@ class Window:
 
     def _answer(self, trouble: Incident, tries: int, step: int) -> Literal["clip", "again"] | None:
         """Locate, let the policy choose; how the calls are run once more."""
-        incident = dataclasses.replace(self._located(trouble), step=step)
-        self._guard.keep_step(self._job, self._calls, step=step)
-        incident = self._proven(incident)
+        incident = self._proven(self._located(dataclasses.replace(trouble, step=step)))
         recovery = self._job.respond(incident, will_rerun=True)
         if not recovery.succeeded:
             self._end(is_good=False)
@@ -175,6 +173,7 @@ class Window:
             self._run(self._calls, "traced")
         found, self._trouble = self._trouble, None
         self.undo()
+        self._guard.keep_step(self._job, self._calls, step=noticed.step)
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
         return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -143,7 +144,7 @@ def tampered(tree: Any, draw: random.Random) -> None:
         other, name = draw.choice(places_in(tree))
         here[key] = json.loads(json.dumps(other[name]))
     else:
-        here[key] = draw.choice(HOSTILE)
+        here[key] = copy.deepcopy(draw.choice(HOSTILE))
 
 
 def test_forged_contents_are_refused_or_make_sense(
@@ -251,11 +252,11 @@ with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # forget the peak so far
 before = peak()
 for path in sys.argv[1:]:
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         read_capsule(path)
     except CapsuleError:
-        print(f"{time.perf_counter() - began:.3f}")
+        print(f"{time.process_time() - began:.3f}")
 print((peak() - before) // 1024)
 """
 
@@ -269,7 +270,7 @@ def test_the_worst_files_cost_little_time_and_memory(tmp_path: Path, good: bytes
     for name, contents in worst.items():
         whole = {**header, "__metadata__": {**metadata, "contents": contents}}
         (tmp_path / name).write_bytes(forged(whole, data))
-    for name, count in (("too many", 5_100), ("as many as there may be", 4_900)):
+    for name, count in (("too many", 4_100), ("as many as there may be", 3_990)):
         each = {"dtype": "U8", "shape": []}
         entries = {f"{n:x}": {**each, "data_offsets": [n, n + 1]} for n in range(count)}
         (tmp_path / name).write_bytes(forged({"__metadata__": metadata, **entries}, bytes(count)))

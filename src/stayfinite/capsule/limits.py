@@ -6,7 +6,7 @@ MIB = 1 << 20
 
 FILE = 160 * MIB
 HEADER = 4 * MIB
-TENSORS = 5_000
+TENSORS = 4_000
 CONTAINERS = 100_000
 """Brackets in the header: a million of them take seconds to parse."""
 

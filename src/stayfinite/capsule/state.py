@@ -25,7 +25,7 @@ from stayfinite.checkpoint.problems import Rules, errors_in, refusal
 from stayfinite.errors import CapsuleError, CheckpointError
 from stayfinite.snapshot import RandomState
 
-_MOST_TENSORS = 4_000
+_MOST_TENSORS = 3_000
 _RANDOM = "random."  # generators have a place of their own in a capsule
 
 

@@ -575,6 +575,17 @@ snippet(
 )
 
 
+snippet(
+    "inverse hyperbolic cosine at its edge",
+    ".clamp_min(1 + 1e-6)",
+    """
+    def run(bad):
+        x = torch.tensor([0.0 if bad else 2.0], requires_grad=True)
+        return gradient(torch.acosh(1 + 2 * x / (1 - x.detach() ** 2 / 9)).sum(), x)
+    """,
+)
+
+
 def call(text: str, path: Path, bad: bool) -> list[Tensor]:
     """What the text's `run(bad)` returns."""
     scope: dict[str, Any] = {"__name__": "snippet"}
@@ -598,6 +609,25 @@ def incident_of(text: str, path: Path) -> Incident:
 def patches(text: str, folder: Path) -> list[Patch]:
     incident = incident_of(text, folder / "train.py")
     return patches_for(incident, folder=str(folder), files=[str(folder / "train.py")])
+
+
+def test_later_patches_guard_a_name_for_all_its_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = HEAD + textwrap.dedent(
+        """
+        def nll(y, mu, sigma):
+            return (0.5 * ((y - mu) / sigma) ** 2 + torch.log(sigma)).mean()
+
+
+        def run(bad):
+            return [nll(torch.ones(2), torch.zeros(2), torch.tensor([1.0, 0.0 if bad else 2.0]))]
+        """
+    )
+    found = patches(text, tmp_path)
+    cured = [p for p in found if is_finite(call(p.after, tmp_path / "patched.py", True))]
+    assert "    sigma = sigma.clamp_min(1e-6)\n    return" in cured[0].after
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.edits import Edit
-from stayfinite.explain.patch.layout import placed
+from stayfinite.explain.patch.flow import names_in, readers
+from stayfinite.explain.patch.layout import insert_before, placed
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
 from stayfinite.explain.patch.syntax import in_brackets
@@ -28,6 +30,16 @@ def rewritten(site: Site, node: ast.expr, text: str, what: str, *imports: str) -
     """Other text in place of the expression."""
     name = f"safe_{node.id}" if isinstance(node, ast.Name) else "safe"
     return Change(site.source, what, tuple(placed(site.source, node, text, name=name)), imports)
+
+
+def for_the_rest(site: Site, node: ast.expr, suffix: str) -> Iterator[Change]:
+    """A name that is used again: guarded once, before the statement, for all uses from there."""
+    if not isinstance(node, ast.Name):
+        return
+    here = [each for each in names_in(site.statement) if each.id == node.id]
+    if len(here) > 1 or any(readers(site.source, node.id, after=site.statement)):
+        edit = insert_before(site.source, site.statement, f"{node.id} = {node.id}{suffix}")
+        yield Change(site.source, f"Keep {node.id} away from 0 for all that follows.", (edit,))
 
 
 def with_keyword(source: Source, call: ast.Call, name: str, value: str) -> Edit:

@@ -28,7 +28,10 @@ class Site:
 
     @cached_property
     def op(self) -> str:
-        return bare_name(self.origin.op or "")
+        """The operation that the expression ran; "" where it is part of a derivative of torch's."""
+        node = self.origin.node or ""
+        is_torchs = self.is_backward and node[-1:].isdigit()  # a Function of the user's has none
+        return "" if is_torchs else bare_name(self.origin.op or "")
 
     @cached_property
     def autograd(self) -> str:

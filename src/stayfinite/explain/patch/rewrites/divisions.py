@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.flow import assignment, value_of
-from stayfinite.explain.patch.guards import eps, followed, rewritten
+from stayfinite.explain.patch.guards import eps, followed, for_the_rest, rewritten
 from stayfinite.explain.patch.imports import functional, torch_name
 from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
@@ -103,6 +103,8 @@ def denominator(site: Site) -> Iterator[Change]:
         for suffix, what in guards:
             yield followed(site, below, suffix, what)
         yield from at_its_birth
+        if guards and made is None:
+            yield from for_the_rest(site, below, guards[0][0])
         if _has_negative(site):
             yield _moved_away(site, below)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.flow import names_in, value_of
-from stayfinite.explain.patch.guards import eps, followed
+from stayfinite.explain.patch.guards import eps, followed, for_the_rest
 from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
-from stayfinite.explain.patch.syntax import calls_in, constant, in_brackets, operand
+from stayfinite.explain.patch.syntax import called, calls_in, constant, in_brackets, operand
 
 LOGS = ("log", "log2", "log10")
 _ARCS = ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv")
@@ -27,6 +27,7 @@ def logarithm(site: Site) -> Iterator[Change]:
         if inner is None:
             continue
         yield followed(site, inner, f".clamp_min({small})", what)
+        yield from for_the_rest(site, inner, f".clamp_min({small})")
         if site.is_half:
             yield followed(site, inner, ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32.")
     yield from _all_alike(
@@ -105,7 +106,7 @@ def arc(site: Site) -> Iterator[Change]:
     edge = eps(site, single="1e-6", half="1e-3")
     for call in site.calls(_ARCS):
         if (inner := operand(site.source, call)) is not None:
-            what = f"Keep the argument of {site.op or 'the function'} inside (-1, 1)."
+            what = f"Keep the argument of {called(call)} inside (-1, 1)."
             if site.is_backward:
                 what = "Keep the argument away from -1 and 1, where the derivative is infinite."
             yield followed(site, inner, f".clamp(-1 + {edge}, 1 - {edge})", what)

@@ -17,7 +17,7 @@ _UNARY = {"log": "safe_log", "sqrt": "safe_sqrt", "acos": "safe_acos"}
 
 def safe_operation(site: Site) -> Iterator[Change]:
     """torch.log(x) to stayfinite.safe_log(x)."""
-    name = site.autograd.lower() if site.is_backward else site.op
+    name = site.op or site.autograd.lower()
     if name in _UNARY:
         for call in site.calls([name]):
             if (inner := operand(site.source, call)) is not None:

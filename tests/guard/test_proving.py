@@ -290,3 +290,48 @@ def test_one_place_is_not_examined_again_and_again() -> None:
     guard = training.run([*tensors({1: [1], 3: [2]}), *tensors({1: [3], 3: [4], 4: [5]})])
     found = [each.diagnosis.confidence for each in guard.incidents if each.diagnosis]
     assert found == ["proven", "proven", "proven", "likely", "likely"]
+
+
+class Diverging(Training):
+    """A rate so high that the loss overflows after some steps."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.net.norm = nn.Identity()  # type: ignore[assignment]
+        self.net.noise = nn.Identity()  # type: ignore[assignment]
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=rate)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.net)
+
+
+def diverged(rate: float, *, seconds: float) -> tuple[Diverging, Guard]:
+    training = Diverging(rate)
+    config = stayfinite.RecoveryConfig(snapshot_every=40, snapshot_slots=2)
+    batch = tensors({})[0]
+    guard = stayfinite.watch(
+        training.net,
+        training.optimizer,
+        scheduler=training.scheduler,
+        ema=training.ema,
+        sinks=[],
+        config=config,
+        prove_seconds=seconds,
+    )
+    with guard:
+        for _ in range(200):
+            guard.step(training.step, batch)
+            if guard.incidents:
+                break
+    return training, guard
+
+
+def test_steps_before_are_run_again_with_a_lower_rate() -> None:
+    training, guard = diverged(3.0, seconds=LONG)
+    plain, _ = diverged(3.0, seconds=0.0)
+    found = first(guard)
+    assert any("with a tenth of the learning rate over the last" in said for said in found.evidence)
+    assert found.confidence != "proven"
+    assert training.bytes() == plain.bytes()
+    assert [g["lr"] for g in training.optimizer.param_groups] == [
+        g["lr"] for g in plain.optimizer.param_groups
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +25,8 @@ from stayfinite.locate.domains import KEPT_FOR, KeptInside
 from stayfinite.locate.lossgraph import only_term
 from stayfinite.locate.samples import Delivery
 from stayfinite.records import Diagnosis, Incident, Origin
-from stayfinite.snapshot import Snapshot
+from stayfinite.snapshot import RandomState, Snapshot
+from stayfinite.snapshot.census import PARTS
 
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
@@ -44,6 +46,9 @@ class Attempts(Protocol):
 
     def put_back(self) -> None:
         """Undo what a run has left behind."""
+
+    def run_before(self, since: int) -> bool:
+        """Run the steps from this one on again, up to the bad one; whether all were good."""
 
 
 class StepReplays:
@@ -105,7 +110,7 @@ class StepReplays:
     @contextlib.contextmanager
     def _conditions(self, change: Change) -> Iterator[None]:
         if change.steps:
-            raise CannotReplayError("the steps before it are not run again")
+            self._come_again(change.learning_rate)
         begun = None
         with contextlib.ExitStack() as all_of_them:
             if change.term is not None:
@@ -122,6 +127,24 @@ class StepReplays:
                 raise CannotReplayError("the operation could not be guarded")
             if begun is not None and len(begun) != 1:
                 raise CannotReplayError("there is not one backward pass from a sum")
+
+    @property
+    def steps(self) -> int:
+        """How many steps before it can be run again."""
+        earlier = self._earlier()
+        return self._job.good_steps - earlier[0].step if earlier else 0
+
+    def _come_again(self, factor: float) -> None:
+        """Come to the step anew, from the last snapshot, with another learning rate."""
+        snapshot, usual = self._earlier()[0], _rates(self._job)
+        random = RandomState.capture()
+        snapshot.restore(parts=[part for part in PARTS if part != "loader"])
+        multiply_rates(self._job, factor)
+        is_good = self._attempts.run_before(snapshot.step)
+        random.restore()
+        ends = zip(_rates(self._job), usual, strict=True)
+        if not is_good or any(not math.isclose(a, b * factor, rel_tol=1e-6) for a, b in ends):
+            raise CannotReplayError("the steps before it went another way")
 
     def _in_precision(self, precision: str) -> contextlib.AbstractContextManager[None]:
         dtypes = {each.dtype for each in self._origin.outputs}
@@ -144,6 +167,20 @@ class StepReplays:
     def _is_compiled(self) -> bool:
         roots = self._job.parts.modules
         return any(isinstance(module, OptimizedModule) for r in roots for module in r.modules())
+
+
+def _rates(job: Job) -> list[float]:
+    return [float(group["lr"]) for group in job.parts.optimizer.param_groups]
+
+
+def multiply_rates(job: Job, factor: float) -> None:
+    """Another learning rate for a while; schedules begin from it, too."""
+    for group in job.parts.optimizer.param_groups:
+        group["lr"] *= factor
+    for scheduler in job.parts.schedulers:
+        known = getattr(scheduler, "base_lrs", None)
+        if known is not None:
+            scheduler.base_lrs = [rate * factor for rate in known]
 
 
 def _known(incident: Incident) -> tuple[Origin, str]:
@@ -184,7 +221,8 @@ def proven(
             placed = dataclasses.replace(incident, origin=_absolute(origin, guard.settings.folder))
             replays = StepReplays(guard, job, placed, attempts, batch)
             lab = Lab(replays, seconds=seconds)
-            findings = experiment(lab, diagnosis, origin, is_diverging=is_diverging)
+            steps = replays.steps
+            findings = experiment(lab, diagnosis, origin, steps=steps, is_diverging=is_diverging)
     except NonFiniteError:
         return incident  # the state was bad before the step: there is nothing to go back to
     except TrainingAbortedError:

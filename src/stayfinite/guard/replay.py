@@ -88,3 +88,6 @@ class _Attempts:
         if not traced:
             raise experiments.CannotReplayError("it is only run under the tracer")
         return self._replay.found(self._job)
+
+    def run_before(self, since: int) -> bool:
+        raise experiments.CannotReplayError("the steps before it are not known")

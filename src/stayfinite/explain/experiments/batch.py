@@ -7,6 +7,7 @@ from stayfinite.explain.experiments.lab import Lab, OutOfTimeError
 from stayfinite.explain.experiments.replays import AS_IT_WAS, Change
 
 MOST_GUILTY = 8
+_SPREAD = 4
 _MOST_VALUES = 1 << 16
 Rows = tuple[int, ...]
 
@@ -29,6 +30,8 @@ def guilty_rows(lab: Lab) -> Finding | None:
             is_clean = _is_surely_finite(lab, left)
             if is_clean or not lab.fails(Change(rows=left)):
                 break
+            if len(found) == 1 and _is_everywhere(lab, left):
+                return _everywhere(total)
     except OutOfTimeError:
         if not found:
             raise
@@ -85,6 +88,21 @@ def _told(found: list[int], left: Rows, *, is_clean: bool) -> Finding:
         vanishes=is_clean,
         rows=tuple(sorted(found)),
         removal=Change(rows=left) if left else None,
+    )
+
+
+def _is_everywhere(lab: Lab, rows: Rows) -> bool:
+    """Whether rows from all over the batch fail alone."""
+    if len(rows) <= _SPREAD:
+        return False
+    picked = {rows[number * (len(rows) - 1) // (_SPREAD - 1)] for number in range(_SPREAD)}
+    return all(_alone(lab, row) is not None for row in sorted(picked))
+
+
+def _everywhere(total: int) -> Finding:
+    said = f"of the {total} rows of the batch, all {_SPREAD + 1} that were tried go bad alone: "
+    return Finding(
+        experiment="samples", verdict="innocent", sentence=said + "it is not a matter of samples"
     )
 
 

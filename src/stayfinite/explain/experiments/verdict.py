@@ -46,7 +46,7 @@ def experiment(
         ("weights", lambda: _one(weights(lab))),
         ("compiled", lambda: _one(compiled(lab))),
     ]
-    if diagnosis.cause in _DYNAMICS:
+    if is_diverging or diagnosis.cause in _DYNAMICS:
         plan.append(("dynamics", lambda: _one(dynamics(lab, steps=steps))))
     found = first
     for name, act in plan:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from stayfinite.detect.scan import all_finite
 from stayfinite.guard.orders import members_of
 from stayfinite.locate.keeping import Beginning, Kept
 from stayfinite.records import Incident, to_data
+from stayfinite.report.store.environment import commit_of
 from stayfinite.snapshot import RandomState
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class KeptStep:
         root = cwd if main is None or is_here else os.path.dirname(main)
         code = own_code(root, *_file_of(self.function))
         notes = (*self.notes, *code.notes, *([note] if note else []))
+        commit, is_dirty = commit_of(Path(root))
         return Capsule(
             incident=told(incident, with_source=with_source),
             code=CodeReference(
@@ -64,6 +67,8 @@ class KeptStep:
                 command=_command(main, root),
                 paths=code.paths,
                 function=getattr(self.function, "__qualname__", None),
+                commit=commit,
+                is_dirty=is_dirty,
                 digests=code.digests,
             ),
             sources=code.sources if with_source else (),
@@ -116,10 +121,17 @@ def pass_capsule(
     batch, batch_note = _entered(beginning, with_batch=with_batch)
     state, state_note = (None, None) if beginning is None else _state_at(beginning)
     code = own_code(root, *main)
+    commit, is_dirty = commit_of(Path(root))
     return Capsule(
         incident=told(incident, with_source=with_source),
         code=CodeReference(
-            kind="script", command=command, folder=folder, paths=code.paths, digests=code.digests
+            kind="script",
+            command=command,
+            folder=folder,
+            paths=code.paths,
+            commit=commit,
+            is_dirty=is_dirty,
+            digests=code.digests,
         ),
         sources=code.sources if with_source else (),
         birth=birth_of(kept, with_data=with_batch),

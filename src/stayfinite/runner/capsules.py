@@ -61,7 +61,12 @@ def keep_capsule(watch: Watch, incident: Incident) -> None:
     is_exact = incident.origin is not None and incident.origin.exact
     if guard is None or watch.plan.capsule is None or not is_exact or os.path.exists(path):
         return
-    _write(path, _made(guard, incident, watch.plan))
+    ours.is_writing = True  # asking git is not the script's doing either
+    try:
+        made = _made(guard, incident, watch.plan)
+    finally:
+        ours.is_writing = False
+    _write(path, made)
 
 
 def _made(guard: Any, incident: Incident, plan: Plan) -> Capsule:

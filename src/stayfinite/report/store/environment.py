@@ -50,7 +50,7 @@ def run_info(
 ) -> RunInfo:
     """The facts of this process; takes some milliseconds, and none of it can fail."""
     folder = Path(script).parent if script else Path.cwd()
-    commit, is_dirty = _commit(folder)
+    commit, is_dirty = commit_of(folder)
     return RunInfo(
         started=started,
         script=script,
@@ -81,7 +81,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit(folder: Path) -> tuple[str | None, bool]:
+def commit_of(folder: Path) -> tuple[str | None, bool]:
+    """The commit that is checked out there, and whether files differ from it; None without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None, False

@@ -127,6 +127,12 @@ def test_line_ends_and_byte_order_mark_are_kept(tmp_path: Path, end: str) -> Non
     assert patch.after == text.replace("(mix).", "(mix.clamp_min(1e-8)).")
 
 
+def test_source_that_the_compiler_warns_of_is_patched_in_silence(tmp_path: Path) -> None:
+    text = SCRIPT + 'PATTERN = "\\d"\nassert (1, "always")\n'
+    (tmp_path / "train.py").write_text(text)
+    assert patches_for(incident(), folder=str(tmp_path))
+
+
 def test_columns_are_characters(tmp_path: Path) -> None:
     code = 'return "ü你", -torch.log(mix).mean()'
     (tmp_path / "train.py").write_text(SCRIPT.replace(LINE, code), encoding="utf-8")

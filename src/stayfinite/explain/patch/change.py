@@ -10,7 +10,7 @@ from stayfinite.explain.patch.edits import Edit, edited
 from stayfinite.explain.patch.imports import import_edit
 from stayfinite.explain.patch.layout import broken
 from stayfinite.explain.patch.patch import Patch, lines_of
-from stayfinite.explain.patch.source import Source
+from stayfinite.explain.patch.source import Source, quiet
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def _broken(line: str, end: str, longest: int) -> str:
 
 def _parses(text: str) -> bool:
     try:
-        compile(text.removeprefix("\ufeff"), "<patch>", "exec", dont_inherit=True)
+        with quiet():
+            compile(text.removeprefix("\ufeff"), "<patch>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError):
         return False
     return True

@@ -7,7 +7,7 @@ import re
 
 from stayfinite.explain.patch.edits import Edit
 from stayfinite.explain.patch.flow import names_in
-from stayfinite.explain.patch.source import Source
+from stayfinite.explain.patch.source import Source, quiet
 
 LONGEST_LINE = 100
 _OPEN = re.compile(r"\(\s*$")
@@ -51,7 +51,8 @@ def _binds(parent: ast.AST, text: str) -> bool:
 
 def _parsed(text: str) -> ast.expr | None:
     try:
-        return ast.parse(text.replace("\r", ""), mode="eval").body
+        with quiet():
+            return ast.parse(text.replace("\r", ""), mode="eval").body
     except (SyntaxError, ValueError):
         return None
 
@@ -102,7 +103,8 @@ def broken(line: str, newline: str, *, longest: int = LONGEST_LINE) -> str:
     if len(line) <= longest or not text.isascii():
         return line
     try:
-        (statement,) = ast.parse(text).body
+        with quiet():
+            (statement,) = ast.parse(text).body
     except (SyntaxError, ValueError):
         return line
     value = getattr(statement, "value", None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import os
 import re
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +16,14 @@ _LARGEST = 2_000_000
 _BOM = "\ufeff"
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings that the compiler has about somebody's source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +35,8 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text.removeprefix(_BOM))
+        with quiet():
+            return ast.parse(self.text.removeprefix(_BOM))
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:

@@ -28,6 +28,7 @@ _CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
 _NORMS = ("norm", "vector_norm")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
 _SIZES = re.compile(r"sum\(|norm|std|var|count|abs\(|exp\(|mask|num|total|area|union|size|\bn\b")
+_MANY = 16  # values that are a fair sample of a sign
 Division = tuple[ast.AST, ast.expr | None, ast.expr]
 
 
@@ -105,7 +106,7 @@ def denominator(site: Site) -> Iterator[Change]:
         yield from at_its_birth
         if guards and made is None:
             yield from for_the_rest(site, below, guards[0][0])
-        if _has_negative(site):
+        if _may_be_negative(site, below):
             yield _moved_away(site, below)
 
 
@@ -126,13 +127,19 @@ def _below(site: Site) -> TensorSummary | None:
     return site.input("other") or site.input("self")
 
 
-def _has_negative(site: Site) -> bool:
+def _may_be_negative(site: Site, below: ast.expr) -> bool:
+    """Whether it was, or was not seen, or is a difference of which few values were seen."""
     summary = site.input("other") if site.is_backward else _below(site)
-    return summary is not None and summary.negative_count > 0
+    if summary is None:
+        return site.is_backward
+    difference = isinstance(value := value_of(site.source, below), ast.BinOp) and isinstance(
+        value.op, ast.Sub
+    )
+    return summary.negative_count > 0 or (difference and summary.numel < _MANY)
 
 
 def _guards(site: Site, below: ast.expr) -> Iterator[tuple[str, str]]:
-    if _has_negative(site):
+    if _may_be_negative(site, below):
         return
     summary = _below(site)
     is_count = summary is not None and summary.dtype.startswith(("int", "uint"))
@@ -165,11 +172,13 @@ def _moved_away(site: Site, below: ast.expr) -> Change:
 
 def all_denominators(site: Site) -> Iterator[Change]:
     """The same for all divisions of the function, as they may fail one after the other."""
-    if not divides(site) or _is_number(site) or _has_negative(site):
+    if not divides(site) or _is_number(site):
         return
     small = eps(site, single="1e-6", half="1e-3", double="1e-12")
     found = [_division(site, node) for node in ast.walk(site.source.scope(site.node))]
     below = [each[2] for each in found if each is not None and _is_size(each[2])]
+    if any(_may_be_negative(site, own) for _, _, own in divisions(site)):
+        return
     if len(below) > 1:
         edits = tuple(
             swapped(site.source, each, f"{in_brackets(site.source, each)}.clamp_min({small})")

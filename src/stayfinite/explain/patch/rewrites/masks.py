@@ -154,7 +154,7 @@ def infinite_operands(site: Site) -> Iterator[Change]:
                 what = "Bound what is -Inf by a finite number before the arithmetic on it."
                 yield Change(site.source, what, tuple(edits))
     for value in site.fact("scalars", {}).values():
-        if isinstance(value, (float, str)) and math.isinf(float(value)):
+        if value in (math.inf, -math.inf, "inf", "-inf"):
             yield from _infinite_constants(site)
 
 

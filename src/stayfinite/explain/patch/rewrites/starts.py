@@ -113,6 +113,31 @@ def _made_in_init(source: Source, owner: ast.ClassDef, name: str) -> ast.Assign 
     return None
 
 
+def lost_statistic(site: Site) -> Iterator[Change]:
+    """self.x = None that is measured once: a buffer, so that it is not measured after loading."""
+    source, statement = site.source, site.statement
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    around = source.parents.get(statement)
+    if not isinstance(target, ast.Attribute) or "load_state_dict" not in source.text:
+        return
+    name = source.of(target)
+    owner = next((n for n in source.above(statement) if isinstance(n, ast.ClassDef)), None)
+    unset = f"{name} is None"
+    if owner is None or not isinstance(around, ast.If) or source.of(around.test) != unset:
+        return
+    quote, (torch, imports) = source.quote, torch_name(source)
+    made = f"self.register_buffer({quote}{target.attr}{quote}, {torch}.zeros(()))"
+    edits = [
+        Edit(source.start(node), source.end(node), made)
+        for node in ast.walk(owner)
+        if isinstance(node, ast.Assign) and source.of(node) == f"{name} = None"
+    ]
+    if edits:
+        edits.append(Edit(source.start(around.test), source.end(around.test), f"{name} == 0"))
+        what = f"Make {target.attr} a buffer, which is saved and restored with the model."
+        yield Change(source, what, tuple(edits), imports)
+
+
 def narrowed(site: Site) -> Iterator[Change]:
     """torch.save of v.half() to torch.save of v."""
     if not site.cause.startswith("checkpoint_"):
@@ -173,4 +198,4 @@ def distinct(site: Site) -> Iterator[Change]:
                 yield rewritten(site, matrix, f"{in_brackets(site.source, matrix)} + {added}", what)
 
 
-STARTS = (unwritten, poor_start, lost_buffer, narrowed, schedule, distinct)
+STARTS = (unwritten, poor_start, lost_buffer, lost_statistic, narrowed, schedule, distinct)

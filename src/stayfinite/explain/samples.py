@@ -42,8 +42,8 @@ def _of_samples(facts: dict[str, Any], *, is_data: bool) -> str | None:
 
 def _while_read(facts: dict[str, Any]) -> str:
     where = f" ({_row_of_batch(facts)})" if facts.get("row_count") == 1 else ""
-    files = _from_files(facts, is_data=True)
-    return f"it is bad in sample {facts['reading']} of the dataset{where} as it is read{files}"
+    files = _from_files(facts, is_data=True) or " as it is read"
+    return f"it is bad in sample {facts['reading']} of the dataset{where}{files}"
 
 
 def _rows(facts: dict[str, Any]) -> str:

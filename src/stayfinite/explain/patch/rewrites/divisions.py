@@ -88,26 +88,33 @@ def denominator(site: Site) -> Iterator[Change]:
         return
     for _, _, below in divisions(site):
         if _is_number(site):
-            least = "1" if isinstance(site.fact("scalars", {}).get("other"), int) else "1e-8"
-            text = f"max({site.source.of(below)}, {least})"
-            yield rewritten(site, below, text, "Keep the denominator away from 0.")
-            continue
-        guards = list(_guards(site, below))
-        made = assignment(site.source, below) if isinstance(below, ast.Name) else None
-        at_its_birth = [
-            followed(site, made.value, guards[0][0], "Keep it away from 0 where it is made.")
-            for _ in guards[:1]
-            if made is not None
-        ]
-        if _divides_again(site, below):
-            yield from at_its_birth
-        for suffix, what in guards:
-            yield followed(site, below, suffix, what)
-        yield from at_its_birth
-        if guards and made is None:
-            yield from for_the_rest(site, below, guards[0][0])
-        if _may_be_negative(site, below):
+            yield _at_least(site, below)
+        elif _may_be_negative(site, below):
             yield _moved_away(site, below)
+        else:
+            yield from _kept_above(site, below)
+
+
+def _at_least(site: Site, below: ast.expr) -> Change:
+    """A number of Python's has no clamp."""
+    least = "1" if isinstance(site.fact("scalars", {}).get("other"), int) else "1e-8"
+    text = f"max({site.source.of(below)}, {least})"
+    return rewritten(site, below, text, "Keep the denominator away from 0.")
+
+
+def _kept_above(site: Site, below: ast.expr) -> Iterator[Change]:
+    """Here, or for a name also where it is made or for all uses that follow."""
+    guards = list(_guards(site, below))
+    made = assignment(site.source, below) if isinstance(below, ast.Name) else None
+    further: list[Change] = []
+    if made is not None:
+        what = "Keep it away from 0 where it is made."
+        further = [followed(site, made.value, guards[0][0], what)]
+    if _divides_again(site, below):
+        yield from further
+    for suffix, what in guards:
+        yield followed(site, below, suffix, what)
+    yield from further or for_the_rest(site, below, guards[0][0])
 
 
 def _divides_again(site: Site, below: ast.expr) -> bool:
@@ -132,15 +139,12 @@ def _may_be_negative(site: Site, below: ast.expr) -> bool:
     summary = site.input("other") if site.is_backward else _below(site)
     if summary is None:
         return site.is_backward
-    difference = isinstance(value := value_of(site.source, below), ast.BinOp) and isinstance(
-        value.op, ast.Sub
-    )
-    return summary.negative_count > 0 or (difference and summary.numel < _MANY)
+    value = value_of(site.source, below)
+    is_difference = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Sub)
+    return summary.negative_count > 0 or (is_difference and summary.numel < _MANY)
 
 
 def _guards(site: Site, below: ast.expr) -> Iterator[tuple[str, str]]:
-    if _may_be_negative(site, below):
-        return
     summary = _below(site)
     is_count = summary is not None and summary.dtype.startswith(("int", "uint"))
     counts = (".clamp_min(1)", "Divide by at least 1 where nothing was counted.")

@@ -14,7 +14,6 @@ from stayfinite.explain.patch.layout import swapped
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.syntax import (
     called,
-    calls_in,
     constant,
     in_brackets,
     keyword,
@@ -50,13 +49,18 @@ def masked_rows(site: Site) -> Iterator[Change]:
         lowest = f"{torch}.finfo({in_brackets(site.source, scores)}.dtype).min"
         what = "Keep the scores finite, so that a row that is masked everywhere has a softmax."
         yield followed(site, scores, f".clamp_min({lowest})", what)
-    for each in calls_in(site.statement, _all_calls(site.statement)):
-        for item in each.keywords:
-            if item.arg in _PADDING:
-                mask = in_brackets(site.source, item.value)
-                text = f"{mask} & ~{mask}.all(dim=-1, keepdim=True)"
-                what = "Leave rows open that would be masked everywhere."
-                yield rewritten(site, item.value, text, what)
+
+
+def masked_keys(site: Site) -> Iterator[Change]:
+    """Masks that are given to an attention of torch's."""
+    if not any(name in site.op for name in ("softmax", "attention")):
+        return
+    for item in ast.walk(site.statement):
+        if isinstance(item, ast.keyword) and item.arg in _PADDING:
+            mask = in_brackets(site.source, item.value)
+            text = f"{mask} & ~{mask}.all(dim=-1, keepdim=True)"
+            what = "Leave rows open that would be masked everywhere."
+            yield rewritten(site, item.value, text, what)
     for call in site.calls(["scaled_dot_product_attention"]):
         given = keyword(call, "attn_mask") or (call.args[3] if len(call.args) > 3 else None)
         if given is not None:
@@ -71,10 +75,6 @@ def _open_rows(site: Site, given: ast.expr) -> Iterator[Change]:
     torch, _ = torch_name(site.source)
     what = "Mask with the lowest finite number, so that no row is masked everywhere."
     yield followed(site, given, f".clamp_min({torch}.finfo({mask}.dtype).min)", what)
-
-
-def _all_calls(node: ast.AST) -> set[str]:
-    return {called(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
 
 
 def _finite_fill(site: Site, scores: ast.expr) -> Iterator[Change]:
@@ -180,4 +180,4 @@ def _infinite_constants(site: Site) -> Iterator[Change]:
             yield rewritten(site, node, text, "Multiply by a large finite number, not by Inf.")
 
 
-MASKS = (mask_constant, masked_rows, infinite_operands)
+MASKS = (mask_constant, masked_rows, masked_keys, infinite_operands)

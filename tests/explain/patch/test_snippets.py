@@ -175,6 +175,19 @@ snippet(
     """,
 )
 snippet(
+    "scores that are set",
+    "scores[mask] = torch.finfo(scores.dtype).min",
+    """
+    def run(bad):
+        x = torch.tensor([[1.0, 2.0], [0.5, 0.1]], requires_grad=True)
+        mask = torch.tensor([[True, bad], [False, False]])
+        scores = x / 2
+        scores[mask] = -torch.inf
+        weights = scores.softmax(dim=1)
+        return gradient((weights * torch.tensor([1.0, 3.0])).sum(), x)
+    """,
+)
+snippet(
     "additive mask",
     ".clamp_min(torch.finfo(",
     """

@@ -51,6 +51,16 @@ def masked_rows(site: Site) -> Iterator[Change]:
         yield followed(site, scores, f".clamp_min({lowest})", what)
 
 
+def set_to_infinity(site: Site) -> Iterator[Change]:
+    """scores[mask] = -inf, which a softmax could not take."""
+    statement = site.statement
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    value = getattr(statement, "value", None)
+    if isinstance(target, ast.Subscript) and isinstance(value, ast.expr) and is_infinite(value):
+        what = "Mask with the lowest finite number, so that no row is masked everywhere."
+        yield rewritten(site, value, _lowest(site, target.value), what)
+
+
 def masked_keys(site: Site) -> Iterator[Change]:
     """Masks that are given to an attention of torch's."""
     if not any(name in site.op for name in ("softmax", "attention")):
@@ -79,28 +89,31 @@ def _open_rows(site: Site, given: ast.expr) -> Iterator[Change]:
 
 def _finite_fill(site: Site, scores: ast.expr) -> Iterator[Change]:
     """masked_fill(mask, -inf) to masked_fill(mask, finfo.min), also further up."""
-    torch, imports = torch_name(site.source)
-    for node in _sources(site, scores):
-        for each in ast.walk(node):
-            if not isinstance(each, ast.Call) or called(each) not in _FILLS:
-                continue
-            base = operand(site.source, each) if called(each) != "where" else None
-            bad = [arg for arg in each.args if is_infinite(arg)]
-            if not bad:
-                continue
-            lowest = f"{torch}.finfo({_typed(site, base)}).min" if base is not None else "-1e4"
+    places = [*_sources(site, scores), site.source.scope(site.node)]
+    for node in (each for place in places for each in ast.walk(place)):
+        if isinstance(node, ast.Call) and called(node) in _FILLS:
+            base = operand(site.source, node) if called(node) != "where" else None
+            given = node.args
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            base, given = node.targets[0].value, [node.value]
+        else:
+            continue
+        for bad in filter(is_infinite, given):
+            lowest = _lowest(site, base)
             what = "Mask with the lowest finite number, so that no row is masked everywhere."
-            yield rewritten(site, bad[0], lowest, what, *imports)
+            yield rewritten(site, bad, lowest, what)
 
 
-_FILLS = ("masked_fill", "masked_fill_", "where")
+_FILLS = ("masked_fill", "masked_fill_", "where", "fill_")
 
 
-def _typed(site: Site, base: ast.expr) -> str:
-    text = in_brackets(site.source, base)
-    if len(text) > 24 and (names := sorted({each.id for each in names_in(base)})):
-        text = names[0]
-    return f"{text}.dtype"
+def _lowest(site: Site, base: ast.expr | None) -> str:
+    """The lowest finite number of the type that the scores have."""
+    text = in_brackets(site.source, base) if base is not None else ""
+    if len(text) > 24 and base is not None:
+        known = {"self", *site.source.imported}
+        text = next((each.id for each in names_in(base) if each.id not in known), "")
+    return f"{torch_name(site.source)[0]}.finfo({text}.dtype).min" if text else "-1e4"
 
 
 def _sources(site: Site, node: ast.expr) -> Iterator[ast.expr]:
@@ -180,4 +193,4 @@ def _infinite_constants(site: Site) -> Iterator[Change]:
             yield rewritten(site, node, text, "Multiply by a large finite number, not by Inf.")
 
 
-MASKS = (mask_constant, masked_rows, masked_keys, infinite_operands)
+MASKS = (mask_constant, set_to_infinity, masked_rows, masked_keys, infinite_operands)

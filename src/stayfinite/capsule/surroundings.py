@@ -9,9 +9,7 @@ from importlib import metadata
 
 import torch
 
-from stayfinite import __version__
-
-_PACKAGES = ("torch", "numpy", "lightning", "transformers", "accelerate")
+_PACKAGES = ("stayfinite", "torch", "numpy", "lightning", "transformers", "accelerate")
 # Those that change what is computed. No others are kept: an environment is full of secrets.
 _VARIABLES = (
     ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -28,7 +26,7 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {**found, "stayfinite": __version__, "torch": torch.__version__, "device": _device()}
+    return {**found, "torch": torch.__version__, "device": _device()}
 
 
 def _device() -> str:

@@ -115,7 +115,7 @@ if TYPE_CHECKING:
     from stayfinite.errors import TrainingAbortedError as TrainingAbortedError
     from stayfinite.errors import TrainingSetupError as TrainingSetupError
     from stayfinite.guard import Guard as Guard
-    from stayfinite.guard import watch as watch
+    from stayfinite.guard.watch import watch as watch
     from stayfinite.locate.batches import BadBatch as BadBatch
     from stayfinite.locate.batches import find_first_bad_batch as find_first_bad_batch
     from stayfinite.locate.batches import first_bad_checkpoint as first_bad_checkpoint

@@ -16,7 +16,7 @@ _CHECKED = {torch.float32, torch.float64}
 _PLAIN = {Tensor, nn.Parameter}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _check = torch._amp_foreach_non_finite_check_and_unscale_
-_GRAPH, _VERSIONS = DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView
+_AUTOGRAD = DispatchKey.AutogradFunctionality
 
 
 class _Plan:
@@ -76,15 +76,13 @@ def surely_finite(tensors: list[Tensor], *, of: object) -> bool:
 
 def _check_below_autograd(tensors: list[Tensor], plan: _Plan) -> None:
     """No graph is made, no version counter moves; torch's own guard for it takes twice as long."""
-    if _is_excluded(_GRAPH) or _is_excluded(_VERSIONS):
+    if _is_excluded(_AUTOGRAD):
         raise RuntimeError("somebody else's guard is there already")
-    _exclude(_GRAPH, True)
-    _exclude(_VERSIONS, True)
+    _exclude(_AUTOGRAD, True)
     try:
         _check(_with_sums(tensors, plan) if plan.large else tensors, plan.found, plan.one)
     finally:
-        _exclude(_VERSIONS, False)
-        _exclude(_GRAPH, False)
+        _exclude(_AUTOGRAD, False)
 
 
 def _new_plan(tensors: list[Tensor], owner: object) -> _Plan:

@@ -266,7 +266,7 @@ class Guard(ReportingWatcher):
         if job is None or self.settings.on_nan != "recover":
             super()._look_after_update(optimizer)
             return
-        if job.any_rank(not job.is_finite_after_update()):
+        if job.any_rank(not job.is_finite_after_update(self.evidence.due)):
             self._harmed(parameters_found(optimizer))
         elif self._tracing.is_on or self.evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)

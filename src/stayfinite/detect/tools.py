@@ -32,7 +32,14 @@ def check_tensor(tensor: Tensor, name: str = "tensor") -> Tensor:
 
 
 def check_gradients(model: nn.Module) -> list[NaNReport]:
-    """Reports on the bad gradients of the model; empty when all are finite."""
+    """Reports on the bad gradients of the model; empty when all are finite.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.full((1, 2), float("inf"))).sum().backward()
+    >>> [report.location for report in check_gradients(model)]
+    ['gradients.weight']
+    """
     return bad_reports(named_gradients(require_model(model, "check_gradients")))
 
 
@@ -43,6 +50,15 @@ def attach_nan_hooks(
 
     With `verbose` it prints every layer. Prints to stdout unless `file` is given. Layers inside
     torch.compile are not seen. Undo with `.remove()`, or use it in a `with` block.
+
+    >>> import torch
+    >>> with attach_nan_hooks(torch.nn.Sequential(torch.nn.Identity())):
+    ...     _ = torch.nn.Identity()(torch.ones(1))
+    >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Softplus())
+    >>> with attach_nan_hooks(model):
+    ...     _ = model(torch.tensor([float("inf")]))
+    0 (ReLU): BAD, and so was its input
+    ...
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__

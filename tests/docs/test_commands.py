@@ -1,7 +1,8 @@
-"""Quickstart and recipes, done from an empty folder: their files are written, their commands typed.
+"""Recipes, done from an empty folder: their files are written, their commands typed.
 
-A block with a title is a file. In a `console` block each line after a `$` is typed, and the lines
-below it are what it says, in this order; `...` stands for anything.
+So are those of the quickstart, and of how it works. A block with a title is a file. In a `console`
+block each line after a `$` is typed, and the lines below it are what it says, in this order; `...`
+stands for anything.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ import pytest
 import stayfinite
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+PAGES = [
+    ROOT / "docs" / "quickstart.md",
+    ROOT / "docs" / "how_it_works.md",
+    *sorted((ROOT / "docs" / "recipes").glob("*.md")),
+]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 PROGRAMS = {
     "stayfinite": "-m stayfinite",

@@ -68,6 +68,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), anchor
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"\b((?:benchmarks|examples|src|tests)/[\w/.-]*\w)", text)
+    if page.name == "architecture.md":
+        named += [f"src/stayfinite/{name}" for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text)]
+        named = [name for name in named if not name.startswith("src/stayfinite/tests/")]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_readme_names_the_required_torch() -> None:
     needed = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tested = re.search(r"^torch==([\d.]+)\.0$", (ROOT / "constraints.txt").read_text(), re.M)

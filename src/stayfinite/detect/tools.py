@@ -52,12 +52,11 @@ def attach_nan_hooks(
     torch.compile are not seen. Undo with `.remove()`, or use it in a `with` block.
 
     >>> import torch
-    >>> with attach_nan_hooks(torch.nn.Sequential(torch.nn.Identity())):
-    ...     _ = torch.nn.Identity()(torch.ones(1))
-    >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Softplus())
+    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    >>> _ = torch.nn.init.constant_(model[0].weight, 1e30)
     >>> with attach_nan_hooks(model):
-    ...     _ = model(torch.tensor([float("inf")]))
-    0 (ReLU): BAD, and so was its input
+    ...     _ = model(torch.tensor([1e30]))
+    0 (Linear): BAD, from finite input
     ...
     """
     if not isinstance(model, nn.Module):

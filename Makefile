@@ -24,18 +24,21 @@ check: $(DEVELOP)
 bench: $(DEVELOP)
 	@for each in $(BENCHMARKS); do echo "== $$each"; $(BIN)/python $$each || exit 1; done
 
-# Records the reports in README and docs again, then runs all snippets and follows all links.
+# The site, into site/: reports are recorded again, API and options are written from the code, all
+# snippets and commands are run, all links followed.
 docs: $(DEVELOP)
 	$(BIN)/python docs/record.py
+	$(BIN)/python docs/generate.py
+	$(BIN)/zensical build --clean --strict
 	$(PYTEST) tests/docs
-	@echo "The first page is docs/index.md."
+	@echo "The first page is site/index.html."
 
 # The files with property tests once more, with counts that take many minutes.
 prove: $(DEVELOP)
 	$(PYTEST) --hypothesis-profile=prove $$(grep -rlE --include='test_*.py' '@given|IS_PROOF' tests)
 
 clean:
-	rm -rf .venv demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv demo-output dist build site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -105,6 +105,57 @@ def test_harm_of_one_update_is_as_if_its_batches_had_not_been(
     assert training.bytes() == other.bytes()
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is one whose parameters are looked at in turns."""
+    monkeypatch.setattr("stayfinite.guard.job._LARGE", 0)
+
+
+@pytest.mark.parametrize("harm", [1, 2, 3, 5, 6])
+def test_harm_in_a_large_model_is_noticed_by_the_next_loss(large: None, harm: int) -> None:
+    training, given = Training(harm=harm), batches(12)
+    with training.watch() as guard:
+        results = [guard.step(training.step, batch) for batch in given]
+    noticed = harm + 1
+    is_seen_by_snapshot = noticed % 4 == 0
+    other = Training()
+    with other.watch() as clean:
+        for number, batch in enumerate(given):
+            if is_seen_by_snapshot or number != noticed:
+                clean.step(other.step, batch)
+    assert len(guard.incidents) == 1
+    assert results.count(None) == (0 if is_seen_by_snapshot else 1)
+    assert training.bytes() == other.bytes()
+
+
+@pytest.mark.parametrize("harm", [1, 2, 5, 6])
+def test_a_batch_that_harms_each_time_is_left_out_and_its_neighbours_are_not(
+    large: None, harm: int
+) -> None:
+    given = batches(12)
+
+    def stepped(training: Training, batch: tuple[int, Tensor]) -> float:
+        loss = training.step(batch)
+        if batch[0] == harm:
+            with torch.no_grad():
+                training.net[3].bias.fill_(math.inf)
+        return loss
+
+    training, other = Training(), Training()
+    for each in (training, other):
+        each.net[2].p = 0.0  # later steps keep the random numbers that they had
+    with training.watch() as guard:
+        for batch in given:
+            guard.step(lambda each: stepped(training, each), batch)
+    assert len(guard.incidents) == 1
+    skipped = {harm} if (harm + 1) % 4 == 0 else {harm, harm + 1}
+    with other.watch() as clean:
+        for batch in given:
+            if batch[0] not in skipped:
+                clean.step(other.step, batch)
+    assert training.bytes() == other.bytes()
+
+
 def test_loop_that_is_not_ours_keeps_schedule_and_average_of_the_snapshot() -> None:
     training = Training(harm=5)
     with training.watch() as guard:

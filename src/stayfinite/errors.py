@@ -10,15 +10,35 @@ if TYPE_CHECKING:
 
 
 class StayFiniteError(Exception):
-    """Base of all errors that stayfinite raises on purpose."""
+    """Base of all errors that stayfinite raises on purpose.
+
+    >>> import stayfinite
+    >>> try:
+    ...     stayfinite.RecoveryConfig(max_consecutive_nans=0)
+    ... except stayfinite.StayFiniteError as error:
+    ...     print(type(error).__name__)
+    ConfigError
+    """
 
 
 class ConfigError(StayFiniteError, ValueError):
-    """An option has a value that it cannot have; the message says which values it can."""
+    """An option has a value that it cannot have; the message says which values it can.
+
+    >>> import stayfinite
+    >>> stayfinite.RecoveryConfig(scale_reduction_factor=2)
+    Traceback (most recent call last):
+    stayfinite.errors.ConfigError: scale_reduction_factor is 2; it must be between 0 and 1, ...
+    """
 
 
 class InputError(StayFiniteError, TypeError):
-    """Something was passed that is not what the call accepts."""
+    """Something was passed that is not what the call accepts.
+
+    >>> import stayfinite
+    >>> stayfinite.check_gradients("model")
+    Traceback (most recent call last):
+    stayfinite.errors.InputError: check_gradients got a str; it accepts a torch.nn.Module.
+    """
 
 
 class PackageError(StayFiniteError, ImportError):
@@ -34,7 +54,15 @@ class PatchError(StayFiniteError, ValueError):
 
 
 class NonFiniteError(StayFiniteError, ArithmeticError):
-    """A value that must be finite is not; `report` says what, `incident` where it began."""
+    """A value that must be finite is not; `report` says what, `incident` where it began.
+
+    >>> import stayfinite, torch
+    >>> try:
+    ...     stayfinite.check_tensor(torch.tensor([1.0, float("nan")]), "logits")
+    ... except stayfinite.NonFiniteError as error:
+    ...     print(error, error.report.nan_type.value)
+    logits is not finite: 1 NaN of 2 elements, first at index [1]; float32[2]. nan
+    """
 
     def __init__(
         self, message: str, *, report: NaNReport | None = None, incident: Incident | None = None
@@ -45,11 +73,34 @@ class NonFiniteError(StayFiniteError, ArithmeticError):
 
 
 class SnapshotError(StayFiniteError, RuntimeError):
-    """Training state cannot be put back exactly; the message names what is in the way."""
+    """Training state cannot be put back exactly; the message names what is in the way.
+
+    >>> import stayfinite, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> def step():
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    >>> stayfinite.TrainingState(model).check_restore(step)  # the optimizer was forgotten
+    Traceback (most recent call last):
+    stayfinite.errors.SnapshotError: ...
+    """
 
 
 class TrainingAbortedError(StayFiniteError, RuntimeError):
-    """Training was stopped on purpose, before the weights were touched; `incident` says why."""
+    """Training was stopped on purpose, before the weights were touched; `incident` says why.
+
+    >>> import stayfinite, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> try:
+    ...     with stayfinite.watch(model, optimizer, on_nan="stop", sinks=[]):
+    ...         model(torch.full((1, 2), float("inf"))).sum().backward()
+    ...         optimizer.step()
+    ... except stayfinite.TrainingAbortedError as stopped:
+    ...     print(stopped.incident.step, stopped.incident.reports[0].location)
+    0 loss
+    """
 
     def __init__(self, message: str, *, incident: Incident | None = None) -> None:
         super().__init__(message)
@@ -57,7 +108,11 @@ class TrainingAbortedError(StayFiniteError, RuntimeError):
 
 
 class TrainingSetupError(StayFiniteError, ValueError):
-    """Training cannot begin like this; `problems` has everything that is wrong."""
+    """Training cannot begin like this; `problems` has everything that is wrong.
+
+    >>> TrainingSetupError(["the learning rate is 0", "weight holds NaN"]).problems
+    ('the learning rate is 0', 'weight holds NaN')
+    """
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -66,7 +121,17 @@ class TrainingSetupError(StayFiniteError, ValueError):
 
 
 class CheckpointError(StayFiniteError, ValueError):
-    """A checkpoint cannot be used; nothing was changed. `problems` has everything it found."""
+    """A checkpoint cannot be used; nothing was changed. `problems` has everything it found.
+
+    >>> import stayfinite, tempfile, torch
+    >>> path = f"{tempfile.mkdtemp()}/last.pt"
+    >>> torch.save({"weight": torch.full((1, 2), float("nan"))}, path)
+    >>> try:
+    ...     stayfinite.load_checkpoint(path, model=torch.nn.Linear(2, 1, bias=False))
+    ... except stayfinite.CheckpointError as error:
+    ...     print(error.problems[0].kind)
+    nonfinite
+    """
 
     def __init__(self, message: str, *, problems: Sequence[Any] = ()) -> None:
         super().__init__(message)

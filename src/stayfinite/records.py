@@ -23,7 +23,11 @@ Exit = Literal["finite", "incident", "script-error"]
 
 
 class NaNType(Enum):
-    """Which kind of non-finite value; the worst one where there are several."""
+    """Which kind of non-finite value; the worst one where there are several.
+
+    >>> NaNType("inf")
+    <NaNType.POS_INF: 'inf'>
+    """
 
     NAN = "nan"
     POS_INF = "inf"
@@ -38,6 +42,8 @@ class TensorSummary:
     `histogram` has (limit, count) pairs in rising order: so many finite values lie between the
     limit before and this one. Limits are 0 and powers of two, which shows how far the values are
     from the end of their dtype.
+
+    >>> x = TensorSummary(name="x", shape=(3,), dtype="float32", device="cpu", numel=3, nan_count=1)
     """
 
     name: str
@@ -78,6 +84,8 @@ class NaNReport:
     "parameters.<param>", "buffers.<buffer>", "inputs.<path>" or "optimizer.<param>.<key>".
     `tensor_stats` has the keys of TensorSummary less `name` and `shape`; it is empty
     when the tensor was not described.
+
+    >>> r = NaNReport(has_nan=True, nan_type=NaNType.NAN, location="loss", tensor_shape=())
     """
 
     has_nan: bool
@@ -105,7 +113,10 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a non-finite value was born."""
+    """Where a non-finite value was born.
+
+    >>> origin = Origin(phase="forward", op="aten.log.default", file="train.py", line=46)
+    """
 
     phase: Phase
     op: str | None = None
@@ -130,6 +141,8 @@ class Diagnosis:
     """Why it happened, and what to change.
 
     A patch was tried: the last piece of evidence says what that showed.
+
+    >>> why = Diagnosis(cause="log_of_zero", why="log(0) is -Inf", fix="use log_softmax")
     """
 
     cause: str
@@ -142,7 +155,10 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was done about it."""
+    """What was done about it.
+
+    >>> done = Outcome(strategy="skip", detail="the step was skipped")
+    """
 
     strategy: str
     detail: str = ""
@@ -150,7 +166,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """One bad step: what is saved, shown and sent."""
+    """One bad step: what is saved, shown and sent.
+
+    >>> from_json(Incident, to_json(Incident(step=37))).step
+    37
+    """
 
     step: int
     rank: int = 0

@@ -92,3 +92,19 @@ def test_parameters_may_be_asked_for_and_their_versions_stay() -> None:
 
 def test_shared_memory_is_not_written() -> None:
     assert not surely_finite([torch.ones(3).share_memory_()], of=owner())
+
+
+def test_torch_is_left_as_it_was_also_after_a_refusal_and_inside_a_guard_of_others() -> None:
+    def is_excluded() -> bool:
+        return torch._C._dispatch_tls_is_dispatch_key_excluded(
+            torch._C.DispatchKey.AutogradFunctionality
+        )
+
+    owner = object()
+    assert surely_finite([torch.ones(3)], of=owner)
+    assert not surely_finite([torch.ones(3).to_sparse()], of=owner)
+    assert not is_excluded()
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not surely_finite([torch.ones(3)], of=owner)
+        assert is_excluded()
+    assert not is_excluded()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from stayfinite.errors import PackageError
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CAUSES = ROOT / "docs" / "causes"  # their snippets are to fail and to hold: test_cause_pages.py
+SNIPPET = re.compile(r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 
 
@@ -24,14 +26,17 @@ def name_of(page: Path) -> str:
 
 def snippets() -> list[Any]:
     return [
-        pytest.param(code, id=f"{name_of(page)}-{number}")
+        pytest.param(textwrap.dedent(found["code"]), id=f"{name_of(page)}-{number}")
         for page in PAGES
-        for number, code in enumerate(SNIPPET.findall(page.read_text(encoding="utf-8")))
+        if page.parent != CAUSES
+        for number, found in enumerate(SNIPPET.finditer(page.read_text(encoding="utf-8")))
     ]
 
 
 def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    """Those that the headings get on GitHub; tests/docs/test_site.py asks for those of the site."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
@@ -61,6 +66,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = page.parent / target if target else page
         assert file.is_file(), target
         assert not anchor or anchor in anchors(file), anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"\b((?:benchmarks|examples|src|tests)/[\w/.-]*\w)", text)
+    if page.name == "architecture.md":
+        named += [f"src/stayfinite/{name}" for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text)]
+        named = [name for name in named if not name.startswith("src/stayfinite/tests/")]
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_readme_names_the_required_torch() -> None:

@@ -45,6 +45,9 @@ class NaNDetectionConfig:
     update, which finds what an optimizer makes bad itself. With `detection_interval=n` the steps
     0, n, 2n ... are checked; what goes bad between them is found at the next one, and undone from
     a snapshot.
+
+    >>> NaNDetectionConfig(detection_interval=10).recovery.max_consecutive_nans
+    5
     """
 
     check_loss: bool = True

@@ -33,6 +33,13 @@ def latest_good(
 
     Given the path of a checkpoint, its generations are looked at instead. With a model it must
     fit that model too. They are read one after another from the newest until one is good.
+
+    >>> import tempfile, torch
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name, value in (("a.pt", 1.0), ("b.pt", float("nan"))):
+    ...     torch.save({"weight": torch.tensor([value])}, folder / name)
+    >>> latest_good(folder).name
+    'a.pt'
     """
     place = Path(directory)
     candidates = _candidates(place) if place.is_dir() else generations(place)

@@ -25,7 +25,11 @@ from stayfinite.snapshot import RandomState
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What was loaded. `state` has all parts when there was nothing to load them into."""
+    """What was loaded. `state` has all parts when there was nothing to load them into.
+
+    >>> Checkpoint(path=Path("last.ckpt"), layout="torch", step=10).step
+    10
+    """
 
     path: Path
     layout: Layout
@@ -59,6 +63,12 @@ def load_checkpoint(
     patterns of tensor names. `forward` is a batch (or True: one is made up) on which a copy of the
     model must give finite outputs. The random number generators are put back when an optimizer is
     loaded, or as `random` says. Without any object, the parts come back in `state`.
+
+    >>> import stayfinite, tempfile
+    >>> model = torch.nn.Linear(2, 1)
+    >>> path = stayfinite.save_checkpoint(f"{tempfile.mkdtemp()}/last.ckpt", model=model, step=10)
+    >>> load_checkpoint(path, model=model).step
+    10
     """
     file = Path(path)
     members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
@@ -96,6 +106,12 @@ def validate_checkpoint(
 
     Nothing is raised for a bad file and nothing is changed. Without `forward` the file is streamed,
     so it may be larger than memory; `progress` is told of the bytes as they are read.
+
+    >>> import tempfile
+    >>> path = f"{tempfile.mkdtemp()}/last.pt"
+    >>> torch.save({"weight": torch.tensor([[1.0, float("inf")]])}, path)
+    >>> [problem.kind for problem in validate_checkpoint(path)]
+    ['nonfinite']
     """
     members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
     keep = None if forward is None else _wanted(members)

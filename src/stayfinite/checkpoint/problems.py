@@ -34,7 +34,11 @@ _SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, and where; what is no error is a warning."""
+    """One thing that is wrong, and where; what is no error is a warning.
+
+    >>> print(Problem(kind="nonfinite", key="model.weight", message="holds NaN."))
+    model.weight: holds NaN.
+    """
 
     kind: Kind
     key: str

@@ -59,8 +59,7 @@ def save_checkpoint(
 
     >>> import tempfile, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> save_checkpoint(f"{folder.name}/last.ckpt", model=model, step=10).name
+    >>> save_checkpoint(f"{tempfile.mkdtemp()}/last.ckpt", model=model, step=10).name
     'last.ckpt'
     """
     target = _checked(path, keep, if_bad, on_error)

@@ -16,6 +16,10 @@ class ClipResult:
     was allowed, inf where each tensor or each unit has a limit of its own; then `clipped` names
     the tensors that were scaled. `dropped` names the tensors in which something was not finite
     and was set to 0.
+
+    >>> result = ClipResult(norm=12.5, was_clipped=True, max_norm=1.0)
+    >>> float(result)
+    12.5
     """
 
     norm: float

@@ -32,7 +32,14 @@ def check_tensor(tensor: Tensor, name: str = "tensor") -> Tensor:
 
 
 def check_gradients(model: nn.Module) -> list[NaNReport]:
-    """Reports on the bad gradients of the model; empty when all are finite."""
+    """Reports on the bad gradients of the model; empty when all are finite.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.full((1, 2), float("inf"))).sum().backward()
+    >>> [report.location for report in check_gradients(model)]
+    ['gradients.weight']
+    """
     return bad_reports(named_gradients(require_model(model, "check_gradients")))
 
 
@@ -43,6 +50,14 @@ def attach_nan_hooks(
 
     With `verbose` it prints every layer. Prints to stdout unless `file` is given. Layers inside
     torch.compile are not seen. Undo with `.remove()`, or use it in a `with` block.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    >>> _ = torch.nn.init.constant_(model[0].weight, 1e30)
+    >>> with attach_nan_hooks(model):
+    ...     _ = model(torch.tensor([1e30]))
+    0 (Linear): BAD, from finite input
+    ...
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__

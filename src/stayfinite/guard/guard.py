@@ -36,6 +36,9 @@ class Guard(ReportingWatcher):
     """Watches training, and with on_nan="recover" answers a bad step as its jobs say.
 
     In a loop that is not ours a bad update is vetoed; `step` can also run it again, exactly.
+
+    >>> Guard(GuardSettings(on_nan="warn")).incidents
+    []
     """
 
     def __init__(
@@ -79,10 +82,9 @@ class Guard(ReportingWatcher):
     def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
         """`fn(batch)`, or None when its update was bad and left out.
 
-        `fn` does what a loop does for one batch, up to the updates of optimizer, scheduler
-        and EMA; with accumulation it updates only at some calls. It may be called again with
-        the same batch, so what it needs must be in there, a counter too. A bad step is undone,
-        run again under the tracer, and answered as the configuration says. Raises
+        `fn` does what a loop does for one batch, all updates included; with accumulation some
+        calls update. It may be called again with the same batch, so what it needs must be in
+        there, a counter too. A bad step is undone, traced and answered as configured. Raises
         TrainingAbortedError when nothing helps; the weights are those of the last good step.
         """
         if self._window is None:
@@ -266,7 +268,7 @@ class Guard(ReportingWatcher):
         if job is None or self.settings.on_nan != "recover":
             super()._look_after_update(optimizer)
             return
-        if job.any_rank(not job.is_finite_after_update()):
+        if job.any_rank(not job.is_finite_after_update(self.evidence.due)):
             self._harmed(parameters_found(optimizer))
         elif self._tracing.is_on or self.evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite
 from stayfinite.distributed import agree
 from stayfinite.errors import NonFiniteError
+from stayfinite.guard.uninitialised import give_values
 from stayfinite.incidents import Finding, gradients_found
 from stayfinite.records import Incident
 from stayfinite.recover.actions import act
@@ -32,6 +32,7 @@ from stayfinite.snapshot import Mark, Snapshot, SnapshotRing, TrainingState
 if TYPE_CHECKING:
     from stayfinite.guard.replay import Replay
 
+_LARGE = 1 << 20  # elements of a model whose parameters are looked at in turns
 _FOLLOWING = ("param_groups", "scheduler", "scaler", "ema")  # what a loop updates after its step
 
 
@@ -246,9 +247,15 @@ class Job:
         """Whether all parameters are."""
         return all_finite(params_of(self.parts.optimizer))
 
-    def is_finite_after_update(self) -> bool:
-        """Whether the parameters that an update has just changed are finite."""
+    def is_finite_after_update(self, due: Callable[[Optimizer], list[Tensor]]) -> bool:
+        """Whether the parameters that an update has just changed are finite.
+
+        Of a large model only those that are `due`, since reading all takes as long as judging the
+        gradients; what is missed shows in the next loss, or when its turn comes.
+        """
         params = params_of(self.parts.optimizer)
+        if sum(map(Tensor.numel, params)) > _LARGE:
+            return all_finite(due(self.parts.optimizer))
         updated = [param for param in params if param.grad is not None]
         return surely_finite(updated, of=self) or all_finite(updated or params)
 
@@ -265,16 +272,7 @@ class Job:
         """Give parameters that were bad from the beginning small random values; which ones."""
         if self._look_around is None or self.good_steps or len(self.ring):
             return None
-        bad = [p for p in params_of(self.parts.optimizer) if not all_finite([p])]
-        generator = torch.Generator().manual_seed(0)
-        for param in bad:
-            bound = 1 / math.sqrt(max(1, param[0].numel())) if param.dim() else 1.0
-            values = torch.rand(param.shape, generator=generator) * 2 * bound - bound
-            with torch.no_grad():
-                param.copy_(values)
-        return (
-            f"{len(bad)} uninitialised parameters were given small random values" if bad else None
-        )
+        return give_values(p for p in params_of(self.parts.optimizer) if not all_finite([p]))
 
     def owns(self, leaves: Iterable[Tensor]) -> bool:
         """Whether any of the tensors is a parameter of this job."""

@@ -242,14 +242,30 @@ class Window:
             self._guard.begin_step(self._job)
 
     def _catch_up(self, number: int) -> None:
-        """From the snapshot that was put back, run the good steps before this one again."""
+        """From the snapshot that was put back, run the good steps before this one again.
+
+        One that makes the weights bad again is left out; those after it keep their random numbers.
+        """
         job = self._job
         random = RandomState.capture()
-        kept = self._recent.take_back(job.good_steps)
         ours, self._calls = self._calls, []
-        for each in [] if job.any_rank(kept is None) else kept or []:
-            if each.step >= number:
-                break
+        again = [each for each in self._taken_back() if each.step < number]
+        while (rest := self._run_until_harm(again)) is not None:
+            harmful = job.good_steps
+            job.roll_back()
+            again = [each for each in self._taken_back() if each.step != harmful] + rest
+        self._trouble, self._calls = None, ours
+        random.restore()
+
+    def _taken_back(self) -> list[KeptBatch]:
+        """The batches since the state that was put back; none unless all are there."""
+        kept = self._recent.take_back(self._job.good_steps)
+        return [] if self._job.any_rank(kept is None) else kept or []
+
+    def _run_until_harm(self, kept: list[KeptBatch]) -> list[KeptBatch] | None:
+        """Run good steps again; what is left when one makes the weights bad, None if none does."""
+        job = self._job
+        for done, each in enumerate(kept, start=1):
             job.begin()
             each.restore_random()
             call = each.value()
@@ -258,11 +274,10 @@ class Window:
             if self._trouble is not None:
                 break  # it is not the same again
             if self._ended:
+                if job.any_rank(not job.is_finite()):
+                    return kept[done:]
                 job.end(is_good=True, is_new=False)
-        self._trouble, self._calls = None, ours
-        random.restore()
-        if not job.is_finite():
-            job.roll_back()
+        return None
 
     def _end(self, *, is_good: bool) -> None:
         self._trouble = None

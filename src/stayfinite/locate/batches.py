@@ -29,6 +29,10 @@ class BadBatch:
 
     `reason` is a sentence; `reports` are about the batch itself and are empty when its values
     are finite; `origin` is the operation at which it went wrong.
+
+    >>> bad = BadBatch(index=4, batch=None, reason="inputs holds nan values")
+    >>> bad.index, bad.origin
+    (4, None)
     """
 
     index: int
@@ -49,6 +53,12 @@ def find_first_bad_batch(
     A batch is (inputs, targets) for `loss_fn(model(inputs), targets)`; without `loss_fn` it is
     what the model itself turns into a loss. Each batch is tried on the same weights, and the
     model, its gradients and the random states are as before afterwards.
+
+    >>> loader = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(5)]
+    >>> loader[3][0][1, 2] = float("nan")
+    >>> bad = find_first_bad_batch(nn.Linear(3, 1), loader, nn.functional.mse_loss)
+    >>> bad.index, bad.reports[0].location
+    (3, 'inputs.0')
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
@@ -110,6 +120,13 @@ def first_bad_checkpoint(
     Give a folder (its files are taken by time of writing) or the paths, oldest first. A bad one
     stays bad in the checkpoints after it, so about log2(n) files are read. `is_bad(path)` may
     replace the default: any tensor in the file that is not finite. Nothing is unpickled.
+
+    >>> import tempfile
+    >>> files = [Path(tempfile.mkdtemp()) / f"{step}.pt" for step in range(4)]
+    >>> for step, file in enumerate(files):
+    ...     torch.save({"weight": torch.tensor(1.0 if step < 2 else float("nan"))}, file)
+    >>> first_bad_checkpoint(files).name
+    '2.pt'
     """
     paths = _series(checkpoints)
     judge = is_bad if is_bad is not None else has_bad_tensor

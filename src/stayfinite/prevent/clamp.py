@@ -71,7 +71,16 @@ def clamp_activations(
 
 
 class ActivationClamp:
-    """The clamps on some modules; `remove()`, or the end of a with block, takes them away."""
+    """The clamps on some modules; `remove()`, or the end of a with block, takes them away.
+
+    >>> layer = nn.Identity()
+    >>> clamp = clamp_activations(layer, -1, 1)
+    >>> layer(torch.tensor([5.0])).tolist()
+    [1.0]
+    >>> clamp.remove()
+    >>> layer(torch.tensor([5.0])).tolist()
+    [5.0]
+    """
 
     def __init__(self, modules: dict[str, nn.Module], low: float, high: float) -> None:
         self.min, self.max = low, high

@@ -34,7 +34,11 @@ _Recurrent = nn.RNNBase | nn.RNNCellBase
 
 @dataclass(frozen=True, kw_only=True)
 class InitProblem:
-    """One thing that is wrong with one tensor of a model: what is seen, and what to do."""
+    """One thing that is wrong with one tensor of a model: what is seen, and what to do.
+
+    >>> print(InitProblem(name="weight", kind="zero", detail="is 0 everywhere", fix="Draw it."))
+    weight: is 0 everywhere. Draw it.
+    """
 
     name: str
     kind: Kind

@@ -21,6 +21,9 @@ class Risk:
     `what` is one sentence, `where` a module, a parameter or file:line, `cause` a slug of the
     catalogue, and `evidence` the numbers behind it. Within a level, a higher `score` comes first.
     A risk that is "high" or "medium" is a warning; a "low" one is worth knowing.
+
+    >>> print(Risk(level="low", what="It is 0.", where="w", fix="Draw it.", cause="bad_init"))
+    low: w: It is 0. Draw it.
     """
 
     level: Level

@@ -13,7 +13,11 @@ from stayfinite.errors import ConfigError
 
 
 class RecoveryStrategy(Enum):
-    """One way to go on after a bad step."""
+    """One way to go on after a bad step.
+
+    >>> RecoveryStrategy("rewind")
+    <RecoveryStrategy.REWIND: 'rewind'>
+    """
 
     SKIP_STEP = "skip"
     REDUCE_SCALE = "reduce_scale"
@@ -31,6 +35,10 @@ class Rung:
     """A strategy on a ladder, and how often it may be used before the next rung is climbed.
 
     With `in_a_row` it is also left when a streak of bad steps is longer than that.
+
+    >>> ladder = [Rung("skip", budget=20, in_a_row=2), Rung("lower_lr", budget=2), Rung("reset")]
+    >>> RecoveryConfig(ladder=ladder).strategies[0]
+    <RecoveryStrategy.SKIP_STEP: 'skip'>
     """
 
     strategy: RecoveryStrategy

@@ -20,6 +20,8 @@ class Recovery:
     which bad step of its streak this was. `back_at` is the step of a snapshot that was restored,
     None where there was none. `lr`, `scale` and `dtype` (the narrowest of the
     parameters) are as they were found; None where there is none.
+
+    >>> Recovery(step=7, location="loss", strategy=RecoveryStrategy.SKIP_STEP, succeeded=True).lr
     """
 
     step: int

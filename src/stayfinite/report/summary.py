@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,29 @@ class RunSummary:
 def summary_of(run: Run) -> RunSummary:
     """The run as it is recorded now."""
     series = run.series
-    rows = tuple(incident_row(incident) for incident in run.incidents)
     everyone = [each for rank in run.ranks for each in rank.series.values()]
-    skipped = max((sum(each["skipped"]) for each in everyone), default=0)
-    terms = {name: found for name, column in series.terms.items() if (found := spread(column))}
-    paces = [value for value in series["seconds"] if value is not None]
+    return summarised(
+        run,
+        spread_of=lambda name: spread(series[name]),
+        terms={name: spread(column) for name, column in series.terms.items()},
+        skipped=int(max((sum(each["skipped"]) for each in everyone), default=0)),
+        seconds=max((each["time"][-1] for each in everyone if len(each)), default=0.0),
+        layers=worst_layers(series),
+    )
+
+
+def summarised(
+    run: Run,
+    *,
+    spread_of: Callable[[str], Range | None],
+    terms: dict[str, Range | None],
+    skipped: int,
+    seconds: float,
+    layers: tuple[Layer, ...] = (),
+) -> RunSummary:
+    """The summary, from whoever keeps the columns; `spread_of` is asked for each by name."""
+    rows = tuple(incident_row(incident) for incident in run.incidents)
+    paces = spread_of("seconds")
     return RunSummary(
         path=str(run.path),
         started=run.info.started,
@@ -90,16 +108,16 @@ def summary_of(run: Run) -> RunSummary:
         ranks=len(run.ranks),
         incidents=rows,
         bad_steps=len({row.step for row in rows}),
-        skipped_steps=int(skipped),
+        skipped_steps=skipped,
         causes=dict(Counter(row.cause or "unknown" for row in rows).most_common()),
-        loss=spread(series["loss"]),
-        terms=terms,
-        norm=spread(series["norm"]),
-        scale=spread(series["scale"]),
-        rate=spread(series["lr"]),
-        seconds_per_step=statistics.median(paces) if paces else None,
-        seconds=max((each["time"][-1] for each in everyone if len(each)), default=0.0),
-        worst_layers=worst_layers(series),
+        loss=spread_of("loss"),
+        terms={name: found for name, found in terms.items() if found is not None},
+        norm=spread_of("norm"),
+        scale=spread_of("scale"),
+        rate=spread_of("lr"),
+        seconds_per_step=paces.median if paces else None,
+        seconds=seconds,
+        worst_layers=layers,
         broken_lines=sum(rank.broken for rank in run.ranks),
     )
 

@@ -12,7 +12,7 @@ from stayfinite.report.dashboard.columns import Columns
 from stayfinite.report.dashboard.heat import UNKNOWN
 from stayfinite.report.dashboard.live import LiveRun
 from stayfinite.report.store.reading import Run
-from stayfinite.report.summary import Range, RunSummary, incident_row
+from stayfinite.report.summary import Range, RunSummary, summarised
 
 
 def compare_view(runs: dict[str, LiveRun]) -> dict[str, Any]:
@@ -29,35 +29,15 @@ def compare_view(runs: dict[str, LiveRun]) -> dict[str, Any]:
 
 
 def summary_of(run: Run) -> RunSummary:
-    """As of `stayfinite show`, from packed columns."""
+    """As of `stayfinite show`, from packed columns; without the worst layers."""
     columns = run.series if isinstance(run.series, Columns) else Columns()
-    rows = tuple(incident_row(incident) for incident in run.incidents)
     with columns.lock:
-        paces = _spread(columns, "seconds")
-        return RunSummary(
-            path=str(run.path),
-            started=run.info.started,
-            script=run.info.script,
-            steps=run.steps,
-            exit=run.exit,
-            ranks=len(run.ranks),
-            incidents=rows,
-            bad_steps=len({row.step for row in rows}),
-            skipped_steps=int(columns.view("skipped").sum()) if len(columns) else 0,
-            causes={},
-            loss=_spread(columns, "loss"),
-            terms={
-                name: found
-                for name in columns.terms
-                if (found := _spread(columns, f"term:{name}")) is not None
-            },
-            norm=_spread(columns, "norm"),
-            scale=_spread(columns, "scale"),
-            rate=_spread(columns, "lr"),
-            seconds_per_step=paces.median if paces else None,
+        return summarised(
+            run,
+            spread_of=lambda name: _spread(columns, name),
+            terms={name: _spread(columns, f"term:{name}") for name in columns.terms},
+            skipped=int(columns.view("skipped").sum()) if len(columns) else 0,
             seconds=columns.lasted,
-            worst_layers=(),
-            broken_lines=sum(rank.broken for rank in run.ranks),
         )
 
 

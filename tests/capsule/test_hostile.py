@@ -24,13 +24,13 @@ from stayfinite.checkpoint import save_checkpoint
 from stayfinite.errors import CapsuleError
 
 # The same ones each time.
-BYTES, TREES = (180_000, 25_000) if IS_PROOF else (3_000, 1_000)
+BYTES, TREES = (180_000, 25_000) if IS_PROOF else (2_000, 600)
 HOSTILE = (
     None, True, -1, 2**63, 10**30, "", "../x.py", "/etc/x.py", "a\x00.py", "x" * 5000, [], {},
     [[]] * 50, {"$tensor": "batch.0.0"}, {"$tensor": "nowhere"}, {"$size": [2**62, 2**62]},
-    {"$device": "cuda:999"}, {"$dtype": "load"}, {"$number": ["O", 1]}, {"$bytes": "%%"},
-    {"$set": [[]]}, {"$unknown": 1}, {"$tuple": 3}, {"$dict": [[{"$tensor": "random"}, 1]]},
-    "aten.from_file.default", "nan", {"$float": "inf"},
+    {"$device": "cuda:999"}, {"$dtype": "load"}, {"$number": ["O", 1]}, {"$number": ["a", 1]},
+    {"$bytes": "%%"}, {"$set": [[]]}, {"$unknown": 1}, {"$tuple": 3},
+    {"$dict": [[{"$tensor": "random"}, 1]]}, "aten.from_file.default", "nan", {"$float": "inf"},
 )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import stayfinite
 from stayfinite.capsule import read_capsule
+from stayfinite.cli import main
 from stayfinite.records import Incident, RunResult, TensorSummary
 from stayfinite.runner.capsules import deliver, wish_of
 from stayfinite.runner.options import RunOptions
@@ -33,7 +35,7 @@ def start(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -54,9 +56,10 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_same_operation_line_and_value_come_again_elsewhere(sent: Path) -> None:
     truth = json.loads((CASES / "ciou-flat-proposal" / "truth.json").read_text())
-    done = start("replay", "--trust", "--json", sent.name, cwd=sent.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {each["what"]: each for each in json.loads(done.stdout)["compared"]}
+    done = CliRunner().invoke(main, ["replay", "--trust", "--json", str(sent)])
+    assert done.exit_code == 0, done.output
+    text = done.output[done.output.index("{") :]
+    found = {each["what"]: each for each in json.loads(text)["compared"]}
     assert all(each["same"] for each in found.values())
     assert found["line"]["here"] == f"train.py:{truth['line']}"
     assert truth["op"] in found["operation"]["here"]

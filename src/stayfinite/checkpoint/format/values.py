@@ -160,10 +160,10 @@ _DECODERS: dict[str, Callable[[Any, Find], Any]] = {
 
 
 def _number(name: str, value: Any, find: Find) -> Any:
-    dtype = np.dtype(name)
-    if dtype.kind not in _KINDS:
+    kind = np.sctypeDict.get(name)  # np.dtype(name) warns of old names
+    if kind is None or np.dtype(kind).kind not in _KINDS:
         raise ValueError(name)
-    return dtype.type(decode(value, find))
+    return kind(decode(value, find))
 
 
 def _as_array(held: Held) -> Held:

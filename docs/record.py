@@ -3,7 +3,7 @@
     python docs/record.py [FILE...]
 
 A recording is a `console` block with a `cd` to a folder of this repository and a `stayfinite run`.
-The script's own output is left out, and so is the notice of the second run, which tells a time.
+The script's own output is left out, and so are the notices of what is being done, which tell times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def recorded_again(recording: re.Match[str]) -> str:
     if run.returncode not in (0, 3):
         raise SystemExit(run.stderr)
     lines = run.stderr.splitlines(keepends=True)
-    said = "".join(line for line in lines if "running the script again" not in line)
+    said = "".join(line for line in lines if not line.endswith(" ...\n"))
     return f"{recording['head']}{said}{recording['end']}"
 
 

@@ -139,4 +139,12 @@ class CheckpointError(StayFiniteError, ValueError):
 
 
 class CapsuleError(StayFiniteError, ValueError):
-    """A capsule cannot be made, read or replayed; nothing of it was run, nothing was changed."""
+    """A capsule cannot be made, read or replayed; nothing of it was run, nothing was changed.
+
+    >>> from stayfinite.capsule import read_capsule
+    >>> try:
+    ...     read_capsule("no-such.capsule")
+    ... except CapsuleError as error:
+    ...     print(error)
+    no-such.capsule cannot be read: No such file or directory.
+    """

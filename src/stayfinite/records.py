@@ -136,6 +136,10 @@ class Origin:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+REPEATS = "Deterministic: a second run with the same generator states went bad like this too."
+"""Evidence that is nothing new to a reader of a short report."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Why it happened, and what to change.

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from stayfinite.explain.trial import Trial, evidence_of, is_proven
-from stayfinite.records import Diagnosis, Incident, Origin
+from stayfinite.records import Diagnosis, Incident, Origin, TensorSummary
 
 FALLING = tuple(2.0 - 0.02 * step for step in range(60))
 GOOD = Trial(bad_step=30, further=20, steps=60, losses=FALLING, exit_code=0)
@@ -50,8 +50,9 @@ def test_a_bad_first_step_leaves_nothing_to_compare_with_but_the_first_loss() ->
     assert not dataclasses.replace(GOOD, bad_step=0, losses=far).holds
 
 
-def _incident(cause: str, *, exact: bool = True) -> Incident:
-    origin = Origin(phase="forward", file="train.py", line=3, exact=exact)
+def _incident(cause: str, *, exact: bool = True, dtype: str = "float32") -> Incident:
+    given = TensorSummary(name="self", shape=(2,), dtype=dtype, device="cpu", numel=2)
+    origin = Origin(phase="forward", file="train.py", line=3, exact=exact, inputs=(given,))
     return Incident(step=3, origin=origin, diagnosis=Diagnosis(cause=cause, why=".", fix="."))
 
 
@@ -60,3 +61,6 @@ def test_only_what_was_seen_in_values_is_proven_by_taking_it_away() -> None:
     assert not is_proven(_incident("lr_too_high"), changed_file="/x/train.py")
     assert not is_proven(_incident("log_of_zero"), changed_file="/x/other.py")
     assert not is_proven(_incident("log_of_zero", exact=False), changed_file="/x/train.py")
+    assert not is_proven(_incident("log_of_zero", dtype="bfloat16"), changed_file="/x/train.py")
+    overflow = _incident("low_precision_overflow", dtype="float16")
+    assert is_proven(overflow, changed_file="/x/train.py")

@@ -46,6 +46,7 @@ class Rows:
         if deliveries:
             return self.of_delivery(deliveries[0], bad) | self._last_file()
         found: dict[str, Any] = {"table": list(bad.shape)} | _bad_rows(bad, 0)
+        found |= _in_whole_table(bad, found.get("rows", []))
         own = self._reads.by(place.code) if place is not None else None
         return found | ({"files": [own]} if own is not None else self._last_file())
 
@@ -117,6 +118,17 @@ def _bad_rows(tensor: Tensor, dim: int) -> dict[str, Any]:
     bad = ~torch.isfinite(tensor.detach())
     rows = bad.movedim(dim, 0).reshape(tensor.shape[dim], -1).any(1).nonzero().flatten().tolist()
     return {"rows": rows[:_MOST], "row_count": len(rows)}
+
+
+def _in_whole_table(part: Tensor, rows: list[int]) -> dict[str, Any]:
+    """The rows of a slice as rows of the tensor that it was cut from; {} if it was not."""
+    whole = part._base
+    if whole is None or not rows or part.shape[1:] != whole.shape[1:]:
+        return {}
+    if part.stride() != whole.stride() or not whole.stride(0):
+        return {}
+    first = (part.storage_offset() - whole.storage_offset()) // whole.stride(0)
+    return {"table": list(whole.shape), "rows": [first + row for row in rows]}
 
 
 def _size(delivery: Delivery) -> int | None:

@@ -6,6 +6,7 @@ import textwrap
 
 from rich.text import Text
 
+from stayfinite.records import REPEATS
 from stayfinite.report import wording
 from stayfinite.report.excerpt import SourceLine, excerpt
 from stayfinite.report.layout import Lines, Page, Part, gutter, hang, row, rows, wrap
@@ -149,7 +150,8 @@ def _evidence(page: Page) -> Part:
     if diagnosis is None:
         return NOTHING
     shown = diagnosis.evidence[:-1] if diagnosis.patch else diagnosis.evidence
-    shown = shown if page.verbose else shown[:_MOST_EVIDENCE]
+    if not page.verbose:
+        shown = tuple(text for text in shown if text != REPEATS)[:_MOST_EVIDENCE]
     return Part(lines=rows(page, "seen", [plain(text) for text in shown]), least=0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stayfinite.records import Diagnosis, Incident
+from stayfinite.records import REPEATS, Diagnosis, Incident
 from stayfinite.runner.words import one_line
 from stayfinite.settings import ROUND
 
@@ -34,14 +34,15 @@ def confirmed(first: Incident, second: Incident) -> Incident:
     """The first run's incident with what the tracer saw in the second."""
     diagnosis = second.diagnosis or first.diagnosis
     if diagnosis is not None:
-        seen = "Deterministic: a second run with the same generator states went bad like this too."
-        diagnosis = dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, seen))
+        diagnosis = dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, REPEATS))
     return dataclasses.replace(
         first,
         step=second.step,
         reports=second.reports or first.reports,
         origin=second.origin or first.origin,
         diagnosis=diagnosis,
+        # What was noticed earlier was done earlier.
+        outcome=second.outcome if _noticed(second) < first.step else first.outcome,
     )
 
 

@@ -6,7 +6,7 @@ DEVELOP := .venv/develop
 # With the constraints: an unpinned torch would be another torch, and gigabytes.
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
-BENCHMARKS := $(wildcard $(patsubst %,benchmarks/%.py,scan overhead trace guarded snapshot survival recovery checkpoint stable clip data preflight integrations accuracy))
+BENCHMARKS := $(wildcard $(patsubst %,benchmarks/%.py,scan overhead trace guarded snapshot survival recovery checkpoint stable clip data preflight integrations record accuracy patches))
 
 .PHONY: demo test check bench docs prove clean
 

@@ -140,7 +140,7 @@ def accepted(truth: Mapping[str, Any], key: str) -> list[Any]:
 
 def is_line(case: Case, file: str | None, line: int | None) -> bool:
     """Whether this line of the script is the guilty one."""
-    return file == "train.py" and line in accepted(case.truth, "line")
+    return file == case.truth.get("file", "train.py") and line in accepted(case.truth, "line")
 
 
 def is_op(case: Case, *names: str | None) -> bool | None:

@@ -142,7 +142,7 @@ def test_kind_of_event(
     func: Any, scalars: Any, inputs: set[NaNType], output: NaNType, kind: str
 ) -> None:
     given = call(func, torch.ones(1), *scalars)
-    assert kind_of_event(given, output, inputs) == kind
+    assert kind_of_event(given, output, inputs, None) == kind
 
 
 def test_written_arguments_are_those_the_schema_marks() -> None:

@@ -89,6 +89,13 @@ def single_value(clue: Clue) -> Diagnosis | None:
 
 def degenerate_matrix(clue: Clue) -> Diagnosis | None:
     """A matrix that cannot be decomposed or inverted."""
+    if clue.op == "scalar_tensor" and "logdet" in clue.expression:
+        return diagnosis(
+            "degenerate_linalg",
+            f"The determinant in `{clue.expression}` is negative, and its logarithm is NaN.",
+            "Build the matrix so that it is positive definite: from a Cholesky factor, or with a "
+            "correlation of tanh(x), and add a small multiple of the identity.",
+        )
     if not clue.op.startswith(_LINALG) or clue.op in _NORMS:
         return None
     return diagnosis(

@@ -21,7 +21,7 @@ from stayfinite.locate.arrivals import Arrivals
 from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, Site
 from stayfinite.locate.facts import Facts
-from stayfinite.locate.kinds import holds, is_mask, kind_of_event, read_for, wait_for, written_by
+from stayfinite.locate.kinds import holds, is_meant, kind_of_event, read_for, wait_for, written_by
 from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, tensors_in
 from stayfinite.locate.provenance import Provenance
 from stayfinite.locate.reads import Reads
@@ -197,7 +197,7 @@ class Tracer(TorchDispatchMode):
         types = {classify(t) for t in bad_inputs if not holds(written, t)}
         types |= {event.nan_type for event in parents}
         nan_type = classify(bad)
-        kind = kind_of_event(call, nan_type, types)
+        kind = kind_of_event(call, nan_type, types, site.place)
         event = self._event(kind, call.info.name, phase, site, nan_type, node, parents)
         if kind in ("birth", "conversion"):
             frame = sys._getframe(2)
@@ -249,7 +249,7 @@ class Tracer(TorchDispatchMode):
         if phase == "data" and (arrival := self._arrivals.of(tensor)) is not None:
             phase, site = arrival
         summary = summarize(label or self._past.names.get(tensor) or "value", tensor)
-        if kind == "foreign" and is_mask(summary):
+        if kind == "foreign" and is_meant(summary, site.place):
             kind = "constant"
         event = self._event(kind, "", phase, site, summary.nan_type, None, ())
         event.outputs = (summary,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stayfinite.explain.clue import Clue, diagnosis, largest, number
-from stayfinite.records import Diagnosis, NaNType
+from stayfinite.records import Diagnosis, NaNType, TensorSummary
 
 _DOMAIN = ("log", "div", "rsqrt", "reciprocal", "log2", "log10", "pow", "native_layer_norm")
 
@@ -72,13 +72,27 @@ def underflow(clue: Clue) -> Diagnosis | None:
     halves = [item for item in clue.origin.inputs if item.dtype in ("float16", "bfloat16")]
     if clue.op not in _DOMAIN or not any(item.zero_count for item in halves):
         return None
-    if clue.dtype == "bfloat16":  # it has float32's range: a zero there is a zero
-        return None
+    if clue.dtype == "bfloat16":  # it has float32's range: a zero there is one, less a difference
+        return _rounded_difference(clue) if _is_difference(clue, halves) else None
     return diagnosis(
         "low_precision_underflow",
         f"`{clue.expression}` met a 0 in float16, where everything below 6e-8 is 0 (an eps of 1e-8 "
         "too).",
         "Compute it in float32 (.float()), or use an eps that float16 can hold, such as 1e-4.",
+    )
+
+
+def _is_difference(clue: Clue, halves: list[TensorSummary]) -> bool:
+    return any({"sub", "rsub"} & set(clue.made_by(item.name)) for item in halves)
+
+
+def _rounded_difference(clue: Clue) -> Diagnosis:
+    return diagnosis(
+        "low_precision_underflow",
+        f"`{clue.expression}` met a 0 that is a difference of bfloat16 numbers, which have 8 bits: "
+        "what is within 0.4% of 1 is rounded to 1, and 1 - p to 0.",
+        "Compute it in float32 (.float()) and bound it away from 0, or start from the logits "
+        "(logsigmoid, log_softmax).",
     )
 
 

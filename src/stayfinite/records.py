@@ -136,15 +136,13 @@ class Origin:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+# Evidence that is nothing new to a reader of a short report.
 REPEATS = "Deterministic: a second run with the same generator states went bad like this too."
-"""Evidence that is nothing new to a reader of a short report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Why it happened, and what to change.
-
-    A patch was tried: the last piece of evidence says what that showed.
+    """Why it happened, and what to change. What a patch's trial showed is the last evidence.
 
     >>> why = Diagnosis(cause="log_of_zero", why="log(0) is -Inf", fix="use log_softmax")
     """

@@ -17,7 +17,7 @@ def diagnosis_of(case: Case, watched: Any) -> dict[str, Any]:
     return incidents[0]["diagnosis"] if incidents else {}
 
 
-@pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", OP_LEVEL, ids=lambda case: case.name)
 def test_a_change_that_is_shown_holds(case: Case, watched: Any) -> None:
     diagnosis = diagnosis_of(case, watched)
     if diagnosis.get("patch"):

@@ -47,7 +47,7 @@ class Scripts:
 
     def __init__(self, root: Path) -> None:
         self.source = SOURCE
-        self.folder = root / "work"
+        self.folder = root / "project"
         # Short, because the path of a socket may not be long.
         self.temporary = Path(tempfile.mkdtemp(prefix="sf-", dir="/tmp"))
         self.folder.mkdir()

@@ -170,7 +170,7 @@ WHO += "sys.argv, sys.path[0], list(globals())); "
     "words",
     [
         ["./train.py", "1"],
-        ["../work/train.py"],
+        ["../project/train.py"],
         ["sub/linked.py"],
         ["app"],
         ["app.zip", "x"],

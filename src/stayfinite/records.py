@@ -138,6 +138,7 @@ class Origin:
 
 # Evidence that is nothing new to a reader of a short report.
 REPEATS = "Deterministic: a second run with the same generator states went bad like this too."
+REPEATED = "the same step, run twice more, went bad the same way"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from stayfinite.explain.clue import Clue, diagnosis, largest, number
 from stayfinite.records import Diagnosis
 
@@ -101,7 +103,7 @@ def absurd_values(clue: Clue) -> Diagnosis | None:
         if item.name in data and largest(item) > _ABSURD and not _was_computed(clue, item.name):
             return _out_of_range(item.name, largest(item), clue)
     outlier = clue.outlier
-    if outlier is not None and outlier[1] > _ABSURD:
+    if outlier is not None and _ABSURD < outlier[1] < math.inf:
         return _out_of_range(outlier[0], outlier[1], clue)
     return None
 

@@ -14,17 +14,18 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
-from stayfinite.explain.experiments.findings import Finding
+from stayfinite.explain.experiments.findings import with_reason, with_samples
 from stayfinite.explain.experiments.lab import Lab
 from stayfinite.explain.experiments.replays import CannotReplayError, Change, Seen
 from stayfinite.explain.experiments.verdict import experiment, judged
+from stayfinite.guard.conditions import clip_updates, multiply_scale
 from stayfinite.guard.job import Job
 from stayfinite.guard.raising import raised
 from stayfinite.guard.splitting import Split, in_float32, in_float64
 from stayfinite.locate.domains import KEPT_FOR, KeptInside
 from stayfinite.locate.lossgraph import only_term
-from stayfinite.locate.samples import Delivery
-from stayfinite.records import Diagnosis, Incident, Origin
+from stayfinite.records import Incident, Origin
+from stayfinite.recover.rates import lower_rates
 from stayfinite.snapshot import RandomState, Snapshot
 from stayfinite.snapshot.census import PARTS
 
@@ -90,7 +91,7 @@ class StepReplays:
         try:
             with self._conditions(change):
                 found = self._attempts.run(batch, traced=not change.is_compiled)
-            return _seen(found, change)
+            return seen_of(found, change)
         finally:
             self._attempts.put_back()
             self._job.state.restore(self._whole, rewind_loader=False)
@@ -110,7 +111,7 @@ class StepReplays:
     @contextlib.contextmanager
     def _conditions(self, change: Change) -> Iterator[None]:
         if change.steps:
-            self._come_again(change.learning_rate)
+            self._come_again(change)
         begun = None
         with contextlib.ExitStack() as all_of_them:
             if change.term is not None:
@@ -134,29 +135,33 @@ class StepReplays:
         earlier = self._earlier()
         return self._job.good_steps - earlier[0].step if earlier else 0
 
-    def _come_again(self, factor: float) -> None:
-        """Come to the step anew, from the last snapshot, with another learning rate."""
+    def _come_again(self, change: Change) -> None:
+        """Come to the step anew, from the last snapshot, under other conditions."""
+        parts, factor = self._job.parts, change.learning_rate
+        if change.loss_scale != 1.0 and parts.scaler is None:
+            raise CannotReplayError("there is no loss scale")
         snapshot, usual = self._earlier()[0], _rates(self._job)
         random = RandomState.capture()
         snapshot.restore(parts=[part for part in PARTS if part != "loader"])
-        multiply_rates(self._job, factor)
-        is_good = self._attempts.run_before(snapshot.step)
+        lower_rates(parts.optimizer, parts.schedulers, factor)
+        if change.loss_scale != 1.0:
+            multiply_scale(parts.scaler, change.loss_scale)
+        clipped = [] if change.clip is None else [parts.optimizer]
+        clipping = clip_updates(clipped, max_norm=change.clip or 0.0)
+        try:
+            is_good = self._attempts.run_before(snapshot.step)
+        finally:
+            clipping.remove()
         random.restore()
         ends = zip(_rates(self._job), usual, strict=True)
         if not is_good or any(not math.isclose(a, b * factor, rel_tol=1e-6) for a, b in ends):
             raise CannotReplayError("the steps before it went another way")
 
     def _in_precision(self, precision: str) -> contextlib.AbstractContextManager[None]:
-        dtypes = {each.dtype for each in self._origin.outputs}
-        if precision == "float32" and not dtypes & set(_LOW):
-            raise CannotReplayError("it is not in a lower precision")
-        return raised(self._job.parts.modules, _DTYPES[precision])
+        return raised(self._job.parts.modules, higher_dtype(precision, self._origin))
 
     def _kept_inside(self) -> KeptInside:
-        origin = self._origin
-        if self._cause not in KEPT_FOR or origin.file is None or origin.line is None:
-            raise CannotReplayError("there is no guard for it")
-        return KeptInside(self._cause, file=origin.file, line=origin.line)
+        return kept_inside(self._cause, self._origin)
 
     def _earlier(self) -> list[Snapshot]:
         """The snapshots of steps before this one, the newest first."""
@@ -173,14 +178,19 @@ def _rates(job: Job) -> list[float]:
     return [float(group["lr"]) for group in job.parts.optimizer.param_groups]
 
 
-def multiply_rates(job: Job, factor: float) -> None:
-    """Another learning rate for a while; schedules begin from it, too."""
-    for group in job.parts.optimizer.param_groups:
-        group["lr"] *= factor
-    for scheduler in job.parts.schedulers:
-        known = getattr(scheduler, "base_lrs", None)
-        if known is not None:
-            scheduler.base_lrs = [rate * factor for rate in known]
+def higher_dtype(precision: str, origin: Origin) -> torch.dtype:
+    """The type to compute in; CannotReplayError if it is no higher than the one that went bad."""
+    dtypes = {each.dtype for each in origin.outputs}
+    if precision == "float32" and not dtypes & set(_LOW):
+        raise CannotReplayError("it is not in a lower precision")
+    return _DTYPES[precision]
+
+
+def kept_inside(cause: str, origin: Origin) -> KeptInside:
+    """The guard for the operation that went bad; CannotReplayError if there is none."""
+    if cause not in KEPT_FOR or origin.file is None or origin.line is None:
+        raise CannotReplayError("there is no guard for it")
+    return KeptInside(cause, file=origin.file, line=origin.line)
 
 
 def _known(incident: Incident) -> tuple[Origin, str]:
@@ -188,7 +198,8 @@ def _known(incident: Incident) -> tuple[Origin, str]:
     return origin, incident.diagnosis.cause if incident.diagnosis else "unknown"
 
 
-def _seen(found: Incident | None, change: Change) -> Seen:
+def seen_of(found: Incident | None, change: Change) -> Seen:
+    """What the incident of a replay shows; CannotReplayError if the change did not take."""
     if found is None:
         return Seen(is_finite=True)
     kind = found.reports[0].nan_type
@@ -218,7 +229,7 @@ def proven(
     try:
         is_diverging = guard.is_diverging(incident, job.parts.optimizer)
         with guard.evidence.kept():
-            placed = dataclasses.replace(incident, origin=_absolute(origin, guard.settings.folder))
+            placed = dataclasses.replace(incident, origin=absolute(origin, guard.settings.folder))
             replays = StepReplays(guard, job, placed, attempts, batch)
             lab = Lab(replays, seconds=seconds)
             steps = replays.steps
@@ -231,30 +242,16 @@ def proven(
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
     delivery = None if batch is NO_BATCH else guard.delivery_of(batch)
-    findings = [_named(each, delivery) for each in findings]
+    if delivery is not None:
+        indices, dataset = delivery.indices, delivery.dataset
+        findings = [with_samples(each, indices, dataset) for each in findings]
     judgement = judged(diagnosis, origin, findings, is_diverging=is_diverging)
-    return dataclasses.replace(incident, diagnosis=_with_reason(judgement, replays))
+    why_not = replays.split.why_not if replays.split is not None else None
+    return dataclasses.replace(incident, diagnosis=with_reason(judgement, why_not))
 
 
-def _named(finding: Finding, delivery: Delivery | None) -> Finding:
-    """The finding with the dataset's numbers of the rows that it names."""
-    samples = delivery.indices if delivery is not None and finding.rows else None
-    if delivery is None or samples is None or max(finding.rows) >= len(samples):
-        return finding
-    names = ", ".join(f"row {row} is sample {samples[row]}" for row in finding.rows)
-    said = f"{finding.sentence} ({names} of the dataset {delivery.dataset})"
-    return dataclasses.replace(finding, sentence=said)
-
-
-def _with_reason(diagnosis: Diagnosis, replays: StepReplays) -> Diagnosis:
-    why = replays.split.why_not if replays.split is not None else None
-    if why is None:
-        return diagnosis
-    said = f"the batch was not searched for a guilty sample: {why}"
-    return dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, said))
-
-
-def _absolute(origin: Origin, folder: str | None) -> Origin:
+def absolute(origin: Origin, folder: str | None) -> Origin:
+    """With the whole path of its file."""
     if origin.file is None or folder is None:
         return origin
     return dataclasses.replace(origin, file=os.path.join(folder, origin.file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,8 +75,8 @@ class ReportingWatcher(Watcher):
         """Where the nodes of the graph were made; None if not traced now."""
         return self._tracing.nodes
 
-    def is_diverging(self, incident: Incident, optimizer: Optimizer) -> bool:
-        """Whether training was running away before the incident."""
+    def is_diverging(self, incident: Incident, optimizer: Optimizer | None = None) -> bool:
+        """Whether training was running away before the incident; by default by the busiest."""
         context = self.evidence.context(optimizer, step=incident.step, locations=())
         origin = incident.origin if incident.origin is not None else Origin(phase="forward")
         return Clue(origin, context).is_diverging
@@ -83,6 +84,24 @@ class ReportingWatcher(Watcher):
     def traced_pass(self) -> tuple[Kept | None, Beginning | None]:
         """What the guilty operation of the last incident was given, and how its pass began."""
         return self._tracing.kept, self._tracing.beginning
+
+    @property
+    def incident_clock(self) -> int | None:
+        """The tick at which the first incident was noticed."""
+        return self._incident_clock
+
+    @property
+    def clock(self) -> int:
+        """Backward passes and updates so far."""
+        return self._tracing.clock
+
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        """A time in which operations are not looked at."""
+        return self._tracing.paused()
+
+    def trace_no_more(self) -> None:
+        """Do not trace from here on."""
+        self._tracing.switch_off()
 
     def keep_operations(self) -> None:
         """Keep what the guilty operation was given, in steps that are traced from now on."""

@@ -6,7 +6,7 @@ import textwrap
 
 from rich.text import Text
 
-from stayfinite.records import REPEATS
+from stayfinite.records import REPEATED, REPEATS
 from stayfinite.report import wording
 from stayfinite.report.excerpt import SourceLine, excerpt
 from stayfinite.report.layout import Lines, Page, Part, gutter, hang, row, rows, wrap
@@ -15,7 +15,7 @@ from stayfinite.report.wording import plain
 
 PAGES = "docs/causes"
 NOTHING = Part(lines=[], least=0)
-_MOST_EVIDENCE = 2  # pieces that are shown in a short report
+_MOST_EVIDENCE = 3  # pieces that are shown in a short report
 
 
 def _headline(page: Page) -> Part:
@@ -151,7 +151,7 @@ def _evidence(page: Page) -> Part:
         return NOTHING
     shown = diagnosis.evidence[:-1] if diagnosis.patch else diagnosis.evidence
     if not page.verbose:
-        shown = tuple(text for text in shown if text != REPEATS)[:_MOST_EVIDENCE]
+        shown = tuple(text for text in shown if text not in (REPEATS, REPEATED))[:_MOST_EVIDENCE]
     return Part(lines=rows(page, "seen", [plain(text) for text in shown]), least=0)
 
 

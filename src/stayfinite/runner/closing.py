@@ -15,9 +15,11 @@ from stayfinite.report.sinks import beside_bars
 from stayfinite.report.store.schema import RESULT
 from stayfinite.runner import ranks, tree
 from stayfinite.runner.aside import step_aside
+from stayfinite.runner.budget import Budget
 from stayfinite.runner.capsules import deliver
 from stayfinite.runner.children import exit_code
 from stayfinite.runner.ending import INCIDENT_CODE, Ending, flush
+from stayfinite.runner.experiments import experiment
 from stayfinite.runner.plan import write_atomically
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.second import look_again
@@ -59,7 +61,10 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
     if result.incidents:
         result, notes = look_again(scene, records, result)
         _write(scene, result)
-        result, more = try_changes(scene, records, result)
+        budget = Budget(scene.options.prove)
+        result = experiment(scene, records, result, budget)
+        _write(scene, result)
+        result, more = try_changes(scene, records, result, budget)
         notes += more
         _write(scene, result)
         notes += deliver(scene, records, result)

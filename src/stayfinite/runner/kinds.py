@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stayfinite.runner.plan import Plan
+from stayfinite.runner.experimenting import LabWatch
+from stayfinite.runner.plan import MAIN, Plan
 from stayfinite.runner.rehearsing import RehearsalWatch
 from stayfinite.runner.watch import Watch
 
@@ -11,5 +12,8 @@ PREFLIGHT = "preflight"
 
 def watch_for(plan: Plan, *, key: str) -> Watch:
     """The watch of a process that belongs to this plan."""
-    is_preflight = plan.guard.get("purpose") == PREFLIGHT
-    return (RehearsalWatch if is_preflight else Watch)(plan, key=key)
+    if plan.guard.get("purpose") == PREFLIGHT:
+        return RehearsalWatch(plan, key=key)
+    if plan.lab is not None and key == MAIN:
+        return LabWatch(plan, key=key)
+    return Watch(plan, key=key)

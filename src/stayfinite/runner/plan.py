@@ -33,6 +33,7 @@ class Plan:
     `run_dir` is where steps and incidents are recorded, if they are.
     `capsule` says what goes into the capsule of the first incident, if one is wanted.
     `instead` has other text for source files: path -> path of the text.
+    `lab` has the incident that experiments are made on, the seconds, and where the result goes.
     """
 
     folder: str
@@ -45,6 +46,7 @@ class Plan:
     command: tuple[str, ...] = ()
     instead: dict[str, str] = field(default_factory=dict)
     capsule: dict[str, Any] | None = None
+    lab: dict[str, Any] | None = None
 
     @property
     def path(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from stayfinite.explain.patch.candidates import patches_for
@@ -15,9 +14,9 @@ from stayfinite.records import Incident, RunResult
 from stayfinite.report.store.reading import Run
 from stayfinite.runner import tree
 from stayfinite.runner.again import end, has_incident, sign_of_life, start
+from stayfinite.runner.budget import Budget, may_try
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.scene import Scene
-from stayfinite.runner.second import why_not
 from stayfinite.runner.tree import ProcessRecord
 from stayfinite.runner.words import count
 
@@ -25,25 +24,13 @@ _PAUSE = 0.1  # seconds between two looks at a trial
 _FURTHER = 20  # steps beyond the bad one that a change has to hold for
 
 
-@dataclass
-class _Budget:
-    """Seconds that may be spent in all."""
-
-    seconds: float
-    began: float = dataclasses.field(default_factory=time.monotonic)
-
-    @property
-    def left(self) -> float:
-        return self.began + self.seconds - time.monotonic()
-
-
 def try_changes(
-    scene: Scene, records: list[ProcessRecord], result: RunResult
+    scene: Scene, records: list[ProcessRecord], result: RunResult, budget: Budget
 ) -> tuple[RunResult, list[str]]:
     """The result with a change that cures its first incident, and lines that say more."""
     found = next((i for i in result.incidents if i.origin is not None and i.origin.exact), None)
     seen = tree.first_incident(records)
-    if found is None or seen is None or not _may_try(scene, records):
+    if found is None or seen is None or not may_try(scene, records):
         return result, []
     folder = seen[0].folder or str(scene.plan.guard["folder"])
     patches = patches_for(found, folder=folder, files=_own_files(scene))
@@ -53,16 +40,12 @@ def try_changes(
     if reached > scene.options.prove:
         command = scene.again("--prove", str(int(10 + 4 * reached)))
         return result, [f"No change was tried, because that takes longer. To try some: {command}"]
-    with sign_of_life(f"trying changes, for at most {scene.options.prove} s"):
-        cured, tried = _first_that_holds(scene, found, patches, folder=folder)
+    with sign_of_life(f"trying changes, for at most {max(1, budget.left):.0f} s"):
+        cured, tried = _first_that_holds(scene, found, patches, budget, folder=folder)
     if cured is None:
         return result, [_none_holds(tried, len(patches))]
     incidents = tuple(cured if each is found else each for each in result.incidents)
     return dataclasses.replace(result, incidents=incidents), []
-
-
-def _may_try(scene: Scene, records: list[ProcessRecord]) -> bool:
-    return scene.options.prove > 0 and not scene.is_rank and why_not(scene, records) is None
 
 
 def _none_holds(tried: int, ideas: int) -> str:
@@ -81,10 +64,9 @@ def _own_files(scene: Scene) -> list[str]:
 
 
 def _first_that_holds(
-    scene: Scene, incident: Incident, patches: list[Patch], *, folder: str
+    scene: Scene, incident: Incident, patches: list[Patch], budget: Budget, *, folder: str
 ) -> tuple[Incident | None, int]:
     """The incident with the first change that holds, and how many were tried."""
-    budget = _Budget(scene.options.prove)
     for number, patch in enumerate(patches):
         if budget.left <= 0:
             return None, number
@@ -106,7 +88,7 @@ def _cured(incident: Incident, patch: Patch, trial: Trial, *, folder: str) -> In
     return dataclasses.replace(incident, diagnosis=dataclasses.replace(diagnosis, confidence=sure))
 
 
-def _try(scene: Scene, patch: Patch, incident: Incident, budget: _Budget, *, number: int) -> Trial:
+def _try(scene: Scene, patch: Patch, incident: Incident, budget: Budget, *, number: int) -> Trial:
     """Run the script with the change, until it goes bad, ends, or the time is up."""
     folder = os.path.join(scene.plan.folder, f"trial-{number}")
     os.mkdir(folder)

@@ -151,18 +151,22 @@ class Watch:
             self._begin_record(self.guard)
 
     def _attach(self, torch: ModuleType) -> None:
-        from stayfinite.guard import Guard, GuardSettings
         from stayfinite.guard.post import Post
 
         if self.is_muted:
             return
-        guard = Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
+        guard = self._new_guard()
         if self.plan.capsule is not None:
             guard.keep_operations()
         self._post = Post(guard, _attach_guard)
         self._begin_record(guard)
         if self.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
             join_frameworks()
+
+    def _new_guard(self) -> Guard:
+        from stayfinite.guard import Guard, GuardSettings
+
+        return Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
 
     def _begin_record(self, guard: Guard) -> None:
         with step_aside("recording the run"):

@@ -246,10 +246,11 @@ def test_a_lower_rate_is_tried_only_if_the_old_one_fails_again() -> None:
     def does_not(change: Change) -> Seen:
         return GOOD if change.steps else BAD
 
-    found = dynamics(lab(Step(repeats)), steps=3)
-    assert found is not None
-    assert found.is_proof
-    assert dynamics(lab(Step(does_not)), steps=3) is None
+    slower, clipped, smaller = dynamics(lab(Step(repeats)), steps=3)
+    assert slower.is_proof
+    assert "a tenth of the learning rate over the last 3 steps" in slower.sentence
+    assert (clipped.verdict, smaller.verdict) == ("innocent", "innocent")
+    assert dynamics(lab(Step(does_not)), steps=3) == []
 
 
 def test_only_the_compiled_code_may_be_bad() -> None:

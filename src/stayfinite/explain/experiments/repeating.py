@@ -5,6 +5,7 @@ from __future__ import annotations
 from stayfinite.explain.experiments.findings import Finding
 from stayfinite.explain.experiments.lab import Lab
 from stayfinite.explain.experiments.replays import AS_IT_WAS, CannotReplayError, Change, Precision
+from stayfinite.records import REPEATED
 
 
 def repeated(lab: Lab) -> Finding:
@@ -17,7 +18,7 @@ def repeated(lab: Lab) -> Finding:
     if first.is_finite and second.is_finite:
         return _repeats("transient", "the same step, run twice more, was finite both times")
     if first.is_like(second):
-        return _repeats("deterministic", "the same step, run twice more, went bad the same way")
+        return _repeats("deterministic", REPEATED)
     if first.is_finite or second.is_finite:
         said = (
             "the same step, run twice more, was bad once and finite once: it is not deterministic"

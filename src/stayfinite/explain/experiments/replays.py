@@ -28,6 +28,9 @@ class Change:
     steps: int = 0
     """So many steps before it are run again, too."""
     learning_rate: float = 1.0
+    clip: float | None = None
+    """The largest norm that gradients may have in those steps."""
+    loss_scale: float = 1.0
     is_guarded: bool = False
     """The operation that went bad first is kept inside its domain, as the fix says."""
 

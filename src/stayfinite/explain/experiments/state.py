@@ -7,6 +7,8 @@ from stayfinite.explain.experiments.lab import Lab
 from stayfinite.explain.experiments.replays import AS_IT_WAS, Change
 
 _LESS = 0.1
+_SMALLER = 1 / 16
+_CLIP = 1.0
 
 
 def guarded(lab: Lab) -> Finding | None:
@@ -58,21 +60,33 @@ def weights(lab: Lab) -> Finding | None:
     return None
 
 
-def dynamics(lab: Lab, *, steps: int) -> Finding | None:
-    """Whether the last steps, run again with a tenth of the learning rate, end well.
+def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
+    """Whether the last steps, run again in gentler ways, end well: one finding for each way.
 
-    Only if they end badly with the rate that they had.
+    Only if they end badly as they were.
     """
     if steps < 1 or not lab.fails(Change(steps=steps)):
-        return None
-    slower = Change(steps=steps, learning_rate=_LESS)
+        return []
     many = "the last step" if steps == 1 else f"the last {steps} steps"
-    if lab.is_finite(slower):
-        said = f"with a tenth of the learning rate over {many} this one is finite"
+    ways = [
+        (Change(steps=steps, learning_rate=_LESS), "a tenth of the learning rate"),
+        (Change(steps=steps, clip=_CLIP), f"gradients clipped to a norm of {_CLIP:g}"),
+        (Change(steps=steps, loss_scale=_SMALLER), "a sixteenth of the loss scale"),
+    ]
+    tried = [_gentler(lab, change, f"with {how} over {many}") for change, how in ways]
+    return [each for each in tried if each is not None]
+
+
+def _gentler(lab: Lab, change: Change, what: str) -> Finding | None:
+    if lab.is_finite(change):
         return Finding(
-            experiment="dynamics", verdict="depends", sentence=said, reproduces=True, vanishes=True
+            experiment="dynamics",
+            verdict="depends",
+            sentence=f"{what} this one is finite",
+            reproduces=True,
+            vanishes=True,
         )
-    if lab.fails(slower):
-        said = f"with a tenth of the learning rate over {many} it goes bad all the same"
+    if lab.fails(change):
+        said = f"{what} it goes bad all the same"
         return Finding(experiment="dynamics", verdict="innocent", sentence=said)
     return None

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from stayfinite.explain.certainty import is_seen_in_values
 from stayfinite.explain.experiments.batch import guilty_rows, guilty_values
 from stayfinite.explain.experiments.findings import Finding
 from stayfinite.explain.experiments.lab import Lab, OutOfTimeError
@@ -47,7 +48,7 @@ def experiment(
         ("compiled", lambda: _one(compiled(lab))),
     ]
     if is_diverging or diagnosis.cause in _DYNAMICS:
-        plan.append(("dynamics", lambda: _one(dynamics(lab, steps=steps))))
+        plan.append(("dynamics", lambda: dynamics(lab, steps=steps)))
     found = first
     for name, act in plan:
         more = [_confirmed(lab, each, question) for each in _done(lab, name, act)]
@@ -109,7 +110,7 @@ def _proves(finding: Finding, question: _Question) -> bool:
     if question.is_diverging and finding.experiment != "samples":
         return False
     if finding.experiment == "guarded":
-        return diagnosis.cause != "unknown"
+        return is_seen_in_values(diagnosis.cause, origin)
     if finding.experiment == "samples":
         return diagnosis.cause in ("bad_input_data", "bad_label") and origin.phase == "data"
     if finding.experiment == "float32":

@@ -91,7 +91,8 @@ def judged(
     question = _Question(diagnosis, origin, is_diverging)
     if not findings:
         return diagnosis
-    evidence = tuple(dict.fromkeys([*diagnosis.evidence, *(each.sentence for each in findings)]))
+    said = [each.sentence for each in findings if each.sentence != OUT_OF_TIME]
+    evidence = tuple(dict.fromkeys([*diagnosis.evidence, *(said or [OUT_OF_TIME])]))
     confidence = diagnosis.confidence
     if not any(each.experiment == "repeat" and each.reproduces for each in findings):
         confidence = "possible" if confidence == "possible" else "likely"

@@ -97,7 +97,7 @@ class Bench:
         """Keep the weights, and a process that can go on from here."""
         with guard.unseen():
             self._copies = copies_of(guard.evidence.optimizers())
-        if has_workers() or threading.active_count() > 1:
+        if has_workers() or _has_threads():
             return
         self._earlier = Forks(self._folder, name="earlier", leave=self._end)
         try:
@@ -142,7 +142,7 @@ class Bench:
         """Make the experiments, and end; children return from here into the script."""
         if self._bad == 0:
             self._hook.remove()
-        if threading.active_count() > 1:
+        if _has_threads():
             self._end()
         try:
             write_diagnosis(
@@ -192,6 +192,12 @@ class Bench:
         assert self._order is not None
         write(self._order.answer, to_json(answer))
         self._end()
+
+
+def _has_threads() -> bool:
+    """Whether a fork would lose threads that the script needs; those of a loader it does not."""
+    names = (thread.name for thread in threading.enumerate())
+    return sum(not name.startswith("QueueFeederThread") for name in names) > 1
 
 
 class LabGuard(Guard):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.runner.conftest import Scripts
 
 ONE_BAD_SAMPLE = """
     import torch
@@ -68,7 +67,7 @@ LARGE_IN_HALF = """
 """
 
 
-def diagnosed(scripts: Scripts, script: str, *options: str) -> dict[str, Any]:
+def diagnosed(scripts: Any, script: str, *options: str) -> dict[str, Any]:
     scripts.write(script)
     options = ("--trace", "--json", "out.json", "--no-record", *(options or ("--prove", "90")))
     done = scripts.watched("train.py", options=options)
@@ -78,7 +77,7 @@ def diagnosed(scripts: Scripts, script: str, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["num_workers=0", "num_workers=2"])
-def test_the_sample_and_its_value_are_found(scripts: Scripts, how: str) -> None:
+def test_the_sample_and_its_value_are_found(scripts: Any, how: str) -> None:
     found = diagnosed(scripts, ONE_BAD_SAMPLE.format(how=how))
     said = "\n".join(found["evidence"])
     assert (found["cause"], found["confidence"]) == ("log_of_zero", "proven")
@@ -88,7 +87,7 @@ def test_the_sample_and_its_value_are_found(scripts: Scripts, how: str) -> None:
     assert "with value 2 of row 5 taken from row 0, the batch is finite" in said
 
 
-def test_divergence_is_told_from_data(scripts: Scripts) -> None:
+def test_divergence_is_told_from_data(scripts: Any) -> None:
     found = diagnosed(scripts, TOO_FAST)
     said = "\n".join(found["evidence"])
     assert "a tenth of the learning rate over the last 8 steps" in said
@@ -97,25 +96,25 @@ def test_divergence_is_told_from_data(scripts: Scripts) -> None:
     assert found["confidence"] != "proven"
 
 
-def test_the_guilty_term_is_found(scripts: Scripts) -> None:
+def test_the_guilty_term_is_found(scripts: Any) -> None:
     said = "\n".join(diagnosed(scripts, TWO_TERMS)["evidence"])
     assert "of the terms of the loss, length goes bad alone, and spread alone is finite" in said
 
 
-def test_more_precision_cures_what_the_lack_of_it_made(scripts: Scripts) -> None:
+def test_more_precision_cures_what_the_lack_of_it_made(scripts: Any) -> None:
     found = diagnosed(scripts, LARGE_IN_HALF)
     assert (found["cause"], found["confidence"]) == ("low_precision_overflow", "proven")
     assert "in float32 the same step is finite" in found["evidence"]
 
 
-def test_the_very_first_step_can_be_replayed(scripts: Scripts) -> None:
+def test_the_very_first_step_can_be_replayed(scripts: Any) -> None:
     script = TWO_TERMS.replace("step < 3", "step < 0")
     said = "\n".join(diagnosed(scripts, script)["evidence"])
     assert "run twice more, went bad the same way" in said
     assert "length goes bad alone" in said
 
 
-def test_a_script_with_threads_is_left_alone(scripts: Scripts) -> None:
+def test_a_script_with_threads_is_left_alone(scripts: Any) -> None:
     thread = (
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
@@ -123,6 +122,6 @@ def test_a_script_with_threads_is_left_alone(scripts: Scripts) -> None:
     assert not any("run twice more" in said for said in found["evidence"])
 
 
-def test_no_time_no_experiments(scripts: Scripts) -> None:
+def test_no_time_no_experiments(scripts: Any) -> None:
     found = diagnosed(scripts, TWO_TERMS, "--prove", "0")
     assert not any("run twice more" in said for said in found["evidence"])

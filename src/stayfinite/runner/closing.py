@@ -62,10 +62,10 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
         result, notes = look_again(scene, records, result)
         _write(scene, result)
         budget = Budget(scene.options.prove)
-        result = experiment(scene, records, result, budget)
-        _write(scene, result)
         result, more = try_changes(scene, records, result, budget)
         notes += more
+        _write(scene, result)
+        result = experiment(scene, records, result, budget)
         _write(scene, result)
         notes += deliver(scene, records, result)
     folder = _folder(scene, records)

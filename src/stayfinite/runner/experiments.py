@@ -15,7 +15,6 @@ from stayfinite.runner.plan import Plan
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.tree import ProcessRecord
 
-_SHARE = 0.5  # of the time; the rest is for trials of changes
 _SLOWER = 1.5  # a traced run, at least
 _PAUSE = 0.05
 
@@ -28,7 +27,7 @@ def experiment(
     seen = tree.first_incident(records)
     if found is None or found.diagnosis is None or seen is None:
         return result
-    seconds = budget.left * _SHARE
+    seconds = budget.left
     is_soon = (seen[0].seconds or 0.0) * _SLOWER < seconds
     is_alone = not any(record.in_group or record.rank for record in records)
     if not (is_soon and is_alone and hasattr(os, "fork") and may_try(scene, records)):
@@ -37,10 +36,18 @@ def experiment(
         with sign_of_life(f"making experiments on step {found.step}, for at most {seconds:.0f} s"):
             diagnosis = _asked(scene, _whole(found, seen[0], scene), seconds=seconds)
         if diagnosis is not None:
-            better = dataclasses.replace(found, diagnosis=diagnosis)
+            better = dataclasses.replace(found, diagnosis=_joined(found.diagnosis, diagnosis))
             incidents = tuple(better if each is found else each for each in result.incidents)
             return dataclasses.replace(result, incidents=incidents)
     return result
+
+
+def _joined(before: Diagnosis, after: Diagnosis) -> Diagnosis:
+    """With all evidence; that of a change that was tried comes last, and what it proves stays."""
+    tried = before.evidence[-1:] if before.patch else ()
+    evidence = (*(said for said in after.evidence if said not in tried), *tried)
+    sure = before.confidence if before.confidence == "proven" else after.confidence
+    return dataclasses.replace(after, evidence=evidence, confidence=sure)
 
 
 def _whole(incident: Incident, record: ProcessRecord, scene: Scene) -> Incident:

@@ -50,6 +50,12 @@ def test_a_bad_first_step_leaves_nothing_to_compare_with_but_the_first_loss() ->
     assert not dataclasses.replace(GOOD, bad_step=0, losses=far).holds
 
 
+def test_a_loss_that_had_run_away_is_no_measure() -> None:
+    away = [1.1 * 100.0**step for step in range(31)]
+    assert not dataclasses.replace(GOOD, losses=(*away, *[700.0] * 29)).holds
+    assert dataclasses.replace(GOOD, losses=(*away, *[1.0] * 29)).holds
+
+
 def _incident(cause: str, *, exact: bool = True, dtype: str = "float32") -> Incident:
     given = TensorSummary(name="self", shape=(2,), dtype=dtype, device="cpu", numel=2)
     origin = Origin(phase="forward", file="train.py", line=3, exact=exact, inputs=(given,))

@@ -57,6 +57,12 @@ def own_code(root: str, *extra: str) -> OwnCode:
     return OwnCode(sources=tuple(found.values()), paths=_paths(root), notes=notes)
 
 
+def own_files(root: str) -> list[str]:
+    """The Python files of the project that this process has loaded."""
+    inside = os.path.realpath(root) + os.sep
+    return [path for path, _ in _loaded(()) if path.startswith(inside)]
+
+
 def _loaded(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
     """(file, folder that its module's name begins from), the latter None where it has none."""
     for path in extra:

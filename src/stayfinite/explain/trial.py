@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from stayfinite.explain.certainty import is_seen_in_values
 from stayfinite.records import Incident
 
+_RUNS_AWAY = 10.0  # times all losses before it
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -40,11 +42,21 @@ class Trial:
             return False
         if len(finite) < 2:
             return True
-        before = finite[: max(1, min(self.bad_step, len(finite) - 1))]
+        before = _calm(finite[: max(1, min(self.bad_step, len(finite) - 1))])
         late = statistics.median(finite[-max(1, min(5, len(finite) // 2)) :])
         worst = max(before)
         noise = max(worst - min(before), abs(worst) * (0.1 if len(before) > 1 else 1.0))
         return late <= worst + noise
+
+
+def _calm(losses: list[float]) -> list[float]:
+    """Those before the loss ran away, if it did."""
+    most = abs(losses[0])
+    for number, loss in enumerate(losses):
+        if abs(loss) > _RUNS_AWAY * most + 1.0:
+            return losses[:number]
+        most = max(most, abs(loss))
+    return losses
 
 
 def evidence_of(trial: Trial, what: str) -> str:

@@ -33,7 +33,7 @@ def try_changes(
     if found is None or seen is None or not may_try(scene, records):
         return result, []
     folder = seen[0].folder or str(scene.plan.guard["folder"])
-    patches = patches_for(found, folder=folder, files=_own_files(scene))
+    patches = patches_for(found, folder=folder, files=_own_files(scene, folder))
     if not patches:
         return result, []
     reached = seen[0].seconds or 0.0
@@ -54,13 +54,17 @@ def _none_holds(tried: int, ideas: int) -> str:
     return f"{count(tried, 'change')} tried; none holds, so none is shown."
 
 
-def _own_files(scene: Scene) -> list[str]:
-    """The script; a module's file is known from the incident."""
+def _own_files(scene: Scene, folder: str) -> list[str]:
+    """The script, and what it has imported of the same project."""
+    from stayfinite.capsule.sources import own_files
+
     target = scene.target
     path = os.path.join(scene.cwd, target.name)
-    if target.is_module or not os.path.exists(path):
-        return []
-    return [os.path.join(path, "__main__.py") if os.path.isdir(path) else path]
+    if os.path.isdir(path):
+        path = os.path.join(path, "__main__.py")
+    script = [] if target.is_module or not os.path.exists(path) else [path]
+    known = set(map(os.path.realpath, script))
+    return [*script, *(file for file in own_files(folder) if file not in known)]
 
 
 def _first_that_holds(

@@ -50,10 +50,17 @@ def test_a_bad_first_step_leaves_nothing_to_compare_with_but_the_first_loss() ->
     assert not dataclasses.replace(GOOD, bad_step=0, losses=far).holds
 
 
+def test_a_loss_may_fall_from_a_new_level_but_not_shoot_up() -> None:
+    higher = tuple(3.0 - 0.05 * step for step in range(29))
+    assert dataclasses.replace(GOOD, losses=(*FALLING[:31], *higher)).holds
+    assert not dataclasses.replace(GOOD, losses=(*FALLING[:31], *reversed(higher))).holds
+    assert not dataclasses.replace(GOOD, losses=(*FALLING[:31], 8e5, *FALLING[32:])).holds
+
+
 def test_a_loss_that_had_run_away_is_no_measure() -> None:
     away = [1.1 * 100.0**step for step in range(31)]
     assert not dataclasses.replace(GOOD, losses=(*away, *[700.0] * 29)).holds
-    assert dataclasses.replace(GOOD, losses=(*away, *[1.0] * 29)).holds
+    assert dataclasses.replace(GOOD, losses=(*away[:30], *[1.0] * 30)).holds
 
 
 def _incident(cause: str, *, exact: bool = True, dtype: str = "float32") -> Incident:

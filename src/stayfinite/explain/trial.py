@@ -10,6 +10,8 @@ from stayfinite.explain.certainty import is_seen_in_values
 from stayfinite.records import Incident
 
 _RUNS_AWAY = 10.0  # times all losses before it
+_SPIKE = 100.0
+_FEW = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +38,25 @@ class Trial:
         return self.exit_code == 0 and self.steps > self.bad_step
 
     def _learns(self) -> bool:
-        """Whether the loss ends no higher than it was before the bad step, less its own noise."""
+        """Whether the loss ends no higher than before the bad step, or falls from a new level.
+
+        Not if it shoots up on the way: that is not a cure either.
+        """
         finite = [loss for loss in self.losses if math.isfinite(loss)]
         if len(finite) < len(self.losses):
             return False
         if len(finite) < 2:
             return True
         before = _calm(finite[: max(1, min(self.bad_step, len(finite) - 1))])
-        late = statistics.median(finite[-max(1, min(5, len(finite) // 2)) :])
+        late = statistics.median(finite[-max(1, min(_FEW, len(finite) // 2)) :])
         worst = max(before)
         noise = max(worst - min(before), abs(worst) * (0.1 if len(before) > 1 else 1.0))
-        return late <= worst + noise
+        top = worst + noise
+        after = finite[self.bad_step :]
+        if any(loss > _SPIKE * abs(top) + 1.0 for loss in after):
+            return False
+        falls = len(after) > 2 * _FEW and late <= statistics.median(after[:_FEW])
+        return late <= top or (falls and late <= _RUNS_AWAY * abs(top))
 
 
 def _calm(losses: list[float]) -> list[float]:

@@ -14,6 +14,7 @@ from stayfinite.explain.patch.rewrites.domains import DOMAINS, ratio
 from stayfinite.explain.patch.rewrites.exponentials import EXPONENTIALS
 from stayfinite.explain.patch.rewrites.logs import LOGS
 from stayfinite.explain.patch.rewrites.masks import MASKS
+from stayfinite.explain.patch.rewrites.matrices import MATRICES
 from stayfinite.explain.patch.rewrites.norms import NORMS
 from stayfinite.explain.patch.rewrites.optimizers import (
     OPTIMIZER,
@@ -46,6 +47,7 @@ REWRITES: tuple[Rewrite, ...] = (
     warmed_up,
     *LOGS,
     untaken,
+    *MATRICES,
     *NORMS,
     *MASKS,
     *EXPONENTIALS,

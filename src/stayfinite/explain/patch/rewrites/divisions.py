@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
-from stayfinite.explain.patch.flow import assignment, value_of
+from stayfinite.explain.patch.flow import assignment, names_in, value_of
 from stayfinite.explain.patch.guards import eps, followed, for_the_rest, rewritten
 from stayfinite.explain.patch.imports import functional, torch_name
 from stayfinite.explain.patch.layout import swapped
@@ -28,6 +28,7 @@ _CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
 _NORMS = ("norm", "vector_norm")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
 _SIZES = re.compile(r"sum\(|norm|std|var|count|abs\(|exp\(|mask|num|total|area|union|size|\bn\b")
+_COUNTERS = ("sum", "count_nonzero", "bincount", "histc")
 _MANY = 16  # values that are a fair sample of a sign
 Division = tuple[ast.AST, ast.expr | None, ast.expr]
 
@@ -161,8 +162,10 @@ def _guards(site: Site, below: ast.expr) -> Iterator[tuple[str, str]]:
 
 def _looks_like_count(site: Site, below: ast.expr) -> bool:
     value = value_of(site.source, below)
-    sums = list(calls_in(value, ("sum", "count_nonzero")))
-    return bool(sums) and bool(_COUNTS.search(site.source.of(value).lower()))
+    made = [value, *(value_of(site.source, name) for name in names_in(value))]
+    sums = [call for each in made for call in calls_in(each, _COUNTERS)]
+    text = " ".join(site.source.of(each) for each in made)
+    return bool(sums) and bool(_COUNTS.search(text.lower()))
 
 
 def _moved_away(site: Site, below: ast.expr) -> Change:

@@ -24,6 +24,7 @@ _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "softmin")
 _PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask")
 _MASK = -1e4  # below any score, above the lowest float16
 _ARITHMETIC = ("sub", "add", "rsub", "sum", "mean", "mul", "mm", "bmm", "addmm", "dot")
+_OF_LOGARITHMS = ("logaddexp", "logsumexp", "logcumsumexp")
 
 
 def is_infinite(node: ast.AST) -> bool:
@@ -171,6 +172,25 @@ def infinite_operands(site: Site) -> Iterator[Change]:
             yield from _infinite_constants(site)
 
 
+def infinite_logarithms(site: Site) -> Iterator[Change]:
+    """logaddexp and its like, whose derivative at -Inf beside -Inf is Inf - Inf."""
+    if not (site.autograd or site.op).lower().startswith(_OF_LOGARITHMS):
+        return
+    for call in site.calls(("logaddexp", "logaddexp2", "logsumexp", "logcumsumexp")):
+        first = operand(site.source, call)
+        pair = call.args if called(call).startswith("logaddexp") else []
+        given = [first, *(arg for arg in pair if arg is not first)]
+        low = "-1e4" if site.is_half else "-1e30"
+        edits = [
+            swapped(site.source, node, f"{in_brackets(site.source, node)}.clamp_min({low})")
+            for node in given
+            if node is not None and constant(node) is None
+        ]
+        if edits:
+            what = "Bound what is -Inf by a finite number before the sum in log space."
+            yield Change(site.source, what, tuple(edits))
+
+
 def _infinite_sides(site: Site, infinite: set[str]) -> Iterator[ast.expr]:
     node = site.node
     if isinstance(node, ast.BinOp):
@@ -193,4 +213,11 @@ def _infinite_constants(site: Site) -> Iterator[Change]:
             yield rewritten(site, node, text, "Multiply by a large finite number, not by Inf.")
 
 
-MASKS = (mask_constant, set_to_infinity, masked_rows, masked_keys, infinite_operands)
+MASKS = (
+    mask_constant,
+    set_to_infinity,
+    masked_rows,
+    masked_keys,
+    infinite_operands,
+    infinite_logarithms,
+)

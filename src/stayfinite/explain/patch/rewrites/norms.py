@@ -28,6 +28,21 @@ def norm_at_zero(site: Site) -> Iterator[Change]:
             yield rewritten(site, call, f"({summed} + {small}).sqrt()", what)
 
 
+def hypotenuse(site: Site) -> Iterator[Change]:
+    """torch.hypot(a, b) to (a.pow(2) + b.pow(2) + eps).sqrt()."""
+    if site.autograd != "Hypot":
+        return
+    for call in site.calls(("hypot",)):
+        first = operand(site.source, call)
+        other = next((arg for arg in call.args if arg is not first), None)
+        if first is None or other is None:
+            continue
+        a, b = (in_brackets(site.source, each) for each in (first, other))
+        small = "1e-6" if site.is_half else "1e-12"
+        what = "Write the length with an eps under its root, where the derivative is finite."
+        yield rewritten(site, call, f"({a}.pow(2) + {b}.pow(2) + {small}).sqrt()", what)
+
+
 def _by_cause(site: Site) -> bool:
     return site.cause == "norm_grad_at_zero"
 
@@ -84,4 +99,4 @@ def group_of_one(site: Site) -> Iterator[Change]:
         yield Change(site.source, what, (edit,))
 
 
-NORMS = (norm_at_zero, group_of_one, spread_at_zero)
+NORMS = (norm_at_zero, hypotenuse, group_of_one, spread_at_zero)

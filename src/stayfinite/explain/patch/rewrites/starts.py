@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from stayfinite.explain.patch.change import Change
 from stayfinite.explain.patch.edits import Edit
-from stayfinite.explain.patch.guards import rewritten
 from stayfinite.explain.patch.imports import name_of, torch_name
-from stayfinite.explain.patch.layout import insert_after, insert_before, swapped
+from stayfinite.explain.patch.layout import insert_after, swapped
 from stayfinite.explain.patch.rewrites.divisions import divisions
 from stayfinite.explain.patch.site import Site
 from stayfinite.explain.patch.source import Source
@@ -173,29 +172,4 @@ def _sets_rate(source: Source, node: ast.expr) -> bool:
     return bool(_SCHEDULE.search(name) or _SCHEDULE.search(said))
 
 
-def distinct(site: Site) -> Iterator[Change]:
-    """A degenerate matrix gets a small diagonal, with distinct entries where they must differ."""
-    if site.cause != "degenerate_linalg":
-        return
-    torch, _ = torch_name(site.source)
-    names = ("svd", "svdvals", "eigh", "eig", "qr", "cholesky", "inv", "inverse", "solve", "det")
-    for call in calls_in(site.node, (*names, "logdet", "slogdet", "pinv", "inv_ex", "cholesky_ex")):
-        matrix = call.args[0] if call.args else None
-        if matrix is None:
-            continue
-        x = site.source.of(matrix)
-        what = "Add a small diagonal, so that the matrix is not degenerate."
-        for size in ("1e-6", "1e-3"):
-            if called(call) in ("svd", "eigh", "eig", "svdvals"):
-                added = f"{size} * {torch}.diag({torch}.arange(1.0, {x}.shape[-1] + 1)).to({x})"
-            else:
-                added = f"{size} * {torch}.eye({x}.shape[-1]).to({x})"
-            if isinstance(matrix, ast.Name):
-                line = f"{x} = {x} + {added}"
-                edit = insert_before(site.source, site.statement, line)
-                yield Change(site.source, what, (edit,))
-            else:
-                yield rewritten(site, matrix, f"{in_brackets(site.source, matrix)} + {added}", what)
-
-
-STARTS = (unwritten, poor_start, lost_buffer, lost_statistic, narrowed, schedule, distinct)
+STARTS = (unwritten, poor_start, lost_buffer, lost_statistic, narrowed, schedule)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import stayfinite
 from stayfinite.explain.causes import CAUSES
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,19 @@ def test_links_between_pages_lead_somewhere(slug: str) -> None:
 @pytest.mark.parametrize("slug", SHOWN)
 def test_first_snippet_fails(slug: str) -> None:
     assert not all(torch.isfinite(each).all() for each in result(slug, "Fails", "bad"))
+
+
+@pytest.mark.parametrize(
+    "slug", ["bad_init", "exploding_recurrence", "division_by_zero_optimizer", "lr_too_high"]
+)
+def test_snippet_is_traced_to_its_own_cause(slug: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(snippet(slug, "Fails"), encoding="utf-8")
+    names: dict[str, Any] = {}
+    with stayfinite.trace(raise_on_nan=False) as found:
+        exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), names)
+        bad = names["bad"]  # noqa: F841  (a variable at the end of the block)
+    assert found.incidents[0].diagnosis.cause == slug
 
 
 @pytest.mark.parametrize("slug", SHOWN)

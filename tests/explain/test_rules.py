@@ -155,8 +155,12 @@ def test_no_rule_raises_whatever_the_others_say(origin: Origin, context: Context
         assert found is None or found.cause in CAUSES
 
 
-def summary(name: str = "self", dtype: str = "float32", **counts: Any) -> TensorSummary:
-    return TensorSummary(name=name, shape=(4,), dtype=dtype, device="cpu", numel=4, **counts)
+def summary(
+    name: str = "self", dtype: str = "float32", shape: tuple[int, ...] = (4,), **counts: Any
+) -> TensorSummary:
+    return TensorSummary(
+        name=name, shape=shape, dtype=dtype, device="cpu", numel=math.prod(shape), **counts
+    )
 
 
 def test_nothing_known_is_unknown() -> None:
@@ -247,8 +251,46 @@ def test_extreme_logits_inside_a_loss_of_torch_are_named() -> None:
 
 def test_every_rule_that_is_unsure_says_so() -> None:
     big = Origin(phase="forward", op="aten.mm.default", inputs=(summary(max=1e30),))
-    found = diagnose(big, Context())
+    updated = Context(history=(StepFacts(step=0, learning_rate=0.1),))
+    found = diagnose(big, updated)
     assert (found.cause, found.confidence) == ("lr_too_high", "possible")
+
+
+@pytest.mark.parametrize(
+    ("history", "cause"),
+    [
+        ((), "bad_init"),
+        ((StepFacts(step=0, learning_rate=0.1, skipped=True),), "bad_init"),
+        ((StepFacts(step=0, loss=1.0),), "bad_init"),
+        ((StepFacts(step=0, learning_rate=0.1),), "lr_too_high"),
+        ((StepFacts(step=0, loss=1.0), StepFacts(step=1, loss=2.0)), "lr_too_high"),
+    ],
+)
+def test_learning_rate_has_no_part_in_what_comes_before_an_update(
+    history: tuple[StepFacts, ...], cause: str
+) -> None:
+    weight = summary("mat2", shape=(64, 8), min=-0.1, max=0.1)
+    values = summary("self", shape=(4, 64), max=1e38)
+    origin = Origin(phase="forward", op="aten.mm.default", inputs=(values, weight))
+    assert diagnose(origin, Context(history=history)).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "shape", "max_weight", "sure"),
+    [
+        ("mat2", "aten.addmm.default", (64, 8), 4.0, "likely"),
+        ("mat2", "aten.addmm.default", (64, 8), 0.5, "possible"),
+        ("weight", "aten.convolution.default", (8, 16, 3, 3), 2.0, "likely"),
+        ("weight", "aten.convolution.default", (8, 16, 3, 3), 0.3, "possible"),
+    ],
+)
+def test_weight_is_measured_by_its_number_of_inputs(
+    name: str, op: str, shape: tuple[int, ...], max_weight: float, sure: str
+) -> None:
+    weight = summary(name, shape=shape, min=-max_weight, max=max_weight)
+    origin = Origin(phase="forward", op=op, inputs=(summary("input", max=1e37), weight))
+    found = diagnose(origin, Context())
+    assert (found.cause, found.confidence) == ("bad_init", sure)
 
 
 def test_learning_rate_that_is_not_a_number_is_named_before_all_else() -> None:

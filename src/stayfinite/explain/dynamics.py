@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from stayfinite.explain.clue import Clue, diagnosis, largest, number
-from stayfinite.records import Diagnosis
+from stayfinite.records import Diagnosis, TensorSummary
 
 _RAW = 50.0  # normalised data does not reach it
 _LOOP = 8  # so many runs of one line in one forward pass are a recurrence
+_GROWN = 1e6  # beyond what layers make of normalised data
+_TOO_WIDE = 10.0  # usual weights stay below 7 times fan_in ** -0.5, the largest of them too
 _EXPONENTIALS = ("exp", "expm1", "sinh", "cosh", "exp2", "logaddexp", "softplus", "square")
 
 
@@ -105,7 +107,7 @@ def adversaries(clue: Clue) -> Diagnosis | None:
 
 def too_fast(clue: Clue) -> Diagnosis | None:
     """Plain divergence."""
-    if not clue.is_diverging:
+    if not clue.is_diverging or not clue.context.was_updated:
         return None
     rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
     lower = f" from {number(rate)} to {number(rate / 10)}" if rate else ""
@@ -149,10 +151,59 @@ def exponential(clue: Clue) -> Diagnosis | None:
     )
 
 
+def before_any_update(clue: Clue) -> Diagnosis | None:
+    """An overflow that training has no part in: the weights are as they were made."""
+    size = _size_of_inputs(clue)
+    if clue.context.was_updated or size < _GROWN:
+        return None
+    wide = _wide_weight(clue)
+    if wide is not None:
+        weight, fan_in = wide
+        return diagnosis(
+            "bad_init",
+            f"`{clue.expression}` overflowed on values of {number(size)} before any update was "
+            f"made. Its weight reaches {number(largest(weight))}, where {fan_in} inputs ask for a "
+            f"deviation of about {number(fan_in**-0.5)}.",
+            "Scale it with the fan-in: nn.init.kaiming_normal_(weight) or std = fan_in ** -0.5.",
+        )
+    if not clue.context.initial_weights and _weight(clue) is None:
+        return None
+    return diagnosis(
+        "bad_init",
+        f"`{clue.expression}` overflowed on values of {number(size)} before any update was made: "
+        "they grew within one forward pass.",
+        "Scale the first weights with the fan-in (nn.init.kaiming_normal_), normalise between "
+        "layers, and look for a map that is applied many times.",
+        sure="possible",
+    )
+
+
+def _wide_weight(clue: Clue) -> tuple[TensorSummary, int] | None:
+    """The weight of a product, with its number of inputs, if it is far too large for that."""
+    found = _weight(clue)
+    if found is None or largest(found[0]) * math.sqrt(found[1]) < _TOO_WIDE:
+        return None
+    return found
+
+
+def _weight(clue: Clue) -> tuple[TensorSummary, int] | None:
+    """The weight of a matrix product or a convolution, with its number of inputs."""
+    matrix, kernel = clue.input("mat2"), clue.input("weight")
+    if matrix is not None and len(matrix.shape) == 2:
+        return matrix, matrix.shape[0]
+    if kernel is not None and clue.op.startswith("conv"):
+        return kernel, math.prod(kernel.shape[1:])
+    return None
+
+
+def _size_of_inputs(clue: Clue) -> float:
+    return max((largest(item) for item in clue.origin.inputs), default=0.0)
+
+
 def slow_growth(clue: Clue) -> Diagnosis | None:
     """An overflow in plain arithmetic with weights or inputs that are already enormous."""
-    size = max((largest(item) for item in clue.origin.inputs), default=0.0)
-    if size < 1e6:
+    size = _size_of_inputs(clue)
+    if size < _GROWN or not clue.context.was_updated:
         return None
     return diagnosis(
         "lr_too_high",
@@ -172,5 +223,6 @@ DYNAMICS_RULES = (
     raw_inputs,
     too_fast,
     exponential,
+    before_any_update,
     slow_growth,
 )

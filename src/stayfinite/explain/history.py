@@ -56,6 +56,16 @@ class Context:
     bootstraps: bool = False
     is_adversarial: bool = False
 
+    @property
+    def was_updated(self) -> bool:
+        """Whether weights may have changed: no learning rate explains what comes before that.
+
+        A step with a learning rate is an optimizer's. Without one, the history is of backward
+        passes, and only from the second on may weights have been changed by hand before it.
+        """
+        applied = [step for step in self.history if not step.skipped]
+        return len(applied) > 1 or any(step.learning_rate is not None for step in applied)
+
 
 class History:
     """A ring of the last steps. Values may be device tensors; they are read only when asked for."""

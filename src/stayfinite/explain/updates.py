@@ -33,18 +33,19 @@ def half_precision_eps(clue: Clue) -> Diagnosis | None:
     if not _divides(clue) or not any(item.zero_count for item in clue.origin.inputs):
         return None
     dtype = clue.dtype
-    if facts.eps < SMALLEST.get(dtype, 0.0):
+    if 0 < facts.eps < SMALLEST.get(dtype, 0.0):
         return diagnosis(
             "optimizer_eps",
             f"eps = {facts.eps:g} is 0 in {dtype}, so {facts.kind} divides 0 by 0 where the "
             "gradient is 0.",
             f"Keep float32 weights and use autocast, or give {facts.kind} eps=1e-4 in {dtype}.",
         )
-    cause = "optimizer_eps" if facts.eps < 1e-12 else "division_by_zero_optimizer"
+    cause = "optimizer_eps" if 0 < facts.eps < 1e-12 else "division_by_zero_optimizer"
+    enough = "1e-4" if dtype == "float16" else "1e-8"
     return diagnosis(
         cause,
         f"{facts.kind} divided by a second moment of 0 (eps = {facts.eps:g}).",
-        f"Give {facts.kind} a larger eps, such as 1e-8 in float32.",
+        f"Give {facts.kind} a larger eps: eps={enough} in {dtype}.",
     )
 
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stayfinite.detect.gradients import params_of
 from stayfinite.detect.known import known_norm
 from stayfinite.detect.norms import finite_norm
 from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite, largest
 from stayfinite.detect.walk import named_tensors
-from stayfinite.explain.history import Context, History, OptimizerFacts
+from stayfinite.explain.history import Context, History, OptimizerFacts, Ranges, weight_growth
 from stayfinite.locate.names import Names, running_statistics
 from stayfinite.settings import ROUND
 
 _SAMPLES = 64
 _SHARES = 4
 _EVERY_NORM, _SOME_NORMS = 16, 16  # after 16 steps only every sixteenth has its norm
-Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
 class _Book:
@@ -67,6 +67,8 @@ class Evidence:
         self._normalisers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._bootstrap_steps = 0
         self._twice_called_steps = 0
+        self._latest: Callable[[], Optimizer | None] = lambda: None
+        self._turns = 0  # how often another optimizer than the one before has stepped
 
     @property
     def steps(self) -> int:
@@ -101,7 +103,7 @@ class Evidence:
         A quarter of them every fourth step, which is cheaper than some at every step.
         """
         turn = self.count(optimizer) % ROUND
-        return parameters_of(optimizer)[turn // _SHARES :: _SHARES] if turn % _SHARES == 0 else []
+        return params_of(optimizer)[turn // _SHARES :: _SHARES] if turn % _SHARES == 0 else []
 
     def statistics_are_due(self, optimizer: Optimizer) -> bool:
         """Whether it is the turn of the running statistics."""
@@ -117,7 +119,7 @@ class Evidence:
         """Before an optimizer's first update: how large are its weights?"""
         if optimizer not in self._met:
             self._met.add(optimizer)
-            self._initial_weights.update(weight_ranges(parameters_of(optimizer)))
+            self._initial_weights.update(weight_ranges(params_of(optimizer)))
 
     def registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         """A module gets a buffer: running statistics are looked at from time to time."""
@@ -180,6 +182,8 @@ class Evidence:
             skipped=skipped,
         )
         book.count += 1
+        if self._latest() is not optimizer:
+            self._latest, self._turns = weakref.ref(optimizer), self._turns + 1
         self._most = max(self._most, book.count)
         self.grad_norm = self.bad_loss = None
         self.bad_inputs.clear()
@@ -212,7 +216,7 @@ class Evidence:
         self, optimizer: Optimizer | None, *, step: int, locations: tuple[str, ...]
     ) -> Context:
         """All of it as plain values; reads what is still on a device."""
-        chosen = optimizer if optimizer is not None else self._busiest()
+        chosen = optimizer if optimizer is not None else self._at_work()
         book = self._books.get(chosen) if chosen is not None else None
         history = book.history if book is not None else self._passes
         steps = max(1, self.steps)
@@ -228,36 +232,36 @@ class Evidence:
             scale=self.scale,
             input_ranges={path: tuple(ring) for path, ring in self._inputs.items()},
             initial_weights=self._initial_weights or weights,
-            weight_growth=_growth(self._initial_weights, weights),
+            weight_growth=weight_growth(self._initial_weights, weights),
             poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
             loaded_keys=tuple(self.bad_keys),
             bootstraps=self._bootstrap_steps > steps // 2,
-            is_adversarial=len(self._books) > 1 and self._twice_called_steps > steps // 2,
+            is_adversarial=self._take_turns() and self._twice_called_steps > steps // 2,
         )
 
-    def _busiest(self) -> Optimizer | None:
-        # LBFGS may go wrong inside its first update.
-        return max(self._books or self._met, key=self.count, default=None)
+    def _take_turns(self) -> bool:
+        """Whether several optimizers step one after the other, again and again."""
+        return self._turns > 2 + min((book.count for book in self._books.values()), default=0)
+
+    def _at_work(self) -> Optimizer | None:
+        """The one that stepped last; LBFGS may go wrong inside its first update."""
+        latest = self._latest()
+        return latest if latest is not None else next(iter(self._met), None)
 
     def optimizers(self) -> list[Optimizer]:
         return list(self._books)
 
     def _parameters(self) -> list[Tensor]:
         """What the optimizers have; before the first update, what the called modules have."""
-        optimized = [param for optimizer in self._books for param in parameters_of(optimizer)]
+        optimized = [param for optimizer in self._books for param in params_of(optimizer)]
         return optimized or [param for module in self._called for param in module.parameters()]
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters of all groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     """Its first group's settings, as far as it has them."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     rate = group.get("lr")
-    params = parameters_of(optimizer)
+    params = params_of(optimizer)
     return OptimizerFacts(
         kind=type(optimizer).__name__,
         learning_rate=float(rate) if rate is not None else None,
@@ -287,12 +291,6 @@ def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
     names = Names()
     bad = [tensor for tensor in statistics if not all_finite([tensor])]
     return [(names.tensor(tensor) or "running statistics", tensor) for tensor in bad]
-
-
-def _growth(before: Ranges, now: Ranges) -> float:
-    """How many times larger the fastest-growing weight is than at the start."""
-    grown = [now[name][0] / max(size, 1e-2) for name, (size, _) in before.items() if name in now]
-    return max((g for g in grown if math.isfinite(g)), default=1.0)
 
 
 def _signature(module: nn.Module) -> str:

@@ -9,9 +9,10 @@ import time
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stayfinite.detect.gradients import params_of
 from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.walk import Named
-from stayfinite.evidence import Evidence, parameters_of
+from stayfinite.evidence import Evidence
 from stayfinite.explain.rules import diagnose
 from stayfinite.locate.arming import Tracing
 from stayfinite.locate.graph import origin_from_graph
@@ -47,7 +48,7 @@ def parameters_found(optimizer: Optimizer) -> Finding:
     names = Names()
     named = [
         (f"parameters.{names.tensor(param) or number}", param)
-        for number, param in enumerate(parameters_of(optimizer))
+        for number, param in enumerate(params_of(optimizer))
     ]
     did = "the weights had taken the bad values already"
     return Finding(named, optimizer, did=did, is_after_update=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _KEEP = 128
+Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +114,9 @@ def growth(values: list[float]) -> float:
     late = max(sizes[-3:]) if len(sizes) > 4 else sizes[-1]
     early = statistics.median(sizes[:-3][:16]) if len(sizes) > 4 else sizes[0]
     return late / early if early > 0 else 1.0
+
+
+def weight_growth(before: Ranges, now: Ranges) -> float:
+    """How many times larger the fastest-growing weight is than at the start."""
+    grown = [now[name][0] / max(size, 1e-2) for name, (size, _) in before.items() if name in now]
+    return max((g for g in grown if math.isfinite(g)), default=1.0)

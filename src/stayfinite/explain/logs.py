@@ -54,6 +54,13 @@ def logarithm(clue: Clue) -> Diagnosis | None:
             f"Find why `{inner}` can be negative (a wrong scale or sign); "
             f"`torch.log({inner}.clamp_min(1e-8))` only hides it.",
         )
+    if clue.is_backward and clue.node.startswith("Pow") and _goes_below_zero(clue):
+        return diagnosis(
+            "pow_of_negative",
+            f"The derivative of `{clue.expression}` by its exponent has the log of the base, which "
+            f"goes down to {number(clue.first.min if clue.first else None)} here.",
+            "Keep the base above 0 before the power: `x.clamp_min(1e-6)`.",
+        )
     if any(op in _RANDOM for op in clue.made_by("self")):
         return diagnosis(
             "gumbel_log_zero",
@@ -69,6 +76,10 @@ def logarithm(clue: Clue) -> Diagnosis | None:
             "Use torch.xlogy(p, q), or clamp the probability: `q.clamp_min(1e-8)`.",
         )
     return diagnosis("log_of_zero", _log_why(clue), _log_fix(clue, inner))
+
+
+def _goes_below_zero(clue: Clue) -> bool:
+    return clue.first is not None and clue.first.negative_count > 0
 
 
 def _log_why(clue: Clue) -> str:

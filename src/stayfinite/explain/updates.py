@@ -32,6 +32,8 @@ def half_precision_eps(clue: Clue) -> Diagnosis | None:
         return None
     if not _divides(clue) or not any(item.zero_count for item in clue.origin.inputs):
         return None
+    if _is_written_out(clue):
+        return None
     dtype = clue.dtype
     if 0 < facts.eps < SMALLEST.get(dtype, 0.0):
         return diagnosis(
@@ -53,6 +55,11 @@ def _divides(clue: Clue) -> bool:
     return clue.op in ("addcdiv", "div", "reciprocal", "rsqrt", "fused_adam", "fused_adamw")
 
 
+def _is_written_out(clue: Clue) -> bool:
+    """Whether the division stands in the user's own line, and is not inside torch's optimizer."""
+    return any(sign in clue.expression for sign in ("/", "div", "reciprocal", "rsqrt"))
+
+
 def division_in_optimizer(clue: Clue) -> Diagnosis | None:
     """A hand-written optimizer that divides by zero."""
     if clue.origin.phase != "optimizer" or not _divides(clue):
@@ -62,7 +69,8 @@ def division_in_optimizer(clue: Clue) -> Diagnosis | None:
     return diagnosis(
         "division_by_zero_optimizer",
         f"The optimizer divided by zero in `{clue.expression}`.",
-        "Add an eps to the denominator inside the optimizer.",
+        "Keep that denominator away from 0: `x.clamp_min(1e-8)`, or take the other branch of the "
+        "update where it is 0.",
     )
 
 

@@ -18,12 +18,13 @@ from stayfinite.detect.entrypoints import (
     watch_loading,
     watch_scaling,
 )
+from stayfinite.detect.gradients import params_of
 from stayfinite.detect.hooks import Attachment, StepListener, watch_scalers, watch_steps
 from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import TrainingAbortedError
-from stayfinite.evidence import Evidence, bad_statistics, parameters_of
+from stayfinite.evidence import Evidence, bad_statistics
 from stayfinite.guard.aside import Aside
 from stayfinite.guard.losses import Losses
 from stayfinite.incidents import (
@@ -169,8 +170,7 @@ class Watcher(StepListener):
         self.evidence.backward_passes += 1
 
     def _judge_loss(self, root: Tensor) -> None:
-        bad = self._losses.bad_one(root) if self.looks_at_loss else None
-        if bad is not None:
+        if self.looks_at_loss and (bad := self._losses.bad_one(root)) is not None:
             self._bad_loss(bad)
 
     def _bad_loss(self, loss: Tensor) -> None:
@@ -240,7 +240,7 @@ class Watcher(StepListener):
             evidence.scale = scaler.get_scale() if scaler is not None else None
             hopeless = evidence.scale is not None and evidence.scale <= 1.0
             if evidence.skips_in_a_row > (1 if hopeless else self.settings.max_scaler_skips):
-                pairs = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+                pairs = [(p, p.grad) for p in params_of(optimizer) if p.grad is not None]
                 self._hopeless(optimizer, pairs)
 
     def _hopeless(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -253,7 +253,7 @@ class Watcher(StepListener):
     def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
         """Look at those parameters whose turn it is after the update, or at all of them."""
         for optimizer in optimizers:
-            params = parameters_of(optimizer) if everything else self.evidence.due(optimizer)
+            params = params_of(optimizer) if everything else self.evidence.due(optimizer)
             if not all_finite(params):
                 self._harmed(parameters_found(optimizer))
             if everything or self.evidence.statistics_are_due(optimizer):

@@ -46,6 +46,58 @@ snippet(
     """,
 )
 snippet(
+    "length of a gradient that is 0",
+    "(gx.pow(2) + gy.pow(2) + 1e-12).sqrt()",
+    """
+    def run(bad):
+        gx = torch.tensor([0.0 if bad else 1.0, 2.0], requires_grad=True)
+        gy = torch.tensor([0.0, 1.0])
+        return gradient(torch.hypot(gx, gy).sum(), gx)
+    """,
+)
+snippet(
+    "nothing added to nothing in log space",
+    "torch.logaddexp(a.clamp_min(-1e30), b.clamp_min(-1e30))",
+    """
+    def run(bad):
+        x = torch.tensor([1.0, 2.0], requires_grad=True)
+        shift = torch.tensor([float("-inf") if bad else 0.5, 0.0])
+        a, b = x + shift, 2 * x + shift
+        total = torch.logaddexp(a, b)
+        return gradient(total.clamp_min(-1e4).sum(), x)
+    """,
+)
+snippet(
+    "determinant below 0",
+    "torch.linalg.slogdet(m)[1]",
+    """
+    def run(bad):
+        m = torch.tensor([[1.0, 0.0], [0.0, -1.0 if bad else 1.0]], requires_grad=True)
+        return gradient(torch.logdet(m), m)
+    """,
+)
+snippet(
+    "axes of limbs of which one is masked",
+    "(limbs * seen) + 1e-6 * torch.eye(*(limbs * seen).shape[-2:]).to(limbs * seen)",
+    """
+    def run(bad):
+        limbs = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, 2.0]], requires_grad=True)
+        seen = torch.tensor([1.0, 0.0 if bad else 1.0])
+        q, r = torch.linalg.qr(limbs * seen)
+        return gradient(q[:, 0].sum() + r.sum(), limbs)
+    """,
+)
+snippet(
+    "weights by frequency",
+    "(4 * count).clamp_min(1)",
+    """
+    def run(bad):
+        mask = torch.tensor([0, 1, 2, 2 if bad else 3])
+        count = torch.bincount(mask, minlength=4).float()
+        return [count.sum() / (4 * count)]
+    """,
+)
+snippet(
     "two-sided cross entropy of a sigmoid",
     "F.logsigmoid(-x)",
     """

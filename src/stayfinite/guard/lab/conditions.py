@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from stayfinite.evidence import parameters_of
+from stayfinite.detect.gradients import params_of
 from stayfinite.explain.experiments.replays import CannotReplayError, Change
 from stayfinite.guard import Guard
 from stayfinite.guard.conditions import clip_updates, multiply_scale
@@ -122,7 +122,7 @@ class Conditions:
 
 def copies_of(optimizers: Iterable[Optimizer]) -> Copies:
     """The parameters as they are now."""
-    params = (param for optimizer in optimizers for param in parameters_of(optimizer))
+    params = (param for optimizer in optimizers for param in params_of(optimizer))
     return [(param, param.detach().clone()) for param in params]
 
 

@@ -29,6 +29,7 @@ _NORMS = ("norm", "vector_norm")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
 _SIZES = re.compile(r"sum\(|norm|std|var|count|abs\(|exp\(|mask|num|total|area|union|size|\bn\b")
 _COUNTERS = ("sum", "count_nonzero", "bincount", "histc")
+_NUMBERS = re.compile(r"\b(len|math|int|float|item|shape|size)\b")
 _MANY = 16  # values that are a fair sample of a sign
 Division = tuple[ast.AST, ast.expr | None, ast.expr]
 
@@ -183,7 +184,7 @@ def all_denominators(site: Site) -> Iterator[Change]:
         return
     small = eps(site, single="1e-6", half="1e-3", double="1e-12")
     found = [_division(site, node) for node in ast.walk(site.source.scope(site.node))]
-    below = [each[2] for each in found if each is not None and _is_size(each[2])]
+    below = [each[2] for each in found if each is not None and _is_size(site, each[2])]
     if any(_may_be_negative(site, own) for _, _, own in divisions(site)):
         return
     if len(below) > 1:
@@ -194,11 +195,25 @@ def all_denominators(site: Site) -> Iterator[Change]:
         yield Change(site.source, "Keep all denominators of the function away from 0.", edits)
 
 
-def _is_size(node: ast.expr) -> bool:
+def _is_size(site: Site, node: ast.expr) -> bool:
     """Whether it looks like a tensor that cannot be negative."""
+    if constant(node) is not None or _unpacked_from_shape(site, node):
+        return False
     text = ast.unparse(node)
-    is_number = re.search(r"\b(len|math|int|float|item|shape)\b", text)
-    return constant(node) is None and not is_number and bool(_SIZES.search(text))
+    is_number = _NUMBERS.search(text)
+    is_same = any(ast.dump(node) == ast.dump(own) for _, _, own in divisions(site))
+    return not is_number and (is_same or bool(_SIZES.search(text)))
+
+
+def _unpacked_from_shape(site: Site, node: ast.expr) -> bool:
+    """Whether it is n of `b, n, _ = x.shape`."""
+    names = {each.id for each in names_in(node)}
+    for each in ast.walk(site.source.scope(node)):
+        if isinstance(each, ast.Assign) and _NUMBERS.search(site.source.of(each.value)):
+            targets = {name.id for target in each.targets for name in names_in(target)}
+            if names and names <= targets:
+                return True
+    return False
 
 
 DIVISIONS = (normalised, denominator, all_denominators)

@@ -49,7 +49,7 @@ def with_diagonal(site: Site) -> Iterator[Change]:
                 diagonal = f"{torch}.diag({torch}.arange(1.0, {x}.shape[-1] + 1))"
             elif called(call) in _ANY:
                 diagonal = f"{torch}.eye(*{x}.shape[-2:])"
-            added = f"{x} + {size} * {diagonal}.to({x})"
+            added = f"{x} + {size} * {diagonal}.to({site.source.of(matrix)})"
             if isinstance(matrix, ast.Name):
                 edit = insert_before(site.source, site.statement, f"{x} = {added}")
                 yield Change(site.source, what, (edit,))

@@ -39,7 +39,12 @@ _MOST_TIMES = 3  # for one place
 
 
 class Attempts(Protocol):
-    """Who can run the bad step that is under way once more."""
+    """Who can run the bad step that is under way once more.
+
+    If that is not the whole step, its batch is what the model was given, in whatever order.
+    """
+
+    is_whole: bool
 
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when it runs with this batch, or its own for NO_BATCH; no update happens."""
@@ -230,16 +235,18 @@ def proven(
     except Exception:
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
-    delivery = None if batch is NO_BATCH else guard.delivery_of(batch)
-    findings = [_named(each, delivery) for each in findings]
+    delivery = (
+        None if batch is NO_BATCH else guard.delivery_of(batch, exactly=not attempts.is_whole)
+    )
+    findings = [_named(each, delivery, replays.rows) for each in findings]
     judgement = judged(diagnosis, origin, findings, is_diverging=is_diverging)
     return dataclasses.replace(incident, diagnosis=_with_reason(judgement, replays))
 
 
-def _named(finding: Finding, delivery: Delivery | None) -> Finding:
+def _named(finding: Finding, delivery: Delivery | None, rows: int) -> Finding:
     """The finding with the dataset's numbers of the rows that it names."""
     samples = delivery.indices if delivery is not None and finding.rows else None
-    if delivery is None or samples is None or max(finding.rows) >= len(samples):
+    if delivery is None or samples is None or len(samples) != rows:
         return finding
     names = ", ".join(f"row {row} is sample {samples[row]}" for row in finding.rows)
     said = f"{finding.sentence} ({names} of the dataset {delivery.dataset})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import stayfinite
 from stayfinite import Guard
-from stayfinite.guard.replay import CannotReplayError
+from stayfinite.guard.replay import CannotReplayError, Replay
 
 
 class Net(nn.Module):
@@ -44,13 +45,13 @@ class Loop:
         ) as guard:
             if self.replays:
 
-                def again() -> None:
+                def again(_: Any) -> None:
                     if before_replay is not None:
                         before_replay()
                     for batch in self.under_way:
                         self.pass_over(batch)
 
-                guard.replay_with(again)
+                guard.replay_with(Replay(guard, again))
             for number, batch in enumerate(batches):
                 self.under_way.append(batch)
                 self.pass_over(batch)

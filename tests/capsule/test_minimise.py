@@ -242,3 +242,9 @@ def test_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["minimise", str(tmp_path / "a.capsule")])
     assert done.exit_code == 2
     assert done.output.count("\n") == 1
+
+
+def test_capsule_of_a_run_without_a_trace_says_how_to_make_a_better_one() -> None:
+    capsule = Capsule(incident=Incident(step=3), code=CodeReference(kind="script"))
+    with pytest.raises(CapsuleError, match="run --trace --capsule"):
+        minimised(capsule)

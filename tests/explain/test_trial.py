@@ -63,14 +63,19 @@ def test_a_loss_that_had_run_away_is_no_measure() -> None:
     assert dataclasses.replace(GOOD, losses=(*away[:30], *[1.0] * 30)).holds
 
 
-def _incident(cause: str, *, exact: bool = True, dtype: str = "float32") -> Incident:
-    given = TensorSummary(name="self", shape=(2,), dtype=dtype, device="cpu", numel=2)
+def _incident(
+    cause: str, *, exact: bool = True, dtype: str = "float32", zeros: int = 1
+) -> Incident:
+    given = TensorSummary(
+        name="self", shape=(2,), dtype=dtype, device="cpu", numel=2, zero_count=zeros
+    )
     origin = Origin(phase="forward", file="train.py", line=3, exact=exact, inputs=(given,))
     return Incident(step=3, origin=origin, diagnosis=Diagnosis(cause=cause, why=".", fix="."))
 
 
 def test_only_what_was_seen_in_values_is_proven_by_taking_it_away() -> None:
     assert is_proven(_incident("log_of_zero"), changed_file="/x/train.py")
+    assert not is_proven(_incident("log_of_zero", zeros=0), changed_file="/x/train.py")
     assert not is_proven(_incident("lr_too_high"), changed_file="/x/train.py")
     assert not is_proven(_incident("log_of_zero"), changed_file="/x/other.py")
     assert not is_proven(_incident("log_of_zero", exact=False), changed_file="/x/train.py")

@@ -465,3 +465,19 @@ class TestHarm:
             training.run()
         assert len(guard.incidents) == 1
         assert training.weights[3] == training.weights[4]
+
+
+@GIVEN
+@pytest.mark.parametrize("kind", ["log", "data"])
+def test_experiments_name_the_guilty_row_and_leave_no_trace(kind: Bad, given: bool) -> None:
+    made = batches(8, bad={5: kind})
+    proving, plain = Training(made), Training(made)
+    with proving.watch(prove_seconds=60.0) as guard:
+        proving.run(guard if given else None)
+    with plain.watch() as other:
+        plain.run(other if given else None)
+    (diagnosis,) = [each.diagnosis for each in guard.incidents]
+    assert diagnosis is not None
+    assert diagnosis.confidence == "proven"
+    assert any("row 1 of the batch" in said for said in diagnosis.evidence)
+    assert proving.bytes() == plain.bytes()

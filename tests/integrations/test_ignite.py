@@ -503,3 +503,19 @@ def test_loss_as_a_tensor_is_kept_as_it_is() -> None:
     training.watched()
     training.run()
     assert isinstance(training.engine.state.output, Tensor)
+
+
+@pytest.mark.parametrize("kind", ["log", "data"])
+@pytest.mark.parametrize("supervised", [False, True])
+def test_experiments_name_the_guilty_row_and_leave_no_trace(kind: Bad, supervised: bool) -> None:
+    made = batches(8, bad={5: kind})
+    proving, plain = Training(made, supervised=supervised), Training(made, supervised=supervised)
+    handler = proving.watched(prove_seconds=60.0)
+    proving.run()
+    plain.watched()
+    plain.run()
+    (diagnosis,) = [each.diagnosis for each in handler.incidents]
+    assert diagnosis is not None
+    assert diagnosis.confidence == "proven"
+    assert any("row 1 of the batch" in said for said in diagnosis.evidence)
+    assert proving.bytes() == plain.bytes()

@@ -15,6 +15,8 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 
 import lit
 from lit import BAD, batches, callback, fit, made_net, state, without
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from stayfinite import RecoveryConfig, TrainingAbortedError
 
@@ -174,3 +176,35 @@ def test_example_saves_its_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert watched.endswith("after 31 steps; the model is finite")
     assert "log_of_negative in `loss = " in cause
     assert printed.err.count("error[log_of_negative]") == 1
+
+
+def test_experiments_name_the_guilty_sample_and_leave_no_trace() -> None:
+    made = torch.cat(batches(bad=[BAD]))
+    proving, plain = callback(prove_seconds=60.0), callback()
+    watched = fit(made_net(), DataLoader(TensorSet(made), batch_size=6), proving)
+    without_any = fit(made_net(), DataLoader(TensorSet(made), batch_size=6), plain)
+    (diagnosis,) = [each.diagnosis for each in proving.incidents]
+    assert diagnosis is not None
+    assert diagnosis.confidence == "proven"
+    sample = f"row 2 is sample {6 * BAD + 2} of the dataset TensorSet"
+    assert any(sample in said for said in diagnosis.evidence)
+    assert state(watched) == state(without_any)
+
+
+def test_experiments_on_accumulated_batches_show_that_the_step_repeats() -> None:
+    watching = callback(prove_seconds=60.0)
+    fit(made_net(), batches(bad=[BAD]), watching, accumulate_grad_batches=2)
+    (diagnosis,) = [each.diagnosis for each in watching.incidents]
+    assert diagnosis is not None
+    assert "the same step, run twice more, went bad the same way" in diagnosis.evidence
+
+
+class TensorSet(Dataset[Tensor]):
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]

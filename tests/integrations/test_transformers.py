@@ -618,3 +618,15 @@ def test_incident_walks_through_all_objects_once(
     monkeypatch.setattr(gc, "get_objects", counted)
     run.train()
     assert len(walks) == 1
+
+
+@pytest.mark.parametrize("kind", ["log", "data"])
+def test_experiments_name_the_guilty_sample_and_leave_no_trace(tmp_path: Path, kind: Bad) -> None:
+    made = batches(8, bad={5: kind})
+    proving, plain = quiet(prove_seconds=60.0), quiet()
+    watched, other = Run(tmp_path, made, proving).train(), Run(tmp_path, made, plain).train()
+    (diagnosis,) = [each.diagnosis for each in proving.incidents]
+    assert diagnosis is not None
+    assert diagnosis.confidence == "proven"
+    assert any(f"row 1 is sample {5 * SIZE + 1} of" in said for said in diagnosis.evidence)
+    assert watched.bytes() == other.bytes()

@@ -117,14 +117,14 @@ def test_bad_complex_value_is_found() -> None:
     assert origin(step).facts["expression"] == "turned / 0.0"
 
 
-@pytest.mark.parametrize("part", ["learn", "is_bad", "written_by"])
+@pytest.mark.parametrize("part", ["ops.learn", "tracer.is_bad", "tracer.written_by"])
 def test_failure_of_our_own_is_logged_once_and_the_step_goes_on(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(tracer_module, part, broken)
+    monkeypatch.setattr(f"stayfinite.locate.{part}", broken)
     with tracer_module.Tracer():
         net = Net()
         net(torch.ones(2, 3)).sum().backward()

@@ -6,11 +6,11 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from stayfinite.capsule import limits
-from stayfinite.capsule.contents import SourceFile
+from stayfinite.capsule.contents import Capsule, SourceFile
 from stayfinite.capsule.names import is_safe
 
 _PATHS = sysconfig.get_paths()
@@ -30,7 +30,12 @@ class OwnCode:
 
     @property
     def digests(self) -> dict[str, str]:
-        return {each.name: hashlib.sha256(each.text).hexdigest() for each in self.sources}
+        return digests_of(self.sources)
+
+
+def digests_of(sources: Iterable[SourceFile]) -> dict[str, str]:
+    """SHA-256 of each file, by its name."""
+    return {each.name: hashlib.sha256(each.text).hexdigest() for each in sources}
 
 
 def own_code(root: str, *extra: str) -> OwnCode:
@@ -61,6 +66,21 @@ def own_files(root: str) -> list[str]:
     """The Python files of the project that this process has loaded."""
     inside = os.path.realpath(root) + os.sep
     return [path for path, _ in _loaded(()) if path.startswith(inside)]
+
+
+def with_files(capsule: Capsule, root: str) -> Capsule:
+    """The capsule with the project's files that this process has loaded beside its own ones.
+
+    For a script whose other processes made the capsule: they do not load all that it does.
+    """
+    names = {each.name for each in capsule.sources if not each.root}
+    more = [each for each in own_code(root).sources if not each.root and each.name not in names]
+    size = sum(len(each.text) for each in (*capsule.sources, *more))
+    if not more or size > limits.SOURCES or len(capsule.sources) + len(more) > limits.FILES:
+        return capsule
+    digests = {**capsule.code.digests, **digests_of(more)}
+    code = replace(capsule.code, digests=digests)
+    return replace(capsule, code=code, sources=(*capsule.sources, *more))
 
 
 def _loaded(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:

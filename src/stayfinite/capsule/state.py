@@ -84,17 +84,7 @@ def put_state(state: State, members: Members) -> None:
         if errors_in(judged.problems):
             raise refusal("the model is another one than that of the capsule", judged.problems)
         with Placing() as placing:
-            for optimizer, record in zip(members.optimizers, known.optimizers, strict=False):
-                placing.optimizer(optimizer, record.state_dict)
-            for scheduler, each in zip(members.schedulers, known.schedulers, strict=False):
-                placing.state(scheduler, each)
-            if members.scaler is not None and known.scaler is not None:
-                placing.state(members.scaler, known.scaler)
-            for average, each in judged.other_averages:
-                placing.state(average, each)
-            for module, fit in judged.fits:
-                placing.extra_states(fit.extra_states, module)
-                placing.tensors(fit.moves, module)
+            placing.parts(known, members, judged)
     except CheckpointError as error:
         raise CapsuleError(str(error)) from error
 

@@ -167,17 +167,7 @@ def _way_out(file: Path) -> str:
 
 def _place(contents: Contents, members: Members, judged: Judged, *, with_random: bool) -> None:
     with Placing() as placing:
-        for optimizer, record in zip(members.optimizers, contents.optimizers, strict=False):
-            placing.optimizer(optimizer, record.state_dict)
-        for scheduler, state in zip(members.schedulers, contents.schedulers, strict=False):
-            placing.state(scheduler, state)
-        if members.scaler is not None and contents.scaler is not None:
-            placing.state(members.scaler, contents.scaler)
-        for average, state in judged.other_averages:
-            placing.state(average, state)
-        for module, fit in judged.fits:
-            placing.extra_states(fit.extra_states, module)
-            placing.tensors(fit.moves, module)
+        placing.parts(contents, members, judged)
         if with_random and contents.random is not None:
             saved = RandomState(**with_tensors(contents.random))
             devices = saved.devices[: torch.cuda.device_count()]

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,11 @@ from torch.optim import Optimizer
 
 from stayfinite.checkpoint.format.held import Held, with_tensors
 from stayfinite.checkpoint.modules import Place, device_of, named_owners
+
+if TYPE_CHECKING:
+    from stayfinite.checkpoint.checks.judging import Judged
+    from stayfinite.checkpoint.format.contents import Contents
+    from stayfinite.checkpoint.members import Members
 
 
 class Placing:
@@ -35,6 +40,20 @@ class Placing:
             while self._undo:
                 self._undo.pop()()
         self._undo.clear()
+
+    def parts(self, contents: Contents, members: Members, judged: Judged) -> None:
+        """Everything that was judged to fit, less the random states."""
+        for optimizer, record in zip(members.optimizers, contents.optimizers, strict=False):
+            self.optimizer(optimizer, record.state_dict)
+        for scheduler, state in zip(members.schedulers, contents.schedulers, strict=False):
+            self.state(scheduler, state)
+        if members.scaler is not None and contents.scaler is not None:
+            self.state(members.scaler, contents.scaler)
+        for average, state in judged.other_averages:
+            self.state(average, state)
+        for module, fit in judged.fits:
+            self.extra_states(fit.extra_states, module)
+            self.tensors(fit.moves, module)
 
     @torch.no_grad()
     def tensors(self, moves: Iterable[tuple[Place, Held]], model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A capsule's batch through a model that the command line names."""
+"""A model that the command line names, and a capsule's batch through it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,17 @@ def _run(model: Any, step: Callable[[Any], Any] | None, batches: tuple[Any, ...]
             loss.backward()
 
 
-def _given(name: str) -> tuple[Any, Callable[[Any], Any] | None]:
-    """(model, step) from `module:factory`; step is None where there is only a model."""
-    import torch
+def model_from(name: str) -> Any:
+    """The model that `module:factory` gives."""
+    model = _made_by(name)
+    if not hasattr(model, "named_modules"):
+        kind = type(model).__name__
+        raise Refused(f"--model {name} gave a {kind}; it must give a torch.nn.Module.")
+    return model
 
+
+def _made_by(name: str) -> Any:
+    """What `module:factory` gives, with the current folder on the path as in python."""
     module, _, factory = name.partition(":")
     if not module or not factory:
         raise Refused(f"--model is {name!r}; it must be module:factory, such as train:build_model.")
@@ -62,11 +69,19 @@ def _given(name: str) -> tuple[Any, Callable[[Any], Any] | None]:
         found: Any = importlib.import_module(module)
         for part in factory.split("."):
             found = getattr(found, part)
-        made = found if isinstance(found, torch.nn.Module) else found()
-    except Exception as error:
+        is_model = hasattr(found, "state_dict") and not isinstance(found, type)
+        return found() if callable(found) and not is_model else found
+    except Exception as error:  # their code can raise anything
         raise Refused(f"--model {name} failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
+
+
+def _given(name: str) -> tuple[Any, Callable[[Any], Any] | None]:
+    """(model, step) from `module:factory`; step is None where there is only a model."""
+    import torch
+
+    made = _made_by(name)
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module) or not (step is None or callable(step)):
         kind = type(made).__name__

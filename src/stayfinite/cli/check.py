@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stayfinite.cli._models import model_from
 from stayfinite.cli._options import options_of
-from stayfinite.cli._refusal import Refused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,28 +68,6 @@ def _checked(checkpoint: Path, options: CheckOptions) -> Check:
     size = size_on_disk(checkpoint) + (size_on_disk(against) if against else 0)
     with _progress(checkpoint, size) as progress:
         return check(checkpoint, model=model, against=against, progress=progress)
-
-
-def model_from(name: str) -> Any:
-    """The model that `module:factory` gives, with the current folder on the path as in python."""
-    module_name, _, factory_name = name.partition(":")
-    if not module_name or not factory_name:
-        raise Refused(f"--model is {name!r}; it must be module:factory, such as train:build_model.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in factory_name.split("."):
-            found = getattr(found, part)
-        model = found() if callable(found) and not hasattr(found, "state_dict") else found
-        model = found() if isinstance(found, type) else model
-    except Exception as error:  # their code can raise anything
-        raise Refused(f"--model {name} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not hasattr(model, "named_modules"):
-        kind = type(model).__name__
-        raise Refused(f"--model {name} gave a {kind}; it must give a torch.nn.Module.")
-    return model
 
 
 @contextmanager

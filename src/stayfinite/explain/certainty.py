@@ -32,6 +32,9 @@ _SEEN_IN_VALUES = frozenset(
     }
 )
 
+# Names that say what the operation was given: it must have been given that.
+_AT_ZERO = ("log_of_zero", "division_by_zero", "sqrt_grad_at_zero", "norm_grad_at_zero")
+_BELOW_ZERO = ("log_of_negative", "sqrt_of_negative", "pow_of_negative")
 _HALVES = ("float16", "bfloat16")
 _OF_HALVES = ("low_precision_overflow", "mask_value_overflow", "optimizer_eps")
 
@@ -40,4 +43,8 @@ def is_seen_in_values(cause: str, origin: Origin) -> bool:
     """Whether the values at the operation decide the cause, so that taking them away proves it."""
     if any(each.dtype in _HALVES for each in origin.inputs) and cause not in _OF_HALVES:
         return False  # it may be the precision
+    if cause in _AT_ZERO and not any(each.zero_count for each in origin.inputs):
+        return False
+    if cause in _BELOW_ZERO and not any(each.negative_count for each in origin.inputs):
+        return False
     return cause in _SEEN_IN_VALUES

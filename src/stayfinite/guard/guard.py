@@ -74,10 +74,10 @@ class Guard(ReportingWatcher):
                 self._check_parameters([job.parts.optimizer], everything=True)
                 job.begin()
 
-    def replay_with(self, again: Callable[[], Any], *, only: Job | None = None) -> None:
-        """Find the operation of a bad step, or one of `only`, by `again`, which runs it anew."""
+    def replay_with(self, replay: Replay, *, only: Job | None = None) -> None:
+        """Find the operation of a bad step, or one of `only`, by running it anew."""
         owner = self if only is None else only
-        owner.replay = Replay(self, again)
+        owner.replay = replay
 
     def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
         """`fn(batch)`, or None when its update was bad and left out.

@@ -40,7 +40,12 @@ _MOST_TIMES = 3  # for one place
 
 
 class Attempts(Protocol):
-    """Who can run the bad step that is under way once more."""
+    """Who can run the bad step that is under way once more.
+
+    If that is not the whole step, its batch is what the model was given, in whatever order.
+    """
+
+    is_whole: bool
 
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when it runs with this batch, or its own for NO_BATCH; no update happens."""
@@ -241,8 +246,9 @@ def proven(
     except Exception:
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
-    delivery = None if batch is NO_BATCH else guard.delivery_of(batch)
-    if delivery is not None:
+    is_alone = not attempts.is_whole
+    delivery = None if batch is NO_BATCH else guard.delivery_of(batch, exactly=is_alone)
+    if delivery is not None and len(delivery.indices or ()) == replays.rows:
         indices, dataset = delivery.indices, delivery.dataset
         findings = [with_samples(each, indices, dataset) for each in findings]
     judgement = judged(diagnosis, origin, findings, is_diverging=is_diverging)

@@ -11,7 +11,7 @@ from stayfinite.detect.gradients import params_of, put_gradients
 from stayfinite.detect.repeats import run_again
 from stayfinite.explain.experiments import replays as experiments
 from stayfinite.guard.job import Job, finding_of
-from stayfinite.guard.proving import proven
+from stayfinite.guard.proving import NO_BATCH, proven
 from stayfinite.records import Diagnosis, Incident
 
 if TYPE_CHECKING:
@@ -33,10 +33,22 @@ class CannotReplayError(Exception):
 
 
 class Replay:
-    """Calls `again`, which runs the step that is under way up to its update, and may raise."""
+    """Calls `again(batch)`, which runs the step under way up to its update, and may raise.
 
-    def __init__(self, guard: Guard, again: Callable[[], Any]) -> None:
-        self._guard, self._again = guard, again
+    It is given NO_BATCH for the batches that the step had, or, in experiments, others in the
+    place of `batch()`; that is NO_BATCH where there are several. If it is not the whole step
+    that is run, one that is finite says nothing.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        again: Callable[[Any], Any],
+        *,
+        batch: Callable[[], Any] = lambda: NO_BATCH,
+        is_whole: bool = True,
+    ) -> None:
+        self._guard, self._again, self._batch, self.is_whole = guard, again, batch, is_whole
         self._left = _MOST
 
     def located(self, job: Job, noticed: Incident) -> Incident:
@@ -56,12 +68,14 @@ class Replay:
             return noticed
         finally:
             job.undo()
+        if found is None and not self.is_whole:
+            return noticed
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
         known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
-        return proven(self._guard, job, known, _Attempts(self, job))
+        return proven(self._guard, job, known, _Attempts(self, job), self._batch())
 
-    def found(self, job: Job) -> Incident | None:
+    def found(self, job: Job, batch: Any = NO_BATCH) -> Incident | None:
         """What is bad this time."""
         params = params_of(job.parts.optimizer)
         before, trouble = [(param, param.grad) for param in params], job.trouble
@@ -69,7 +83,7 @@ class Replay:
         try:
             with run_again(), self._guard.traced():
                 job.undo()
-                self._again()
+                self._again(batch)
                 finding = finding_of(job, job.gradients())
                 return self._guard.incident_now(finding, explain=True) if finding.named else None
         finally:
@@ -82,12 +96,13 @@ class _Attempts:
 
     def __init__(self, replay: Replay, job: Job) -> None:
         self._replay, self._job = replay, job
+        self.is_whole = replay.is_whole
         self.put_back = job.undo
 
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         if not traced:
             raise experiments.CannotReplayError("it is only run under the tracer")
-        return self._replay.found(self._job)
+        return self._replay.found(self._job, batch)
 
     def run_before(self, since: int) -> bool:
         raise experiments.CannotReplayError("the steps before it are not known")

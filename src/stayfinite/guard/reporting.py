@@ -67,9 +67,9 @@ class ReportingWatcher(Watcher):
         with self._aside:
             self._kept_step = keep_step(job, calls, self._tracing.kept, step=step)
 
-    def delivery_of(self, batch: Any) -> Delivery | None:
+    def delivery_of(self, batch: Any, *, exactly: bool = False) -> Delivery | None:
         """The batch of a loader that this is; None if none is known."""
-        return self._tracing.deliveries.of(batch)
+        return self._tracing.deliveries.of(batch, exactly=exactly)
 
     def node_sites(self) -> NodeSites | None:
         """Where the nodes of the graph were made; None if not traced now."""

@@ -293,5 +293,7 @@ class Window:
 class _Attempts:
     """The step of a window, for experiments."""
 
+    is_whole = True
+
     def __init__(self, window: Window) -> None:
         self.run, self.put_back, self.run_before = window.tried, window.undo, window.run_before

@@ -13,6 +13,7 @@ from stayfinite.detect.hooks import Attachment
 from stayfinite.errors import InputError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
+from stayfinite.guard.replay import Replay
 from stayfinite.guard.watch import Sink
 from stayfinite.guard.watch import watch as watch_loop
 from stayfinite.integrations.answers import OnNaN, answered_by
@@ -46,12 +47,16 @@ def watch(
     config: RecoveryConfig | None = None,
     on_nan: OnNaN = "recover",
     sinks: Iterable[Sink] | None = None,
+    prove_seconds: float = 0.0,
 ) -> AcceleratorGuard:
     """A guard over training with Accelerate, until `close()` or the end of a `with` block.
 
     Give it what `accelerator.prepare` returned. A bad update is vetoed, and
     `accelerator.optimizer_step_was_skipped` says so. "stop" raises TrainingAbortedError at the
-    first bad step, "warn" only tells. The other options are those of `stayfinite.watch`.
+    first bad step, "warn" only tells. With `prove_seconds`, experiments on a bad step may take
+    so long: its model, or what `guard.step` was given, is run again and again without its
+    update, to find the guilty samples and to prove the diagnosis. The other options are those
+    of `stayfinite.watch`.
     """
     shared = guard_of(inner_optimizer(optimizer))
     guard = shared or guard_over(
@@ -63,6 +68,7 @@ def watch(
         config=config,
         on_nan=on_nan,
         sinks=sinks,
+        prove_seconds=prove_seconds,
     )
     return AcceleratorGuard(guard, accelerator, model, optimizer, is_shared=shared is not None)
 
@@ -77,6 +83,7 @@ def guard_over(
     config: RecoveryConfig | None,
     on_nan: OnNaN,
     sinks: Iterable[Sink] | None,
+    prove_seconds: float,
 ) -> Guard:
     """A guard over the parts of torch inside those of Accelerate; it is attached already."""
     _check(accelerator, model)
@@ -87,6 +94,7 @@ def guard_over(
         scheduler=inner_schedulers(scheduler),
         ema=ema,
         sinks=sinks,
+        prove_seconds=prove_seconds,
         **answered_by(config, on_nan),
     )
 
@@ -144,7 +152,8 @@ class AcceleratorGuard:
             self._attachment = Attachment(lambda: None)
             return
         calls = RecordedCalls(model, job, accelerator.backward)
-        guard.replay_with(calls.again, only=job)
+        replay = Replay(guard, calls.again, batch=calls.batch, is_whole=False)
+        guard.replay_with(replay, only=job)
         self._attachment = together(
             calls.attach(), keep_bad_gradients(inner), tell_skips(optimizer, job)
         )

@@ -18,9 +18,11 @@ class Answer(TypedDict):
     on_nan: Literal["recover", "warn"]
 
 
-def answered_by(config: RecoveryConfig | None, on_nan: OnNaN) -> Answer:
+def answered_by(
+    config: RecoveryConfig | None, on_nan: OnNaN, *, prove_seconds: float = 0.0
+) -> Answer:
     """To "stop" is to recover by giving up: the step is located and undone first."""
-    GuardSettings(on_nan=on_nan)  # ConfigError for any other word
+    GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word
     if on_nan == "warn":
         return {"config": None, "on_nan": "warn"}
     if on_nan == "stop":

@@ -15,6 +15,7 @@ from stayfinite.detect.repeats import is_run_again
 from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_tensors
 from stayfinite.guard.job import Job
+from stayfinite.guard.proving import NO_BATCH
 from stayfinite.guard.replay import CannotReplayError
 from stayfinite.integrations.harmless import harmless
 from stayfinite.locate.source import Place, call_at, user_place
@@ -50,17 +51,24 @@ class RecordedCalls:
                 self._calls.clear()
             self._calls.append((user_place(sys._getframe(1)), args, kwargs))
 
-    def again(self) -> None:
-        """Run the calls again, each with a backward pass; CannotReplayError if all is well."""
+    def batch(self) -> Any:
+        """What the only call was given; NO_BATCH if there were several."""
+        if len(self._calls) != 1:
+            return NO_BATCH
+        _, args, kwargs = self._calls[0]
+        return [*args, kwargs]
+
+    def again(self, batch: Any) -> None:
+        """Run the calls again, each with a backward pass; NO_BATCH is what they were given."""
         if not self._calls:
             raise CannotReplayError("no call of the model is known")
-        for place, args, kwargs in self._calls:
+        calls = self._calls
+        if batch is not NO_BATCH:
+            calls = [(calls[0][0], tuple(batch[:-1]), batch[-1])]
+        for place, args, kwargs in calls:
             loss = _loss(call_at(place, self._model, *args, **kwargs))
             if loss is not None:
                 self._backward(loss)
-        gradients = [gradient for _, gradient in self._job.gradients()]
-        if self._job.trouble is None and all_finite(gradients):
-            raise CannotReplayError("what the model gives out is finite")
 
 
 def _loss(output: Any) -> Tensor | None:

@@ -39,7 +39,9 @@ class StayFinite:
     that its report has the line, and left out. Give it the scheduler too, of torch or of
     Ignite. A step that was left out has the output of the one before it, so that averages and
     TerminateOnNan do not see it. on_nan="stop" raises TrainingAbortedError at the first bad
-    step, "warn" only tells. The other options are those of `stayfinite.watch`.
+    step, "warn" only tells. With `prove_seconds`, experiments on a bad step may take so long:
+    the update function is called again and again without its update, to find the guilty samples
+    and to prove the diagnosis. The other options are those of `stayfinite.watch`.
     """
 
     def __init__(
@@ -53,13 +55,15 @@ class StayFinite:
         config: RecoveryConfig | None = None,
         on_nan: OnNaN = "recover",
         sinks: Iterable[Sink] | None = None,
+        prove_seconds: float = 0.0,
     ) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._options: dict[str, Any] = {
             "scheduler": scheduler,
             "ema": ema,
             "sinks": None if sinks is None else list(sinks),
-            **answered_by(config, on_nan),
+            "prove_seconds": prove_seconds,
+            **answered_by(config, on_nan, prove_seconds=prove_seconds),
         }
         self.guard: Guard | None = None
         self._past: list[Incident] = []

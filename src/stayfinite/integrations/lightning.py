@@ -63,7 +63,9 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
     that made it; then training goes on as if its batches had not been there, or as `config`
     says. on_nan="stop" ends training there with TrainingAbortedError, "warn" only tells. Each
     incident goes to all `sinks`; without any, its report goes to stderr. With replay=False no
-    `training_step` is called twice.
+    `training_step` is called twice. With `prove_seconds`, experiments on a bad step may take so
+    long: they replay it again and again without its update, to find the guilty samples and to
+    prove the diagnosis.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         sinks: Iterable[Sink] | None = None,
         *,
         replay: bool = True,
+        prove_seconds: float = 0.0,
     ) -> None:
-        self._answer = answered_by(config, on_nan)
+        self._answer = answered_by(config, on_nan, prove_seconds=prove_seconds)
+        self._prove_seconds = prove_seconds
         self._sinks = None if sinks is None else list(sinks)  # a list travels to other processes
         self._replays = replay
         self._guard: LightningGuard | None = None
@@ -136,7 +140,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
     def _attach(self, trainer: Any, optimizers: list[Optimizer]) -> None:
         on_nan, config = self._answer["on_nan"], self._answer["config"] or RecoveryConfig()
         guard = LightningGuard(
-            GuardSettings(on_nan=on_nan, folder=os.getcwd()),
+            GuardSettings(on_nan=on_nan, folder=os.getcwd(), prove_seconds=self._prove_seconds),
             trainer,
             on_incident=told_to(self._sinks),
             only=optimizers[0] if len(optimizers) == 1 else None,

@@ -17,7 +17,8 @@ from stayfinite.detect.scan import all_finite
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.post import WithoutSnapshots
-from stayfinite.guard.replay import CannotReplayError
+from stayfinite.guard.proving import NO_BATCH
+from stayfinite.guard.replay import CannotReplayError, Replay
 from stayfinite.integrations.lightning_again import can_run_again, run_again
 from stayfinite.integrations.lightning_books import LateAverages, Logged, averages_of, uncount
 from stayfinite.records import Incident
@@ -107,7 +108,7 @@ class LightningGuard(Guard):
         self._answered: Job | None = None
         self._good = self._left_out = 0  # updates of this batch
         if replays:
-            self.replay_with(self._again)
+            self.replay_with(Replay(self, self._again, batch=self._batch))
 
     def begin_batch(self, batch: Any, number: int) -> None:
         """A batch begins, and with it the step of each optimizer that is not accumulating."""
@@ -197,14 +198,23 @@ class LightningGuard(Guard):
     def _own_jobs(self) -> list[LightningJob]:
         return [job for job in self.jobs.values() if isinstance(job, LightningJob)]
 
-    def _again(self) -> None:
+    def _batch(self) -> Any:
+        job = self._answered
+        if not isinstance(job, LightningJob) or len(job.batches) != 1:
+            return NO_BATCH
+        return job.batches[0][0]
+
+    def _again(self, batch: Any) -> None:
         job = self._answered
         if not isinstance(job, LightningJob) or not job.batches or not can_run_again(self._trainer):
             raise CannotReplayError("its batches are not known")
         others = [other.parts.state() for other in self.jobs.values() if other is not job]
         kept = [(state, state.capture(parts=("param_groups", "scheduler"))) for state in others]
         try:
-            run_again(self._trainer, job.parts.optimizer, list(job.batches))
+            batches = list(job.batches)
+            if batch is not NO_BATCH:
+                batches = [(batch, batches[0][1])]
+            run_again(self._trainer, job.parts.optimizer, batches)
         finally:
             for state, snapshot in kept:
                 state.restore(snapshot)

@@ -39,8 +39,10 @@ class StayFiniteCallback(TrainerCallback):
     A bad step is undone and replayed through the trainer's own `training_step`, so that its
     report has the line that made it; then training goes on as if its batches had not been
     there. on_nan="stop" ends training there with TrainingAbortedError, "warn" only tells.
-    Checkpoints of a model that is not finite are not written. `config` and `sinks` are those of
-    `stayfinite.watch`; after training, `incidents` has what happened.
+    Checkpoints of a model that is not finite are not written. With `prove_seconds`, experiments
+    on a bad step may take so long: `training_step` is called again and again without its
+    update, to find the guilty samples and to prove the diagnosis. `config` and `sinks` are those
+    of `stayfinite.watch`; after training, `incidents` has what happened.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class StayFiniteCallback(TrainerCallback):
         config: RecoveryConfig | None = None,
         on_nan: OnNaN = "recover",
         sinks: Iterable[Sink] | None = None,
+        prove_seconds: float = 0.0,
     ) -> None:
-        answered_by(config, on_nan)  # an error about them belongs here
-        self._config, self._on_nan = config, on_nan
+        # An error about them belongs here.
+        answered_by(config, on_nan, prove_seconds=prove_seconds)
+        self._config, self._on_nan, self._prove_seconds = config, on_nan, prove_seconds
         self._sinks = None if sinks is None else list(sinks)
         self._watch: WatchedTrainer | None = None
         self._trainer: Any = None
@@ -80,7 +84,11 @@ class StayFiniteCallback(TrainerCallback):
     def _attach(self, trainer: Any) -> None:
         try:
             self._watch = WatchedTrainer(
-                trainer, config=self._config, on_nan=self._on_nan, sinks=self._sinks
+                trainer,
+                config=self._config,
+                on_nan=self._on_nan,
+                sinks=self._sinks,
+                prove_seconds=self._prove_seconds,
             )
         except StayFiniteError as error:
             logger.warning("StayFiniteCallback does nothing here: %s", error)

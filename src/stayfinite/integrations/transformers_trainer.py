@@ -17,7 +17,8 @@ from stayfinite.detect.hooks import Attachment
 from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_tensors
 from stayfinite.distributed import agree
-from stayfinite.guard.replay import CannotReplayError
+from stayfinite.guard.proving import NO_BATCH
+from stayfinite.guard.replay import CannotReplayError, Replay
 from stayfinite.guard.watch import Sink
 from stayfinite.integrations.accelerate import guard_over, inner_optimizer, tell_skips
 from stayfinite.integrations.answers import OnNaN
@@ -50,6 +51,7 @@ class WatchedTrainer:
         config: RecoveryConfig | None,
         on_nan: OnNaN,
         sinks: Iterable[Sink] | None,
+        prove_seconds: float,
     ) -> None:
         self._trainer = trainer
         self._inner = inner_optimizer(trainer.optimizer)
@@ -64,6 +66,7 @@ class WatchedTrainer:
             config=config,
             on_nan=on_nan,
             sinks=sinks,
+            prove_seconds=prove_seconds,
         )
         self._earlier = len(self.guard.incidents)
         self._job = self.guard.jobs.get(id(self._inner))
@@ -72,7 +75,8 @@ class WatchedTrainer:
         # Masks and the like, which are meant to be so.
         self._infinite = {name for name, tensor in self._fixed() if not all_finite([tensor])}
         self._attachment = together(*self._attachments())
-        self.guard.replay_with(self._again, only=self._job)
+        replay = Replay(self.guard, self._again, batch=self._batch)
+        self.guard.replay_with(replay, only=self._job)
 
     def _attachments(self) -> Iterable[Attachment]:
         trainer, job = self._trainer, self._job
@@ -140,11 +144,15 @@ class WatchedTrainer:
         named = self._trainer.model.named_parameters()
         return [(name, param) for name, param in named if param.requires_grad is trained]
 
-    def _again(self) -> None:
+    def _batch(self) -> Any:
+        return self._calls[0][1][1] if len(self._calls) == 1 else NO_BATCH
+
+    def _again(self, batch: Any) -> None:
         if not self._calls:
             raise CannotReplayError("no step of the trainer is under way")
-        for training_step, args, kwargs in self._calls:
-            training_step(*args, **kwargs)
+        for training_step, (model, inputs, *args), kwargs in self._calls:
+            given = inputs if batch is NO_BATCH else batch
+            training_step(model, given, *args, **kwargs)
 
     def _around_training_step(self, original: Method) -> Method:
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

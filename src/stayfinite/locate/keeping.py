@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stayfinite.detect.scan import summarize
 from stayfinite.locate.events import Event
 from stayfinite.locate.kinds import written_by
-from stayfinite.locate.ops import Call, learn, tensors_in
+from stayfinite.locate.ops import Call, tensors_in
 from stayfinite.locate.tracer import Tracer
 from stayfinite.records import NaNType, TensorSummary
 from stayfinite.snapshot import RandomState
@@ -106,9 +106,7 @@ class KeepingTracer(Tracer):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[int, Tensor]:
         """What the operation is about to overwrite, and reads too."""
-        info = self._infos.get(func)
-        if info is None:
-            info = self._infos[func] = learn(func)
+        info = self._infos[func]
         if not info.written or info.overwrites or info.allocates:
             return {}
         written = written_by(Call(info, args, kwargs))

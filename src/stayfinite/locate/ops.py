@@ -55,6 +55,14 @@ class Call(NamedTuple):
         return [*zip(self.info.arguments, self.args, strict=False), *self.kwargs.items()]
 
 
+class OpInfos(dict[Any, OpInfo]):
+    """The facts about each operator that was asked for, learned once."""
+
+    def __missing__(self, func: Any) -> OpInfo:
+        info = self[func] = learn(func)
+        return info
+
+
 def learn(func: Any) -> OpInfo:
     """The facts about an operator."""
     schema = func._schema

@@ -29,13 +29,13 @@ class Source:
 
     __slots__ = ("_dataset", "asked", "is_plain", "kind")
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, dataset: Any, *, loader: Any = None) -> None:
         # Other classes of loaders read a batch ahead of the one that they hand over.
         self.is_plain = type(loader).__module__ == "torch.utils.data.dataloader"
-        self.kind = type(loader.dataset).__name__
+        self.kind = type(dataset).__name__
         self.asked: dict[int, Any] = {}  # by the number of the task
         try:
-            self._dataset: Callable[[], Any] = weakref.ref(loader.dataset)
+            self._dataset: Callable[[], Any] = weakref.ref(dataset)
         except TypeError:  # a plain list, say
             self._dataset = lambda: None
 
@@ -106,22 +106,22 @@ class Deliveries:
             for delivery in self._recent
         ]
 
-    def of(self, batch: Any) -> Delivery | None:
+    def of(self, batch: Any, *, exactly: bool = False) -> Delivery | None:
         """The delivery whose tensors are in the batch.
 
         A batch of other tensors, moved to a device say, is the last one of a loader that reads
-        no batch ahead.
+        no batch ahead; with `exactly`, none is.
         """
         ours = {id(tensor) for _, tensor in named_tensors(batch, "")}
         for delivery in reversed(self._recent):
             if any(id(tensor()) in ours for tensor in delivery.tensors if tensor() is not None):
                 return delivery
-        latest = self._recent[-1] if self._recent else None
+        latest = self._recent[-1] if self._recent and not exactly else None
         return latest if latest is not None and latest.source.is_plain else None
 
     def _around_beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-            vars(iterator)[_SOURCE] = Source(loader)
+            vars(iterator)[_SOURCE] = Source(loader.dataset, loader=loader)
             return original(iterator, loader, *args, **kwargs)
 
         return begin
@@ -129,9 +129,7 @@ class Deliveries:
     def _around_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def next_index(iterator: Any) -> Any:
             index = original(iterator)
-            source = vars(iterator).get(_SOURCE)
-            if source is not None:
-                source.asked[_task(iterator)] = index
+            _source(iterator).asked[_task(iterator)] = index
             return index
 
         return next_index
@@ -150,14 +148,21 @@ class Deliveries:
         return advance
 
     def _delivered(self, iterator: Any, batch: Any) -> None:
-        source = vars(iterator).get(_SOURCE)
-        if source is None:  # it was there before we were
-            return
+        source = _source(iterator)
         indices = source.asked.pop(_received(iterator), None)
         delivery = Delivery(iterator._num_yielded - 1, indices, source, _outer_tensors(batch))
         self._recent.append(delivery)
         if self._heard is not None:
             self._heard(delivery, batch)
+
+
+def _source(iterator: Any) -> Source:
+    """Of an iterator that was there before we were, less is known."""
+    known = vars(iterator)
+    if _SOURCE not in known:
+        known[_SOURCE] = Source(getattr(iterator, "_dataset", None))
+    source: Source = known[_SOURCE]
+    return source
 
 
 def _task(iterator: Any) -> int:

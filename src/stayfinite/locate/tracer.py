@@ -22,7 +22,7 @@ from stayfinite.locate.backward import NodeSites
 from stayfinite.locate.events import Event, Site
 from stayfinite.locate.facts import Facts
 from stayfinite.locate.kinds import holds, is_meant, kind_of_event, read_for, wait_for, written_by
-from stayfinite.locate.ops import Call, OpInfo, is_bad, learn, tensors_in
+from stayfinite.locate.ops import Call, OpInfo, OpInfos, is_bad, tensors_in
 from stayfinite.locate.provenance import Provenance
 from stayfinite.locate.reads import Reads
 from stayfinite.locate.samples import Delivery
@@ -54,7 +54,7 @@ class Tracer(TorchDispatchMode):
         self.count = 0
         self.nodes = NodeSites()
         self._arrivals = Arrivals(self.nodes)
-        self._infos: dict[Any, OpInfo] = {}
+        self._infos = OpInfos()
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
         self.facts = Facts(self._past, self.nodes, reads)
@@ -145,9 +145,7 @@ class Tracer(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         try:
-            info = self._infos.get(func)
-            if info is None:
-                info = self._infos[func] = learn(func)
+            info = self._infos[func]
             if self.nodes.is_new():
                 site = self._site(made_node=True)
                 self.nodes.put(site)

@@ -14,7 +14,7 @@ from stayfinite.errors import CapsuleError, ConfigError
 from stayfinite.records import Incident, RunResult
 from stayfinite.runner import tree
 from stayfinite.runner.options import RunOptions
-from stayfinite.runner.plan import Plan, ours
+from stayfinite.runner.plan import Plan, launched, ours
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.seeds import recorded_seeds
 
@@ -26,15 +26,23 @@ _ENDING = ".capsule"
 _HEAD = b'"stayfinite":"1","capsule":'
 
 
-def wish_of(options: RunOptions, cwd: str) -> dict[str, Any] | None:
-    """What a plan says of the capsule that is wanted; ConfigError if it cannot be written."""
+def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> dict[str, Any] | None:
+    """What a plan says of the capsule that is wanted; ConfigError if it cannot be written.
+
+    `ranks` is how many a launcher has started, each with a run of its own.
+    """
     if options.capsule is None:
         if options.with_batch or options.no_source:
             raise ConfigError("--with-batch and --no-source are about a capsule; add --capsule.")
         return None
     if (reason := _why_not(options.capsule)) is not None:
         raise ConfigError(reason)
-    return {"with_batch": options.with_batch, "with_source": not options.no_source, "cwd": cwd}
+    return {
+        "with_batch": options.with_batch,
+        "with_source": not options.no_source,
+        "cwd": cwd,
+        "ranks": ranks,
+    }
 
 
 def _why_not(path: str) -> str | None:
@@ -56,14 +64,17 @@ def _looks_like_one(path: str) -> bool:
 
 
 def keep_capsule(watch: Watch, incident: Incident) -> None:
-    """Write the capsule of a traced process into the folder of its plan; the first one counts."""
+    """Write the capsule of a process into the folder of its plan; the first one counts.
+
+    It is the process that knows which files it has imported, traced or not.
+    """
     guard, path = watch.guard, _path(watch.plan.folder, watch.pid)
     is_exact = incident.origin is not None and incident.origin.exact
-    if guard is None or watch.plan.capsule is None or not is_exact or os.path.exists(path):
+    if guard is None or watch.plan.capsule is None or os.path.exists(path):
         return
     ours.is_writing = True  # asking git is not the script's doing either
     try:
-        made = _made(guard, incident, watch.plan)
+        made = _made(guard if is_exact else None, incident, watch.plan)
     finally:
         ours.is_writing = False
     _write(path, made)
@@ -72,16 +83,14 @@ def keep_capsule(watch: Watch, incident: Incident) -> None:
 def _made(guard: Any, incident: Incident, plan: Plan) -> Capsule:
     from stayfinite.guard.kept import pass_capsule
 
-    wish = plan.capsule or {}
-    folder = os.path.realpath(str(plan.guard.get("folder") or wish["cwd"]))
-    cwd = os.path.realpath(wish["cwd"])
-    root = cwd if f"{folder}{os.sep}".startswith(f"{cwd}{os.sep}") else folder
+    wish, folder, root = plan.capsule or {}, _folder(plan), _root(plan)
+    command, ranks = _command(plan.command, folder, root), wish.get("ranks")
     return pass_capsule(
         guard,
         incident,
         root=root,
         folder=_within(folder, root),
-        command=_command(plan.command, folder, root),
+        command=command if ranks is None else launched(command, ranks=ranks),
         main=_main_file(plan.command, folder),
         seeds=recorded_seeds(plan.folder),
         with_batch=wish["with_batch"],
@@ -90,12 +99,30 @@ def _made(guard: Any, incident: Incident, plan: Plan) -> Capsule:
     )
 
 
+def _folder(plan: Plan) -> str:
+    """The one that files in the incident are relative to."""
+    return os.path.realpath(str(plan.guard.get("folder") or (plan.capsule or {})["cwd"]))
+
+
+def _root(plan: Plan) -> str:
+    """Where the project begins: the working folder if the script is in it."""
+    folder, cwd = _folder(plan), os.path.realpath((plan.capsule or {})["cwd"])
+    return cwd if f"{folder}{os.sep}".startswith(f"{cwd}{os.sep}") else folder
+
+
 def _command(words: tuple[str, ...], folder: str, root: str) -> tuple[str, ...]:
     """The words that follow `python`, with the script named from the project."""
     if not words or words[0] == "-m":
-        return words
+        return tuple(_named_within(word, root) for word in words)
     script = next(iter(_main_file(words, folder)), folder)
     return (_within(script, root), *words[1:])
+
+
+def _named_within(word: str, root: str) -> str:
+    """A word of a launcher's command; the script in it is named from the project too."""
+    path = os.path.realpath(word)
+    is_ours = os.path.isabs(word) and word.endswith(".py") and path.startswith(root + os.sep)
+    return _within(path, root) if is_ours else word
 
 
 def _main_file(words: tuple[str, ...], folder: str) -> tuple[str, ...]:
@@ -114,13 +141,14 @@ def deliver(scene: Scene, records: list[tree.ProcessRecord], result: RunResult) 
     if target is None or not result.incidents:
         return []
     from stayfinite.capsule.making import told
+    from stayfinite.capsule.sources import with_files
 
     first = result.incidents[0]
     found = tree.first_incident(records)
     capsule = _traced(scene.plan.folder, first) or _made(None, first, scene.plan)
     facts = {} if found is None else {"arm_at": found[0].arm_at, "seconds": found[0].seconds}
     capsule = dataclasses.replace(
-        capsule,
+        with_files(capsule, _root(scene.plan)) if capsule.sources else capsule,
         incident=told(first, with_source=not scene.options.no_source),
         config={**capsule.config, **facts},
     )

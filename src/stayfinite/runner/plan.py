@@ -99,3 +99,9 @@ def child_command(target: list[str], *, key: str, flags: list[str] | None = None
     if flags is None:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", f"{boot}; main(key={key!r})", *target]
+
+
+def launched(words: tuple[str, ...], *, ranks: int) -> tuple[str, ...]:
+    """What follows `python` to start so many ranks of a script here."""
+    alone = ("--standalone", "--nproc-per-node", str(ranks))
+    return ("-m", "torch.distributed.run", *alone, *words)

@@ -24,6 +24,12 @@ def is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
+def size() -> int:
+    """How many ranks the launchers have started, on all machines together."""
+    count = os.environ.get("WORLD_SIZE", "")
+    return int(count) if count.isdigit() else 1
+
+
 def shared_folder() -> str:
     """The folder in which the ranks of this launcher meet; only this user may look into it."""
     run = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ.get('MASTER_PORT', '')}"
@@ -53,12 +59,16 @@ def speaks(records: list[tree.ProcessRecord], watch: Watch) -> bool:
 def leave(watch: Watch) -> None:
     """Take this rank's files away; the last one to leave takes the folder.
 
-    A stopped rank leaves its record, from which the others know why they lose it.
+    A stopped rank leaves its record, from which the others know why they lose it; what the
+    others drew stays then, for its capsule.
     """
     if watch.has_stopped:
         return
     folder = glob.escape(watch.plan.folder)
-    for pattern in (f"process-{watch.pid}.json", watch.plan.path, f"seeds-{watch.key}.json"):
+    own = [f"process-{watch.pid}.json", watch.plan.path]
+    if not any(record.stopped for record in tree.load(watch.plan.folder)):
+        own.append(f"seeds-{watch.key}.json")
+    for pattern in own:
         for path in glob.glob(os.path.join(folder, os.path.basename(pattern))):
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -27,6 +27,7 @@ from stayfinite.runner.plan import MAIN, Plan, write_atomically
 from stayfinite.runner.recording import run_folder
 from stayfinite.runner.scene import Scene, guard_data
 from stayfinite.runner.script import Target, execute, problem
+from stayfinite.runner.torchrun import rank_key
 from stayfinite.runner.watch import Watch, rank
 from stayfinite.runner.words import say
 
@@ -46,7 +47,7 @@ def run(target: Target, *, options: RunOptions) -> None:
         return
     scene = _scene(target, options)
     _running.append(scene)
-    watch = Watch(scene.plan, key=f"rank-{rank()}" if scene.is_rank else MAIN)
+    watch = Watch(scene.plan, key=rank_key(os.environ) if scene.is_rank else MAIN)
     watch.listeners.append(lambda w, i: _heard(scene, i))
     watch_and_leave(watch, target, finish=lambda ending: close(scene, watch, ending))
 
@@ -90,7 +91,7 @@ def _scene(target: Target, options: RunOptions) -> Scene:
         ends_peers=not is_rank,
         run_dir=run_folder(options, target, started=started, meet=folder if is_rank else None),
         command=tuple(target.command),
-        capsule=wish_of(options, os.getcwd()),
+        capsule=wish_of(options, os.getcwd(), ranks=ranks.size() if is_rank else None),
     )
     plan.save()
     return Scene(target=target, options=options, plan=plan, is_rank=is_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -40,9 +41,13 @@ def watched(
     flags, target = _split(list(args[at + 1 :]))
     if not target:
         return args, env
-    key = f"rank-{env.get('RANK', '0')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    command = child_command(target, key=key, flags=flags)
+    command = child_command(target, key=rank_key(env), flags=flags)
     return (*args[:at], *command), {**env, VARIABLE: watch.plan.path}
+
+
+def rank_key(env: Mapping[str, str]) -> str:
+    """The key of the process that torchrun starts with these variables."""
+    return f"rank-{env.get('RANK', '0')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

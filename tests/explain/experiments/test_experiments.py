@@ -294,6 +294,7 @@ def test_progress_is_told_before_each_replay() -> None:
     assert ("samples" in {name for name, _ in told}) is True
 
 
+ZERO = TensorSummary(name="self", shape=(2,), dtype="float32", device="cpu", numel=2, zero_count=1)
 HALF = TensorSummary(name="output", shape=(2,), dtype="float16", device="cpu", numel=2)
 FULL = dataclasses.replace(HALF, dtype="float32")
 REPEATS = Finding(experiment="repeat", verdict="deterministic", sentence="twice", reproduces=True)
@@ -308,7 +309,13 @@ def proof(experiment: str) -> Finding:
 @pytest.mark.parametrize(
     ("cause", "origin", "findings", "confidence"),
     [
-        ("log_of_zero", Origin(phase="forward", exact=True), [proof("guarded")], "proven"),
+        ("log_of_zero", Origin(phase="forward", exact=True), [proof("guarded")], "likely"),
+        (
+            "log_of_zero",
+            Origin(phase="forward", exact=True, inputs=(ZERO,)),
+            [proof("guarded")],
+            "proven",
+        ),
         ("unknown", Origin(phase="forward", exact=True), [proof("guarded")], "likely"),
         ("log_of_zero", Origin(phase="forward", exact=False), [proof("guarded")], "likely"),
         ("log_of_zero", Origin(phase="forward", exact=True), [proof("samples")], "likely"),

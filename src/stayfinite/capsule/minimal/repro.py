@@ -51,7 +51,9 @@ def minimised(capsule: Capsule) -> Repro:
 
 def _no_operation(capsule: Capsule) -> str:
     origin = capsule.incident.origin
-    where = f" The value came in as {origin.phase}." if origin is not None and not origin.op else ""
+    if origin is None or not origin.exact:
+        return "nobody has traced its step; make it anew with `stayfinite run --trace --capsule`."
+    where = "" if origin.op else f" The value came in as {origin.phase}."
     return f"it has no operation that could be run alone.{where}"
 
 

@@ -72,12 +72,20 @@ def raw_inputs(clue: Clue) -> Diagnosis | None:
     """Inputs in their natural units."""
     if clue.typical_input < _RAW or not (clue.is_diverging or clue.context.step < 3):
         return None
+    batches = max(map(len, clue.context.input_ranges.values()), default=0)
+    seen = "in every batch" if batches > 2 else f"in the {_few(batches)} that was seen"
     return diagnosis(
         "unnormalized_input",
-        f"The inputs reach {number(clue.typical_input)} in every batch; activations and gradients "
-        f"grow with them until `{clue.expression}` overflows.",
-        "Normalise them: `x = (x - mean) / std` with the training set's statistics.",
+        f"The inputs reach {number(clue.typical_input)} {seen}; activations and gradients grow "
+        f"with them until `{clue.expression}` overflows.",
+        "Normalise them: `x = (x - mean) / std` with the training set's statistics; if only some "
+        "samples are so large, drop or repair those.",
+        sure="likely" if batches > 2 else "possible",
     )
+
+
+def _few(batches: int) -> str:
+    return "one batch" if batches == 1 else "little data"
 
 
 def bootstrapped_values(clue: Clue) -> Diagnosis | None:

@@ -72,7 +72,7 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
     count = f"{item.bad_count} of {item.numel} values are not finite,{where}" if item else ""
     return diagnosis(
         "bad_input_data",
-        f"The batch that enters here is bad already: {count or 'it holds NaN or Inf'}.",
+        f"The data that enter here are bad already: {count or 'it holds NaN or Inf'}.",
         "Find the sample with stayfinite.NaNDetector().check_batch(batch) in the data pipeline, "
         "and drop or repair it where it is read.",
     )

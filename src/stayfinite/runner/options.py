@@ -34,8 +34,8 @@ class RunOptions:
     )
     prove: int = _option(
         30,
-        "Seconds for trying changes of the source after an incident; the first one with which "
-        "the script stays finite is shown. 0: none.",
+        "Seconds for trying changes of the source after an incident (the first one with which the "
+        "script stays finite is shown), and for experiments on the bad step. 0: none.",
     )
     json: str | None = _option(None, "Write the result to this file, as JSON.")
     run_dir: str | None = _option(

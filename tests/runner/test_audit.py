@@ -28,6 +28,8 @@ with tempfile.NamedTemporaryFile() as f: f.write(b"x")
     "memory database": "import sqlite3; sqlite3.connect(':memory:').close()",
     "looking at the machine": "import platform; platform.processor(); platform.uname()",
     "a folder that is there": "import os; os.makedirs('tree', exist_ok=True)",
+    "a program of torch.compile": "exec(compile(\"import subprocess; subprocess.run(['true'])\", "
+    "'/x/torch/_inductor/codecache.py', 'exec'))",
     "stdout": "print(1); open(1, 'w', closefd=False).write('x')",
 }
 EFFECTS = {

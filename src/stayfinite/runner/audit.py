@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from stayfinite.errors import TrainingAbortedError
@@ -15,6 +16,7 @@ from stayfinite.runner.plan import VARIABLE, ours
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _DEVICES = ("/dev/", "/proc/")
 # Run by libraries to look at the machine or to compile into temporary folders.
+_INDUCTOR = os.path.join("torch", "_inductor", "")
 _HARMLESS_PROGRAMS = frozenset(
     ["uname", "ldconfig", "lscpu", "nvidia-smi", "rocm-smi", "file", "objdump", "ptxas"]
     + ["cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "as"]
@@ -113,7 +115,9 @@ class Audit:
 
     def _started(self, program: Any, args: Any, cwd: Any, env: Any) -> None:
         name = os.path.basename(os.fsdecode(program)) if program else ""
-        if name not in _HARMLESS_PROGRAMS and not (env and VARIABLE in env):
+        if name in _HARMLESS_PROGRAMS or _is_compiling(sys._getframe(1)):
+            return
+        if not (env and VARIABLE in env):
             self._note(f"started another program ({name})")
 
     def _changed(self, what: str, path: Any, fd: int = -1) -> None:
@@ -154,6 +158,15 @@ class Audit:
         if len(self.effects) == 1:
             with step_aside("noting what the script changes"):
                 self._on_first()
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    """Whether torch.compile is at work, which starts compilers, workers and tools of its own."""
+    while frame is not None:
+        if _INDUCTOR in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _temporary_folders() -> tuple[str, ...]:

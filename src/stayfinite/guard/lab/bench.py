@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -97,7 +98,7 @@ class Bench:
         """Keep the weights, and a process that can go on from here."""
         with guard.unseen():
             self._copies = copies_of(guard.evidence.optimizers())
-        if has_workers() or _has_threads():
+        if has_workers() or not _may_fork():
             return
         self._earlier = Forks(self._folder, name="earlier", leave=self._end)
         try:
@@ -142,7 +143,7 @@ class Bench:
         """Make the experiments, and end; children return from here into the script."""
         if self._bad == 0:
             self._hook.remove()
-        if _has_threads():
+        if not _may_fork():
             self._end()
         try:
             write_diagnosis(
@@ -194,10 +195,18 @@ class Bench:
         self._end()
 
 
-def _has_threads() -> bool:
-    """Whether a fork would lose threads that the script needs; those of a loader it does not."""
-    names = (thread.name for thread in threading.enumerate())
-    return sum(not name.startswith("QueueFeederThread") for name in names) > 1
+def _may_fork() -> bool:
+    """Not where a device would be lost, or a thread that the script needs.
+
+    The threads of a loader's queues and of a progress bar it does not need.
+    """
+    if torch.accelerator.is_available():
+        return False
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return all(
+        thread.name.startswith("QueueFeederThread") or type(thread).__name__ == "TMonitor"
+        for thread in others
+    )
 
 
 class LabGuard(Guard):

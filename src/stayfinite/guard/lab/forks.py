@@ -66,15 +66,15 @@ class Forks:
 
     def hold(self) -> None:
         """Leave a child behind that goes on from here whenever `ask` is called."""
+        parent, number = os.getpid(), 0
         pid = self._fork()
         if pid:
             self._holder = pid
             return
-        number = 0
-        while os.getppid() != 1:
+        while True:
             number += 1
             while not os.path.exists(self._path("order", number)):
-                if os.getppid() == 1:
+                if os.getppid() != parent:
                     self._leave()
                 time.sleep(_PAUSE)
             with open(self._path("order", number), encoding="utf-8") as file:
@@ -83,7 +83,6 @@ class Forks:
                 raise GoOnError(order)
             with contextlib.suppress(ChildProcessError):
                 os.wait()
-        self._leave()
 
     def ask(self, change: Change, *, until: int | None, seconds: float) -> Answer:
         """What becomes of the script under this change; raises GoOnError in the child.

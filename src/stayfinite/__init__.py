@@ -30,7 +30,7 @@ _HOME = {
     "enable_nan_hooks": "detect.tools",
     "BadBatch": "locate.batches",
     "find_first_bad_batch": "locate.batches",
-    "first_bad_checkpoint": "locate.batches",
+    "first_bad_checkpoint": "checkpoint",
     "trace": "tracing",
     "Guard": "guard",
     "watch": "guard",
@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from stayfinite.amp.trainer import AMPTrainer as AMPTrainer
     from stayfinite.checkpoint import Checkpoint as Checkpoint
     from stayfinite.checkpoint import Problem as Problem
+    from stayfinite.checkpoint import first_bad_checkpoint as first_bad_checkpoint
     from stayfinite.checkpoint import latest_good as latest_good
     from stayfinite.checkpoint import load_checkpoint as load_checkpoint
     from stayfinite.checkpoint import save_checkpoint as save_checkpoint
@@ -118,7 +119,6 @@ if TYPE_CHECKING:
     from stayfinite.guard.watch import watch as watch
     from stayfinite.locate.batches import BadBatch as BadBatch
     from stayfinite.locate.batches import find_first_bad_batch as find_first_bad_batch
-    from stayfinite.locate.batches import first_bad_checkpoint as first_bad_checkpoint
     from stayfinite.prevent.boxes import ciou as ciou
     from stayfinite.prevent.boxes import giou as giou
     from stayfinite.prevent.clamp import ActivationClamp as ActivationClamp

@@ -309,6 +309,14 @@ def test_it_says_so_when_the_scale_cannot_be_the_cause(caplog: pytest.LogCapture
     assert "the scale is not the cause" in caplog.text
 
 
+def test_it_says_so_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="stayfinite"):
+        after(cpu(init_scale=1.0, floor_patience=3), *["inf"] * 40)
+    said = [record.getMessage() for record in caplog.records]
+    begins = [f"stayfinite: the last {count} steps overflowed" for count in (3, 6, 12, 24)]
+    assert [text[: len(begin)] for text, begin in zip(said, begins, strict=True)] == begins
+
+
 def test_it_aborts_when_asked_to() -> None:
     training = Training(cpu(init_scale=1.0, floor_patience=2, on_floor="abort"))
     training.step("inf")

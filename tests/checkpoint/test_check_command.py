@@ -213,6 +213,72 @@ def test_against_tells_what_differs(folder: Path) -> None:
     } <= kinds
 
 
+def series(folder: Path, *values: float) -> Path:
+    made = folder / "ckpts"
+    made.mkdir()
+    for number, value in enumerate(values):
+        path = made / f"step-{number}.pt"
+        torch.save({"model": {"w": torch.tensor([value])}, "step": number}, path)
+        os.utime(path, (1000 + number, 1000 + number))
+    return made
+
+
+def test_every_checkpoint_of_a_folder_is_checked(folder: Path) -> None:
+    made = series(folder, 1.0, 2.0, math.nan)
+    done = run("ckpts")
+    assert done.exit_code == 1
+    *table, verdict = done.stdout.splitlines()
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in table if "step-" in line
+    ]
+    assert [row[:3] for row in rows] == [
+        ["good", "step-0.pt", "0"],
+        ["good", "step-1.pt", "1"],
+        ["bad", "step-2.pt", "2"],
+    ]
+    assert "model.w: holds NaN" in rows[2][3]
+    assert verdict == f"2 of 3 in ckpts good; the newest good one is {Path('ckpts/step-1.pt')}"
+
+    (made / "cut.ckpt").write_bytes(b"cut")
+    assert run("ckpts").exit_code == 2
+    for bad in ("cut.ckpt", "step-2.pt"):
+        (made / bad).unlink()
+    assert run("ckpts").exit_code == 0
+
+
+def test_folder_as_json_has_each_checkpoint(folder: Path) -> None:
+    series(folder, 1.0, math.inf)
+    found = json.loads(run("ckpts", "--json").stdout)
+    assert (found["schema"], found["path"], found["good"]) == (1, "ckpts", False)
+    assert [(each["step"], each["good"]) for each in found["checkpoints"]] == [
+        (0, True),
+        (1, False),
+    ]
+
+
+def test_folder_is_not_compared_with_one(folder: Path) -> None:
+    series(folder, 1.0, 2.0)
+    done = run("ckpts", "--against", "ckpts/step-0.pt")
+    assert done.exit_code == 2
+    assert "--against compares one checkpoint, and ckpts has 2." in done.stderr
+
+
+def test_empty_folder_is_2(folder: Path) -> None:
+    (folder / "none").mkdir()
+    done = run("none")
+    assert done.exit_code == 2
+    assert done.stdout.startswith("not readable")
+
+
+def test_absurd_rate_is_said(folder: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e27)
+    save_checkpoint(folder / "a.ckpt", model=model, optimizer=optimizer)
+    done = run("a.ckpt")
+    assert "the learning rate is 1e+27, which is absurd" in done.stdout
+    assert "good, 1 warning" in done.stdout
+
+
 def test_against_something_unreadable_is_2(folder: Path) -> None:
     save_checkpoint(folder / "a.ckpt", model=nn.Linear(2, 1))
     assert run("a.ckpt", "--against", "none.ckpt").exit_code == 2

@@ -320,8 +320,31 @@ def test_dead_loss_scale_is_refused(tmp_path: Path, scale: float) -> None:
 def test_rates_of_a_scheduler_are_checked(tmp_path: Path) -> None:
     job = Job()
     job.scheduler.base_lrs = [math.nan]
-    with pytest.raises(CheckpointError, match=r"scheduler\.base_lrs: learning rates \[nan\]"):
+    with pytest.raises(CheckpointError, match=r"scheduler\.base_lrs: the learning rate is nan"):
         job.save(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("layout", ["ours", "torch"])
+def test_absurd_rate_is_a_warning(tmp_path: Path, layout: str) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = 1e27
+    path = tmp_path / "a.pt"
+    if layout == "ours":
+        save_checkpoint(path, model=model, optimizer=optimizer)
+    else:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    (problem,) = validate_checkpoint(path, model)
+    assert (problem.kind, problem.is_error) == ("learning_rate", False)
+    assert "optimizer.param_groups.0.lr: the learning rate is 1e+27, which is absurd" in str(
+        problem
+    )
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 50.0])
+def test_rate_of_a_training_is_not_told(tmp_path: Path, rate: float) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = rate
+    assert validate_checkpoint(saved(tmp_path, model, optimizer=optimizer), model) == []
 
 
 # A load that fails late

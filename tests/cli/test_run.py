@@ -143,3 +143,28 @@ def test_json_file_has_the_usual_permissions(tmp_path):
 def test_options_check_themselves():
     with pytest.raises(ConfigError, match="at least 1"):
         RunOptions(max_scaler_skips=0)
+
+
+MODULE = """
+import torch
+layer = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for step in range(4):
+    x = torch.full((3, 2), float("inf") if step == 1 else 1.0)
+    optimizer.zero_grad()
+    layer(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_record_of_a_module_that_recovered_says_so(tmp_path):
+    (tmp_path / "proj").mkdir()
+    (tmp_path / "proj" / "__init__.py").touch()
+    (tmp_path / "proj" / "train.py").write_text(MODULE)
+    words = ["--on-nan", "recover", "--second-run", "never", "-m", "proj.train", "--x"]
+    done = start("run", "--run-dir", "night", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = CliRunner().invoke(main, ["show", str(tmp_path / "night")]).output
+    facts = [line.split(maxsplit=1) for line in shown.splitlines()]
+    assert ["script", "proj.train"] in [[word.strip() for word in each] for each in facts]
+    assert "by itself, recovered from 1 incident" in shown

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,31 @@ def test_output_is_the_golden_text(folder: Path, name: str, words: list[str]) ->
 
 def test_without_a_name_the_newest_is_shown(folder: Path) -> None:
     assert AFTER in said("show").output
+
+
+@pytest.mark.parametrize(
+    ("strategies", "ended"),
+    [(["skip", "rewind"], "recovered"), (["skip", "abort"], "incident"), (["warn"], "incident")],
+)
+def test_only_a_run_that_recovered_is_said_to_have(
+    tmp_path: Path, strategies: list[str], ended: str
+) -> None:
+    outcomes = [Outcome(strategy=each, detail="") for each in strategies]
+    incidents = [replace(INCIDENT, step=at, outcome=each) for at, each in enumerate(outcomes)]
+    record(tmp_path / "a", incidents=incidents)
+    assert said("list", str(tmp_path)).output.split()[-1] == ended
+    assert (
+        "by itself, recovered from 2 incidents" in said("show", str(tmp_path / "a")).output
+    ) is (ended == "recovered")
+
+
+@pytest.mark.parametrize(("steps", "word"), [(20, ""), (200, "worse")])
+def test_pace_of_few_steps_is_not_judged(tmp_path: Path, steps: int, word: str) -> None:
+    for name, seconds in (("a", 0.1), ("b", 0.3)):
+        record(tmp_path / name, steps=steps, seconds=seconds)
+    lines = said("compare", str(tmp_path / "a"), str(tmp_path / "b")).output.splitlines()
+    (pace,) = [line for line in lines if line.startswith("seconds per step")]
+    assert pace.split() == ["seconds", "per", "step", "0.1", "0.3", *([word] if word else [])]
 
 
 def test_list_as_json(folder: Path) -> None:

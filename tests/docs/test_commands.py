@@ -61,6 +61,13 @@ def is_said(expected: list[str], text: str) -> str | None:
     return None
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_only_files_of_tests_need_pytest(page: Path) -> None:
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    others = [text for kind, title, text in blocks if not title.startswith("test_")]
+    assert not any("import pytest" in text for text in others)
+
+
 @pytest.fixture
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("bin")

@@ -78,6 +78,11 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_install_is_with_the_versions_that_are_tested() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert "$ pip install --constraint constraints.txt .\n" in text
+
+
 def test_readme_names_the_required_torch() -> None:
     needed = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tested = re.search(r"^torch==([\d.]+)\.0$", (ROOT / "constraints.txt").read_text(), re.M)

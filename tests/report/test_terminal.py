@@ -12,11 +12,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, RunResult
+from stayfinite.records import (
+    Hop,
+    Incident,
+    NaNReport,
+    NaNType,
+    Origin,
+    RunResult,
+    TensorSummary,
+)
+from stayfinite.report.columns import infinities
 from stayfinite.report.terminal import closing_line, render, show
+from stayfinite.report.wording import headline
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("forward", "backward", "data", "optimizer", "unknown")
+CHANGE = re.compile(r" +[+-] ")  # a line of a patch
 Incidents = dict[str, Incident]
 
 
@@ -29,7 +40,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def text_of(incident: Incident, folder: Path, *, verbose: bool = False, width: int = 100) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width, color_system=None)
-    console.print(render(incident, verbose=verbose, folder=folder))
+    console.print(render(incident, verbose=verbose, folder=folder), crop=False)
     return file.getvalue()
 
 
@@ -68,11 +79,28 @@ def test_expression_over_several_lines_is_marked_on_each(
 
 @pytest.mark.parametrize("width", [20, 40, 80, 100, 200])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_line_is_wider_than_the_terminal(
+def test_no_line_but_code_to_copy_is_wider_than_the_terminal(
     width: int, kind: str, incidents: Incidents, folder: Path
 ) -> None:
-    text = text_of(incidents[kind], folder, width=width)
-    assert max(map(len, text.splitlines())) <= width
+    lines = text_of(incidents[kind], folder, width=width).splitlines()
+    assert max(len(line) for line in lines if not CHANGE.match(line)) <= width
+
+
+@pytest.mark.parametrize("verbose", [False, True], ids=["brief", "verbose"])
+def test_changed_lines_are_whole_in_a_narrow_terminal(
+    verbose: bool, incidents: Incidents, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    tty = Terminal()
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(incidents["forward"], folder=folder, file=tty, verbose=verbose)
+    shown = [line.strip() for line in tty.getvalue().splitlines() if CHANGE.match(line)]
+    assert [" ".join(line[1:].split()) for line in shown if line[1:3] not in ("--", "++")] == [
+        "probs = torch.softmax(x, dim=-1)",
+        "return -(target * torch.log(probs)).sum(-1).mean()",
+        "logp = torch.log_softmax(x, dim=-1)",
+        "return -(target * logp).sum(-1).mean()",
+    ]
 
 
 def crowded(incident: Incident) -> Incident:
@@ -149,7 +177,25 @@ def test_columns_sets_the_width_of_a_plain_report(
     monkeypatch.setenv("COLUMNS", "60")
     pipe = io.StringIO()
     show(incidents["forward"], folder=folder, file=pipe)
-    assert 50 < max(map(len, pipe.getvalue().splitlines())) <= 60
+    lines = pipe.getvalue().splitlines()
+    assert 50 < max(len(line) for line in lines if not CHANGE.match(line)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "said"),
+    [(0, 0, "0"), (3, 0, "3"), (0, 174, "174 of -Inf"), (3, 174, "3, 174 of -Inf")],
+)
+def test_counts_of_infinities_have_no_sign(above: int, below: int, said: str) -> None:
+    known = {"name": "x", "shape": (200,), "dtype": "float32", "device": "cpu", "numel": 200}
+    bad = TensorSummary(**known, pos_inf_count=above, neg_inf_count=below)
+    assert infinities(bad) == said
+
+
+def test_tensor_without_a_name_is_called_a_tensor(incidents: Incidents) -> None:
+    report = replace(incidents["backward"].reports[0], location="gradients.0")
+    assert headline(replace(incidents["backward"], reports=(report,))).endswith(
+        "in the gradient of tensor 0"
+    )
 
 
 def test_stderr_is_the_default(

@@ -40,12 +40,13 @@ def record(
     end: str | None = "finite",
     has_result: bool = True,
     skipped_by_scaler: int = 0,
+    seconds: float = 0.1,
     **info: Any,
 ) -> Path:
     """A run of smooth losses and norms; its bad steps are skipped, with a loss of NaN."""
     writer = StoreWriter(folder, lambda: replace(INFO, **info))
     bad = {incident.step for incident in incidents}
-    rows = [_row(step, step in bad, scale, terms) for step in range(steps)]
+    rows = [_row(step, step in bad, scale, terms, seconds) for step in range(steps)]
     writer.steps(rows[:1])
     writer.layers(layers)
     for step in range(0, steps, 16):
@@ -64,12 +65,14 @@ def record(
     return folder
 
 
-def _row(step: int, is_bad: bool, scale: float | None, terms: Sequence[str]) -> StepRow:
+def _row(
+    step: int, is_bad: bool, scale: float | None, terms: Sequence[str], seconds: float
+) -> StepRow:
     loss = 2.0 / (1 + step / 10) + 0.05 * math.sin(step)
     return StepRow(
         step=step,
-        time=0.1 * step,
-        seconds=0.1,
+        time=seconds * step,
+        seconds=seconds,
         loss=math.nan if is_bad else loss,
         norm=None if is_bad else 1.0 + 0.5 * math.cos(step / 3),
         lr=0.1,

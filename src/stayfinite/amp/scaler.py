@@ -20,6 +20,7 @@ from stayfinite.amp.limits import (
     check_count,
     check_growth_factor,
     device_type,
+    is_power_of_two,
     narrowed,
 )
 from stayfinite.amp.stepping import (
@@ -56,9 +57,10 @@ class DynamicLossScaler(CountingScaler):
     DeepSpeed's consecutive_hysteresis).
 
     After `floor_patience` overflows in a row at min_scale, and again after as many more, the
-    scale cannot be to blame: "warn" logs it, "abort" lets update() raise TrainingAbortedError,
-    and a callable is called with the scaler. `overflows_at_floor` is the count. On an
-    accelerator it is read one update late, so that nothing waits.
+    scale cannot be to blame: "warn" logs it (in a long row each time after twice as many),
+    "abort" lets update() raise TrainingAbortedError, and a callable is called with the scaler.
+    `overflows_at_floor` is the count. On an accelerator it is read one update late, so that
+    nothing waits.
 
     `device` is where the losses are; by default the accelerator if there is one, else the cpu.
 
@@ -248,8 +250,8 @@ class DynamicLossScaler(CountingScaler):
             self.on_floor(self)
         elif self.on_floor == "abort":
             raise TrainingAbortedError(message)
-        else:
-            logger.warning(message)
+        elif is_power_of_two(overflows // self.floor_patience):
+            logger.warning("stayfinite: %s", message)
 
     def _within_bounds(self, scale: float | Tensor) -> float:
         if math.isnan(scale):

@@ -115,7 +115,8 @@ def incident_line(incident: Incident) -> str:
     """The incident in one line: what, where, why, and what was done."""
     first = incident.reports[0] if incident.reports else None
     what = f"{first.location} is {first.nan_type.value}" if first else "a value is not finite"
-    more = f" and {len(incident.reports) - 1} more" if len(incident.reports) > 1 else ""
+    others = len(incident.reports) - 1
+    more = f" and {others} more tensor{'s' * (others > 1)}" if others > 0 else ""
     origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome
     where = f", from {origin.file}:{origin.line}" if origin and origin.file else ""
     why = f". {diagnosis.cause}: {diagnosis.why} {diagnosis.fix}" if diagnosis else "."

@@ -15,6 +15,7 @@ import click
 
 from stayfinite.cli._models import model_from
 from stayfinite.cli._options import options_of
+from stayfinite.cli._refusal import Refused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,17 +48,39 @@ def command(checkpoint: Path, **options: Any) -> None:
     """Check a checkpoint: checksums, non-finite values, learning rates, and whether it fits.
 
     CHECKPOINT is a file of save_checkpoint, torch.save, Lightning or safetensors, an index of
-    shards, or a folder of transformers or torch.distributed.checkpoint. The exit code is 0 when it
-    is good, 1 when problems were found, and 2 when it cannot be read.
+    shards, a folder of transformers or torch.distributed.checkpoint, or any folder with such
+    files: then each is checked. The exit code is 0 when it is good, 1 when problems were found,
+    and 2 when it cannot be read; of several, that of the worst.
     """
     chosen = CheckOptions(**options)
-    result = _checked(checkpoint, chosen)
+    inside = _checkpoints_inside(checkpoint)
+    if inside and chosen.against is not None:
+        raise Refused(f"--against compares one checkpoint, and {checkpoint} has {len(inside)}.")
+    results = [_checked(path, chosen) for path in inside or [checkpoint]]
     if chosen.json:
-        click.echo(json.dumps(as_data(result), indent=1))
+        data = folder_data(checkpoint, results) if inside else as_data(results[0])
+        click.echo(json.dumps(data, indent=1))
+    elif inside:
+        _show_folder(checkpoint, results)
     else:
-        _show(result)
-    if not result.is_good:
-        sys.exit(PROBLEMS if result.is_readable else UNREADABLE)
+        _show(results[0])
+    sys.exit(max(map(_exit_code, results)))
+
+
+def _exit_code(result: Check) -> int:
+    if result.is_good:
+        return GOOD
+    return PROBLEMS if result.is_readable else UNREADABLE
+
+
+def _checkpoints_inside(place: Path) -> list[Path]:
+    """Those of a folder that is none itself, oldest first."""
+    from stayfinite.checkpoint.folders import checkpoints_in, is_checkpoint_folder
+
+    try:
+        return checkpoints_in(place) if place.is_dir() and not is_checkpoint_folder(place) else []
+    except OSError as error:
+        raise Refused(f"{place} cannot be read: {error.strerror}.") from error
 
 
 def _checked(checkpoint: Path, options: CheckOptions) -> Check:
@@ -100,6 +123,42 @@ def as_data(result: Check) -> dict[str, Any]:
         if comparison is None
         else {"same": comparison.same, "changed": list(comparison.changed)},
     }
+
+
+def folder_data(folder: Path, results: list[Check]) -> dict[str, Any]:
+    """The results of a folder as JSON values."""
+    return {
+        "schema": 1,
+        "path": str(folder),
+        "good": all(result.is_good for result in results),
+        "checkpoints": [as_data(result) for result in results],
+    }
+
+
+def _show_folder(folder: Path, results: list[Check]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table("", "checkpoint", "step", "problems", header_style="bold")
+    table.columns[-1].overflow = "fold"
+    for result in results:
+        mark = "[green]good[/]" if result.is_good else "[red]bad[/]"
+        step = "" if result.step is None else str(result.step)
+        table.add_row(mark, _plain(result.path.name), step, _plain(_first_problem(result)))
+    console.print(table)
+    good = [result.path for result in results if result.is_good]
+    newest = f"; the newest good one is {escape(str(good[-1]))}" if good else ""
+    console.print(f"{len(good)} of {len(results)} in {escape(str(folder))} good{newest}")
+
+
+def _first_problem(result: Check) -> str:
+    if not result.problems:
+        return ""
+    first, *others = result.problems
+    said = str(first) if result.is_readable else f"not readable: {first.message}"
+    return f"{said} And {len(others)} more." if others else said
 
 
 def _show(result: Check) -> None:

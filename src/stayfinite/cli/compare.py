@@ -16,8 +16,9 @@ from stayfinite.cli._runs import run_at
 def command(before: Path, after: Path, as_json: bool) -> None:
     """Compare two recorded runs, such as one before and one after a fix.
 
-    Shows bad and skipped steps, gradient norms, losses and speed of both, and what is different
-    in options, versions and code.
+    BEFORE and AFTER are run directories, or names of runs in stayfinite-runs, as `stayfinite list`
+    prints them. Shows bad and skipped steps, gradient norms, losses and speed of both, and what is
+    different in options, versions and code.
     """
     from stayfinite.records import to_json
     from stayfinite.report.comparison import compare

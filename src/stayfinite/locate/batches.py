@@ -1,21 +1,16 @@
-"""Which batch is the first bad one, and which checkpoint."""
+"""Which batch is the first bad one."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import nn
 
 from stayfinite.detect.reports import bad_reports
-from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_tensors
 from stayfinite.errors import InputError
 from stayfinite.locate.replay import LossFunction, bad_values, find_source
@@ -79,6 +74,10 @@ def find_first_bad_batch(
 
 
 def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
+    # Here, where random states are put back: importing rich draws a random number.
+    from rich.console import Console
+    from rich.progress import track
+
     console = Console(file=sys.stderr)
     lengths = [len(loader)] if isinstance(loader, Sized) else []
     lengths += [total] if total is not None else []
@@ -109,59 +108,3 @@ def _described(index: int, batch: Any, model: nn.Module, loss_fn: LossFunction |
     else:
         reason = "its loss or a gradient is not finite"
     return BadBatch(index=index, batch=batch, reason=reason, reports=reports, origin=origin)
-
-
-def first_bad_checkpoint(
-    checkpoints: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    is_bad: Callable[[Path], bool] | None = None,
-) -> Path | None:
-    """The first bad one of a series of checkpoints, by bisection; None when the last is good.
-
-    Give a folder (its files are taken by time of writing) or the paths, oldest first. A bad one
-    stays bad in the checkpoints after it, so about log2(n) files are read. `is_bad(path)` may
-    replace the default: any tensor in the file that is not finite. Nothing is unpickled.
-
-    >>> import tempfile
-    >>> files = [Path(tempfile.mkdtemp()) / f"{step}.pt" for step in range(4)]
-    >>> for step, file in enumerate(files):
-    ...     torch.save({"weight": torch.tensor(1.0 if step < 2 else float("nan"))}, file)
-    >>> first_bad_checkpoint(files).name
-    '2.pt'
-    """
-    paths = _series(checkpoints)
-    judge = is_bad if is_bad is not None else has_bad_tensor
-    low, high = 0, len(paths)
-    if not paths or not judge(paths[-1]):
-        return None
-    high = len(paths) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if judge(paths[middle]) else (middle + 1, high)
-    return paths[low]
-
-
-def _series(checkpoints: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    if not isinstance(checkpoints, (str, os.PathLike)):
-        return [Path(path) for path in checkpoints]
-    folder = Path(checkpoints)
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder} is not a folder; give a folder of checkpoints or a list of files."
-        )
-    kinds = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-    files = [path for path in folder.iterdir() if path.suffix in kinds]
-    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
-
-
-def has_bad_tensor(path: Path) -> bool:
-    """Whether any tensor in the file is not finite."""
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: Any = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise InputError(f"{path} cannot be read as a checkpoint: {error}") from error
-    return not all_finite(tensor for _, tensor in named_tensors(state, "state"))

@@ -24,8 +24,10 @@ def shape(tensor: TensorSummary) -> str:
 
 
 def infinities(tensor: TensorSummary) -> str:
-    signed = ((tensor.pos_inf_count, "+"), (tensor.neg_inf_count, "-"))
-    return " ".join(f"{sign}{whole(each)}" for each, sign in signed if each) or "0"
+    """How many there are; those of -Inf are named, since a sign would make the count negative."""
+    above, below = tensor.pos_inf_count, tensor.neg_inf_count
+    said = [whole(above)] if above or not below else []
+    return ", ".join(said + ([f"{whole(below)} of -Inf"] if below else []))
 
 
 def remark(tensor: TensorSummary) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 from stayfinite.report.store.reading import Run
 from stayfinite.report.summary import Range, RunSummary, summary_of
 
+_STEADY = 100  # steps; the pace of fewer is mostly that of the start
+
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
@@ -53,7 +55,7 @@ def compare(
 
 
 def _lines(old: RunSummary, new: RunSummary) -> Iterator[Line]:
-    yield Line(name="ended", before=old.exit, after=new.exit)
+    yield Line(name="ended", before=old.ended, after=new.ended)
     yield Line(name="steps", before=old.steps, after=new.steps)
     yield Line(name="bad steps", before=old.bad_steps, after=new.bad_steps, better=-1)
     yield Line(name="skipped steps", before=old.skipped_steps, after=new.skipped_steps, better=-1)
@@ -65,7 +67,8 @@ def _lines(old: RunSummary, new: RunSummary) -> Iterator[Line]:
         yield from _ranged(f"loss term {term}", *found, ("low", "high", "last"), better=-1)
     yield from _ranged("loss scale", old.scale, new.scale, ("low", "high"))
     paces = old.seconds_per_step, new.seconds_per_step
-    yield Line(name="seconds per step", before=paces[0], after=paces[1], better=-1)
+    is_long = min(old.steps, new.steps) >= _STEADY
+    yield Line(name="seconds per step", before=paces[0], after=paces[1], better=-int(is_long))
     yield Line(name="seconds", before=old.seconds, after=new.seconds)
 
 

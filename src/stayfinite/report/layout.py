@@ -53,11 +53,19 @@ def rows(page: Page, label: str, texts: list[str]) -> Lines:
 
 def row(page: Page, label: str, text: Text) -> Lines:
     """`= why: ...`, wrapped; nothing for an empty text."""
-    if not text:
-        return []
+    return hang(page, _lead(page, label), text) if text else []
+
+
+def long_row(page: Page, text: Text) -> Text:
+    """A row on one line, however long: code that is to be copied."""
+    line = _lead(page).append(text)
+    line.no_wrap, line.overflow = True, "ignore"
+    return line
+
+
+def _lead(page: Page, label: str = "") -> Text:
     head = f"= {label}:" if label else ""
-    lead = Text.assemble(" " * (page.gutter + 1), (f"{head:<8}", "bold"))
-    return hang(page, lead, text)
+    return Text.assemble(" " * (page.gutter + 1), (f"{head:<8}", "bold"))
 
 
 def hang(page: Page, lead: Text, text: Text) -> Lines:

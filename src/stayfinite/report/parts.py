@@ -9,13 +9,13 @@ from rich.text import Text
 from stayfinite.records import REPEATED, REPEATS
 from stayfinite.report import wording
 from stayfinite.report.excerpt import SourceLine, excerpt
-from stayfinite.report.layout import Lines, Page, Part, gutter, hang, row, rows, wrap
+from stayfinite.report.layout import Lines, Page, Part, gutter, hang, long_row, row, rows, wrap
 from stayfinite.report.tensors import table
 from stayfinite.report.wording import plain
 
-PAGES = "docs/causes"
 NOTHING = Part(lines=[], least=0)
 _MOST_EVIDENCE = 3  # pieces that are shown in a short report
+_MOST_CHANGED = 6  # lines of a patch that are never cut: half a change cannot be made
 
 
 def _headline(page: Page) -> Part:
@@ -97,8 +97,8 @@ def _patch(page: Page) -> Part:
     diagnosis = page.incident.diagnosis
     patch = (diagnosis.patch or "").split("\n") if diagnosis else []
     shown = [line for line in patch if line] if page.verbose else _changes(patch)
-    lines = [line for text in shown for line in row(page, "", _diff_line(text))]
-    return Part(lines=lines, least=min(len(lines), 2))
+    lines = [long_row(page, _diff_line(text)) for text in shown]
+    return Part(lines=lines, least=min(len(lines), _MOST_CHANGED))
 
 
 def _tried(page: Page) -> Part:
@@ -174,7 +174,7 @@ def _link(page: Page) -> Part:
     diagnosis = page.incident.diagnosis
     if diagnosis is None:
         return NOTHING
-    text = Text(f"{PAGES}/{plain(diagnosis.cause)}.md", style="cyan")
+    text = Text(f"stayfinite cause {plain(diagnosis.cause)}", style="cyan")
     return Part(lines=row(page, "see", text))
 
 

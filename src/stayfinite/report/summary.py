@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from stayfinite.records import Incident
 from stayfinite.report.store.reading import Run, Series
 from stayfinite.report.wording import headline
 
 _WORST = 5
+_NOT_RECOVERED = {"stop", "abort", "warn", "none"}  # strategies that mend nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class RunSummary:
     script: str
     steps: int
     exit: str
+    is_recovered: bool
     ranks: int
     incidents: tuple[Row, ...]
     bad_steps: int
@@ -71,6 +74,11 @@ class RunSummary:
     seconds: float
     worst_layers: tuple[Layer, ...]
     broken_lines: int
+
+    @property
+    def ended(self) -> str:
+        """`exit` in a word that also says whether its incidents were recovered from."""
+        return "recovered" if self.is_recovered else self.exit
 
 
 def summary_of(run: Run) -> RunSummary:
@@ -105,6 +113,7 @@ def summarised(
         script=run.info.script,
         steps=run.steps,
         exit=run.exit,
+        is_recovered=run.exit == "incident" and all(map(_is_recovered, run.incidents)),
         ranks=len(run.ranks),
         incidents=rows,
         bad_steps=len({row.step for row in rows}),
@@ -120,6 +129,10 @@ def summarised(
         worst_layers=layers,
         broken_lines=sum(rank.broken for rank in run.ranks),
     )
+
+
+def _is_recovered(incident: Incident) -> bool:
+    return incident.outcome is not None and incident.outcome.strategy not in _NOT_RECOVERED
 
 
 def spread(column: Iterable[Any]) -> Range | None:

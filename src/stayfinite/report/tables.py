@@ -15,7 +15,13 @@ from stayfinite.report.comparison import Comparison, Line
 from stayfinite.report.summary import Range, RunSummary
 from stayfinite.report.wording import count, duration, moment, plain
 
-_COLOURS = {"finite": "green", "incident": "red", "script-error": "yellow", "killed": "yellow"}
+_COLOURS = {
+    "finite": "green",
+    "recovered": "green",
+    "incident": "red",
+    "script-error": "yellow",
+    "killed": "yellow",
+}
 _MOST_INCIDENTS = 20
 _NOISE = 0.05  # a smaller difference is neither better nor worse
 
@@ -50,7 +56,7 @@ def as_summary(summary: RunSummary) -> RenderableType:
 
 def _facts(summary: RunSummary) -> Table:
     table = Table.grid(padding=(0, 2))
-    ended = Text(summary.exit, _COLOURS.get(summary.exit, ""))
+    ended = Text(_ending(summary), _COLOURS.get(summary.ended, ""))
     ranks = f" on {summary.ranks} ranks" if summary.ranks > 1 else ""
     rows: list[tuple[str, Any]] = [
         ("run", plain(summary.path)),
@@ -68,6 +74,12 @@ def _facts(summary: RunSummary) -> Table:
     for name, value in rows:
         table.add_row(Text(name, "dim"), value if isinstance(value, Text) else Text(value))
     return table
+
+
+def _ending(summary: RunSummary) -> str:
+    if not summary.is_recovered:
+        return summary.ended
+    return f"by itself, recovered from {count(len(summary.incidents), 'incident')}"
 
 
 def _counted(steps: int, causes: dict[str, int]) -> Text:
@@ -144,7 +156,7 @@ def as_list(summaries: Iterable[RunSummary]) -> RenderableType:
     """Runs, a line for each."""
     table = _table("run", "started", "script", "steps", "incidents", "ended")
     for each in summaries:
-        ended = Text(each.exit, _COLOURS.get(each.exit, ""))
+        ended = Text(each.ended, _COLOURS.get(each.ended, ""))
         name, script = Path(each.path).name, Path(each.script).name
         counts = f"{each.steps:,}", number(len(each.incidents))
         table.add_row(plain(name), moment(each.started), plain(script), *counts, ended)

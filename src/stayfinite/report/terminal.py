@@ -62,7 +62,7 @@ def show(
     file = file or sys.stderr
     console = _console(file)
     with console.capture() as capture:
-        console.print(render(incident, verbose=verbose, folder=folder))
+        console.print(render(incident, verbose=verbose, folder=folder), crop=False)
     # A file that takes only ASCII must not turn a report into a UnicodeEncodeError.
     encoding = getattr(file, "encoding", None) or "utf-8"
     file.write(capture.get().encode(encoding, "backslashreplace").decode(encoding))

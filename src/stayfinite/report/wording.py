@@ -92,6 +92,8 @@ def place(report: NaNReport) -> str:
     group, _, name = report.location.partition(".")
     if group == "loss":
         return "the loss"
+    if group == "gradients" and name.isdecimal():  # a tensor that belongs to no module
+        return f"the gradient of tensor {name}"
     return f"{LOCATIONS.get(group, group)} {plain(name)}".strip()
 
 

@@ -89,14 +89,21 @@ def _info(plan: Plan) -> RunInfo:
     torch: Any = sys.modules["torch"]
     distributed: Any = sys.modules.get("torch.distributed")
     is_group = distributed and distributed.is_available() and distributed.is_initialized()
-    folder, name = plan.guard.get("folder"), plan.command[0] if plan.command else ""
-    script = os.path.join(str(folder), os.path.basename(name)) if name.endswith(".py") else name
     return run_info(
         started=plan.started,
-        script=script,
+        script=_script(plan),
         command=plan.command,
         rank=rank(),
         world=distributed.get_world_size() if is_group else 1,
         seed=torch.initial_seed(),
         config=dict(plan.guard),
     )
+
+
+def _script(plan: Plan) -> str:
+    """The script's path; of a module (`-m`) its name."""
+    is_module = plan.command[:1] == ("-m",)
+    name = next(iter(plan.command[is_module:]), "")
+    if is_module or not name.endswith(".py"):
+        return name
+    return os.path.join(str(plan.guard.get("folder")), os.path.basename(name))

@@ -25,7 +25,9 @@ def one_line(incident: Incident) -> str:
     """The incident in one line: which step and rank, what was seen, and where if that is known."""
     rank = f", rank {incident.rank}" if incident.rank > 0 else ""
     seen = ", ".join(f"{r.location} is {r.nan_type.value}" for r in incident.reports[:1])
-    more = f" (and {len(incident.reports) - 1} more)" if len(incident.reports) > 1 else ""
+    others = len(incident.reports) - 1
+    are = "is" if others == 1 else "are"
+    more = f" and {count(others, 'more tensor')} {are} not finite" if others > 0 else ""
     origin = incident.origin
     place = f", at {origin.file}:{origin.line}" if origin and origin.file else ""
     return f"step {incident.step}{rank}: {seen or 'a value is not finite'}{more}{place}"

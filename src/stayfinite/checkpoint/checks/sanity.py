@@ -15,6 +15,7 @@ SECOND_MOMENTS = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"}
 )
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_ABSURD_RATE = 1e3  # no update of a training that works is a thousand times its gradient
 _SETTINGS = ("eps", "weight_decay", "momentum", "alpha", "dampening", "betas")
 _OBSERVED = ("min_val", "max_val")
 
@@ -108,14 +109,24 @@ def _optimizer_problems(record: OptimizerRecord, part: str) -> Iterator[Problem]
 
 def _group_problems(group: Mapping[str, Any], part: str) -> Iterator[Problem]:
     for name in _RATES:
-        for rate in numbers(group.get(name)):
-            if not math.isfinite(rate) or rate < 0:
-                message = f"the learning rate is {rate}; it must be finite and not negative."
-                yield Problem(kind="learning_rate", key=f"{part}.{name}", message=message)
+        yield from _rate_problems(numbers(group.get(name)), f"{part}.{name}")
     for name in _SETTINGS:
         if not all(map(math.isfinite, numbers(group.get(name)))):
             message = f"is {group[name]}, which is not finite."
             yield Problem(kind="optimizer", key=f"{part}.{name}", message=message)
+
+
+def _rate_problems(rates: Sequence[float], key: str) -> Iterator[Problem]:
+    for rate in dict.fromkeys(rates):
+        if not math.isfinite(rate) or rate < 0:
+            message = f"the learning rate is {rate}; it must be finite and not negative."
+            yield Problem(kind="learning_rate", key=key, message=message)
+        elif rate > _ABSURD_RATE:
+            message = (
+                f"the learning rate is {rate:.3g}, which is absurd: training that goes on with it "
+                "diverges. Set it anew after loading."
+            )
+            yield Problem(kind="learning_rate", key=key, message=message, is_error=False)
 
 
 def numbers(value: Any) -> list[float]:
@@ -155,9 +166,7 @@ def _plain_numbers(value: Any) -> list[float]:
 def _scheduler_problems(state: Any, part: str) -> Iterator[Problem]:
     for name in ("base_lrs", "_last_lr", "max_lrs", "min_lrs"):
         rates = numbers(state.get(name)) if isinstance(state, dict) else []
-        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            message = f"learning rates {rates} must be finite and not negative."
-            yield Problem(kind="learning_rate", key=f"{part}.{name}", message=message)
+        yield from _rate_problems(rates, f"{part}.{name}")
 
 
 def _scaler_problems(state: Mapping[str, Any]) -> Iterator[Problem]:

@@ -127,7 +127,7 @@ def other_rank(clue: Clue) -> Diagnosis | None:
     if clue.origin.phase != "distributed":
         return None
     return diagnosis(
-        "bad_input_data",
+        "bad_input_data" if clue.origin.op else "unknown",
         "The values of this rank were finite; the collective brought the bad ones from another.",
         "Look at the rank on which it began, and skip a bad step on all ranks together.",
         sure="possible",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,18 @@ class ReportingWatcher(Watcher):
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """A time in which operations are not looked at."""
         return self._tracing.paused()
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """A time in which every operation is looked at."""
+        was_on = self._tracing.is_on
+        if not was_on:
+            self._tracing.switch_on()
+        try:
+            yield
+        finally:
+            if not was_on:
+                self._tracing.switch_off()
 
     def trace_no_more(self) -> None:
         """Do not trace from here on."""

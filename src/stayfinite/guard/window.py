@@ -14,6 +14,7 @@ from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.orders import carry_out, take
 from stayfinite.guard.proving import NO_BATCH, proven
 from stayfinite.guard.replay import CLEAN_AGAIN
+from stayfinite.guard.sharing import shared
 from stayfinite.incidents import Finding
 from stayfinite.locate.names import one_look
 from stayfinite.records import Incident
@@ -126,7 +127,7 @@ class Window:
         tries, step = 0, self._trouble.step if self._trouble is not None else 0
         result = None
         while self._trouble is not None:
-            self.undo()
+            self.put_back()
             if guard.mended_harm(job):
                 self._catch_up(number)
                 mode = self._next(RecoveryStrategy.RESET_MODEL, tries)
@@ -146,8 +147,11 @@ class Window:
 
     def _answer(self, trouble: Incident, tries: int, step: int) -> Literal["clip", "again"] | None:
         """Locate, let the policy choose; how the calls are run once more."""
-        incident = self._proven(self._located(dataclasses.replace(trouble, step=step)))
+        located = self._located(dataclasses.replace(trouble, step=step))
+        incident = shared(self._job, self._proven(located))
         recovery = self._job.respond(incident, will_rerun=True)
+        if recovery.back_at is not None:
+            self._keep_anew()
         if not recovery.succeeded:
             self._end(is_good=False)
         self._guard.conclude(self._job, incident, recovery)
@@ -172,7 +176,7 @@ class Window:
         with self._guard.traced():
             self._run(self._calls, "traced")
         found, self._trouble = self._trouble, None
-        self.undo()
+        self.put_back()
         self._guard.keep_step(self._job, self._calls, step=noticed.step)
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
@@ -183,9 +187,9 @@ class Window:
         if not self._guard.settings.prove_seconds:
             return incident
         batch = self._calls[-1][1] if len(self._calls) == 1 else NO_BATCH
-        return proven(self._guard, self._job, incident, _Attempts(self), batch)
+        return proven(self._guard, self._job, incident, self, batch)
 
-    def tried(self, batch: Any, *, traced: bool) -> Incident | None:
+    def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when the calls run with this batch; no update happens."""
         calls = self._calls if batch is NO_BATCH else [(self._calls[-1][0], batch)]
         self._trouble = self._job.trouble = None
@@ -228,7 +232,7 @@ class Window:
             self._mode = "idle"
             self._trouble = self._job.trouble = self._ended = None
 
-    def undo(self) -> None:
+    def put_back(self) -> None:
         """Everything as at the beginning of the step that is under way."""
         self._job.settle()
         self._job.undo()
@@ -279,6 +283,12 @@ class Window:
                 job.end(is_good=True, is_new=False)
         return None
 
+    def _keep_anew(self) -> None:
+        """Training went back: the batches since are not on its way any more, but for these."""
+        self._recent.take_back(self._job.good_steps)
+        for call in self._calls:
+            self._recent.keep(call, step=self._job.good_steps)
+
     def _end(self, *, is_good: bool) -> None:
         self._trouble = None
         self._calls.clear()
@@ -288,10 +298,3 @@ class Window:
         """The user's own code raised: leave the state as it is, and forget the step."""
         self._job.forget_held()
         self._end(is_good=False)
-
-
-class _Attempts:
-    """The step of a window, for experiments."""
-
-    def __init__(self, window: Window) -> None:
-        self.run, self.put_back, self.run_before = window.tried, window.undo, window.run_before

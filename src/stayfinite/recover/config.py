@@ -84,7 +84,7 @@ class RecoveryConfig:
     deescalate_after: int = 100
     lr_reduction_factor: float = 0.5
     lower_lr_goes_back: bool = False
-    rewind_snapshots: int = 1
+    rewind_snapshots: int = 0
     rewind_skip_batches: int = 200
     snapshot_every: int = 50
     snapshot_slots: int = 2

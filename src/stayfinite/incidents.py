@@ -19,6 +19,7 @@ from stayfinite.locate.graph import origin_from_graph
 from stayfinite.locate.names import Names, one_look
 from stayfinite.records import Incident, Origin, Outcome, Phase
 from stayfinite.report.wording import on_rank
+from stayfinite.settings import GuardSettings
 
 _DESCRIBED = 8
 
@@ -78,14 +79,18 @@ def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incid
 
 @one_look()
 def explained(
-    incident: Incident, finding: Finding, evidence: Evidence, tracing: Tracing, folder: str | None
+    incident: Incident,
+    finding: Finding,
+    evidence: Evidence,
+    tracing: Tracing,
+    settings: GuardSettings,
 ) -> Incident:
     """The incident with origin and diagnosis, as far as they can be known here.
 
     Its step becomes the one in which the value was born.
     """
     tensors = [tensor for _, tensor in finding.named]
-    found = tracing.origin(tensors, folder=folder)
+    found = tracing.origin(tensors, folder=settings.folder)
     origin = found[0] if found else origin_from_graph(tensors)
     if origin is None:
         return incident
@@ -95,7 +100,8 @@ def explained(
     origin = dataclasses.replace(origin, facts=facts, phase=_phase(origin, incident))
     locations = tuple(report.location for report in incident.reports)
     context = evidence.context(finding.optimizer, step=born, locations=locations)
-    diagnosis = diagnose(origin, context)
+    is_undone = settings.is_undone or settings.on_nan == "recover"
+    diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))
     return dataclasses.replace(incident, step=born, origin=origin, diagnosis=diagnosis)
 
 

@@ -73,7 +73,7 @@ def test_the_weights_of_the_last_good_step_are_left(ours: bool, bug: int) -> Non
     for number in range(bug):
         plain.step(number)
     assert torch.equal(training.weight(), plain.weight())
-    lost = "the weights from before it went back were put back"
+    lost = "with the weights from before it went back"
     assert (lost if bug > newest else "those of the last good step") in str(error)
 
 
@@ -183,6 +183,6 @@ def test_ranks_give_up_together_with_their_last_good_weights(tmp_path: Path) -> 
         for said in (first, second):
             assert said["is_last_good"]
             assert any("back at the snapshot of step 5;" in done for done in said["done"])
-            assert "from before it went back were put back" in said["error"]
+            assert "the weights from before it went back" in said["error"]
             assert " on rank " in said["error"]
             assert "(division_by_zero at " in said["error"]

@@ -55,6 +55,7 @@ class Context:
     loaded_keys: tuple[str, ...] = ()
     bootstraps: bool = False
     is_adversarial: bool = False
+    is_undone: bool = False  # the bad step, with all that it has changed
 
 
 class History:

@@ -285,7 +285,7 @@ class Watcher(StepListener):
             self._incident_clock = self._tracing.clock
         incident = incident_of(finding, self.evidence, strategy=strategy)
         with self._aside:
-            return explained(incident, finding, self.evidence, self._tracing, self.settings.folder)
+            return explained(incident, finding, self.evidence, self._tracing, self.settings)
         return incident
 
     def _record(self, incident: Incident) -> None:

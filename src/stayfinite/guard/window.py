@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.repeats import run_again
+from stayfinite.explain.alike import alike
 from stayfinite.explain.experiments.replays import CannotReplayError
 from stayfinite.guard.job import Job, finding_of
+from stayfinite.guard.kept import Call
 from stayfinite.guard.orders import carry_out, take
 from stayfinite.guard.proving import NO_BATCH, proven
 from stayfinite.guard.replay import CLEAN_AGAIN
 from stayfinite.guard.sharing import shared
+from stayfinite.guard.trying import next_try
 from stayfinite.incidents import Finding
 from stayfinite.locate.names import one_look
 from stayfinite.records import Incident
@@ -24,7 +27,6 @@ from stayfinite.snapshot import KeptBatch, RandomState, RecentBatches
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
 
-Call = tuple[Callable[[Any], Any], Any]
 _MOST_TRACES = 20
 
 
@@ -39,6 +41,7 @@ class Window:
         self._trouble: Incident | None = None
         self._recent = RecentBatches()
         self._traces = 0
+        self._known: tuple[Incident, Incident] | None = None  # as it was noticed, and located
 
     @property
     def is_running(self) -> bool:
@@ -130,7 +133,7 @@ class Window:
             self.put_back()
             if guard.mended_harm(job):
                 self._catch_up(number)
-                mode = self._next(RecoveryStrategy.RESET_MODEL, tries)
+                mode = next_try(RecoveryStrategy.RESET_MODEL, job.config, tries)
                 job.begin()
             else:
                 mode = self._answer(self._trouble, tries, step)
@@ -155,22 +158,12 @@ class Window:
         if not recovery.succeeded:
             self._end(is_good=False)
         self._guard.conclude(self._job, incident, recovery)
-        return self._next(recovery.strategy, tries)
-
-    def _next(self, strategy: RecoveryStrategy, tries: int) -> Literal["clip", "again"] | None:
-        """How the calls are run once more; None: they are left out."""
-        if strategy is RecoveryStrategy.REWIND:
-            return None
-        if strategy is RecoveryStrategy.CLIP_GRADIENTS:
-            return "clip"
-        if self._job.config.skip_batch_after_nan:
-            return None
-        return None if strategy is RecoveryStrategy.SKIP_STEP and tries else "again"
+        return next_try(recovery.strategy, self._job.config, tries)
 
     def _located(self, noticed: Incident) -> Incident:
         """The incident with origin and diagnosis, by running the calls again under the tracer."""
         if self._traces >= _MOST_TRACES:
-            return noticed
+            return noticed if self._known is None else alike(noticed, *self._known)
         self._traces += 1
         self._job.hold()
         with self._guard.traced():
@@ -180,7 +173,9 @@ class Window:
         self._guard.keep_step(self._job, self._calls, step=noticed.step)
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
-        return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+        known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+        self._known = noticed, known
+        return known
 
     def _proven(self, incident: Incident) -> Incident:
         """The incident with what experiments on these calls showed."""

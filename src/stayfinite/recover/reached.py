@@ -12,10 +12,7 @@ from stayfinite.snapshot.census import PARTS
 
 logger = logging.getLogger("stayfinite")
 _ALL_BUT_LOADER = tuple(part for part in PARTS if part != "loader")
-_PUT_BACK = (
-    "training stops here; the weights from before it went back were put back, since it had not "
-    "come as far again"
-)
+_PUT_BACK = "training stops here, with the weights from before it went back"
 
 
 class Reached:

@@ -12,11 +12,13 @@ from stayfinite.report.store.reading import read_run
 from stayfinite.report.summary import summary_of
 
 TRAINING = """
-import stayfinite
+import os, stayfinite
 from torch.nn.parallel import DistributedDataParallel
 from stayfinite.report.sinks import _again
 from stayfinite.report.terminal import as_text
 from stayfinite.testing import inject
+
+capsules = []
 
 def run(*, bad, ours=True, fault=None, run_dir=None):
     torch.manual_seed(0)
@@ -42,6 +44,10 @@ def run(*, bad, ours=True, fault=None, run_dir=None):
         if fault:
             fault.__exit__(None, None, None)
     first = guard.incidents[0]
+    try:
+        capsules.append(guard.capsule(os.path.join(folder, f"{len(capsules)}-{me}.capsule")).name)
+    except stayfinite.StayFiniteError as error:
+        capsules.append(str(error))
     return {
         "ranks": [i.rank for i in guard.incidents],
         "steps": [i.step for i in guard.incidents],
@@ -57,7 +63,7 @@ def run(*, bad, ours=True, fault=None, run_dir=None):
 
 
 SCENES = """
-import datetime, os, stayfinite.distributed, stayfinite.guard.sharing as sharing
+import datetime, stayfinite.distributed, stayfinite.guard.sharing as sharing
 
 said = {
     "one": run(bad=[1], run_dir=os.path.join(folder, "run")),
@@ -74,6 +80,7 @@ def broken(*_):
 stayfinite.distributed._PATIENCE = datetime.timedelta(seconds=0.1)
 sharing.tell = broken
 said["unheard"] = run(bad=[1])
+said["capsules"] = capsules[:2]
 """
 
 
@@ -142,6 +149,12 @@ def test_a_rank_that_is_not_heard_is_not_waited_for(scenes: dict[str, list[Any]]
 
 def test_the_most_certain_rank_is_the_first_of_the_highest(scenes: dict[str, list[Any]]) -> None:
     assert scenes["certain"] == [[[0, 0], [1, 2], [0, 2], [0, 1]]] * 2
+
+
+def test_a_capsule_is_written_where_the_step_went_bad(scenes: dict[str, list[Any]]) -> None:
+    first, second = scenes["capsules"]
+    assert first == ["the step went bad on rank 1: call guard.capsule there.", "1-0.capsule"]
+    assert second == ["0-1.capsule", "1-1.capsule"]
 
 
 def test_show_names_the_rank_and_tells_of_a_shared_incident_once(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from stayfinite.capsule.making import Redact, check_redaction
 from stayfinite.capsule.writing import write_capsule
+from stayfinite.distributed import rank
 from stayfinite.errors import CapsuleError
 from stayfinite.explain.causes import CAUSES
 from stayfinite.explain.clue import Clue
@@ -58,6 +59,10 @@ class ReportingWatcher(Watcher):
             raise CapsuleError(
                 "there is no bad step to put into a capsule: guard.step has to have run one. For "
                 "a script as it is: stayfinite run --capsule FILE."
+            )
+        if same[-1].rank not in (rank(), -1):
+            raise CapsuleError(
+                f"the step went bad on rank {same[-1].rank}: call guard.capsule there."
             )
         made = kept.capsule(same[-1], with_batch=with_batch, with_source=with_source, redact=redact)
         return write_capsule(path, made)

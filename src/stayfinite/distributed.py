@@ -1,10 +1,14 @@
-"""agree(): the same answer on every rank; no-ops when alone."""
+"""The same answer on every rank; no-ops when alone."""
 
 from __future__ import annotations
+
+import datetime
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_PATIENCE = datetime.timedelta(seconds=10)
 
 
 def agree(flag: bool | Tensor, *, group: dist.ProcessGroup | None = None) -> bool:
@@ -20,6 +24,38 @@ def agree(flag: bool | Tensor, *, group: dist.ProcessGroup | None = None) -> boo
     told = told.reshape(()).clone()
     dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
     return bool(told)  # host sync
+
+
+def most_certain(certainty: int) -> tuple[int, int]:
+    """The rank whose number is the highest, the first of them if there are several, and its number.
+
+    One all-reduce; every rank must call it, with a number from 0 on.
+    """
+    world = world_size()
+    if world == 1:
+        return 0, certainty
+    place = certainty * world + world - 1 - rank()
+    best = torch.tensor(place, dtype=torch.int32)
+    best = best.to(_device_for(best, None))
+    dist.all_reduce(best, op=dist.ReduceOp.MAX)
+    highest, left = divmod(int(best), world)  # host sync
+    return world - 1 - left, highest
+
+
+def tell(topic: str, text: str) -> None:
+    """Leave a text for the other ranks, which is there at once for those that ask afterwards."""
+    dist.distributed_c10d._get_default_store().set(_key(topic, rank()), text)
+
+
+def heard(rank: int, topic: str) -> str:
+    """The text that a rank has left; an error, after a while, if it has not."""
+    store = dist.distributed_c10d._get_default_store()
+    store.wait([_key(topic, rank)], _PATIENCE)
+    return str(store.get(_key(topic, rank)).decode())
+
+
+def _key(topic: str, rank: int) -> str:
+    return f"stayfinite/{topic}/{rank}"
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:

@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 from stayfinite.detect.gradients import params_of
 from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.walk import Named
+from stayfinite.distributed import rank, world_size
 from stayfinite.evidence import Evidence
 from stayfinite.explain.rules import diagnose
 from stayfinite.locate.arming import Tracing
 from stayfinite.locate.graph import origin_from_graph
 from stayfinite.locate.names import Names, one_look
-from stayfinite.records import Incident, Outcome
+from stayfinite.records import Incident, Origin, Outcome, Phase
+from stayfinite.report.wording import on_rank
+from stayfinite.settings import GuardSettings
 
 _DESCRIBED = 8
 
@@ -67,6 +70,8 @@ def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incid
     did = "nothing was changed" if strategy == "warn" else finding.did
     return Incident(
         step=_noticed_step(finding, evidence),
+        rank=rank(),
+        world=world_size(),
         time=time.time(),
         reports=tuple(bad_reports(named, described=_DESCRIBED)),
         outcome=Outcome(strategy=strategy, detail=did),
@@ -75,24 +80,48 @@ def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incid
 
 @one_look()
 def explained(
-    incident: Incident, finding: Finding, evidence: Evidence, tracing: Tracing, folder: str | None
+    incident: Incident,
+    finding: Finding,
+    evidence: Evidence,
+    tracing: Tracing,
+    settings: GuardSettings,
 ) -> Incident:
     """The incident with origin and diagnosis, as far as they can be known here.
 
     Its step becomes the one in which the value was born.
     """
     tensors = [tensor for _, tensor in finding.named]
-    found = tracing.origin(tensors, folder=folder)
+    found = tracing.origin(tensors, folder=settings.folder)
     origin = found[0] if found else origin_from_graph(tensors)
     if origin is None:
         return incident
     noticed = incident.step
     born = noticed if found is None or found[1] is None else min(noticed, found[1])
-    origin = dataclasses.replace(origin, facts={**origin.facts, "noticed_step": noticed})
+    facts = {**origin.facts, "noticed_step": noticed}
+    origin = dataclasses.replace(origin, facts=facts, phase=_phase(origin, incident))
     locations = tuple(report.location for report in incident.reports)
     context = evidence.context(finding.optimizer, step=born, locations=locations)
-    diagnosis = diagnose(origin, context)
+    is_undone = settings.is_undone or settings.on_nan == "recover"
+    diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))
     return dataclasses.replace(incident, step=born, origin=origin, diagnosis=diagnosis)
+
+
+def _phase(origin: Origin, incident: Incident) -> Phase:
+    """A gradient that changed after it was computed was given by another rank, if there are any."""
+    came = origin.lineage[0].kind == "foreign" if origin.lineage else False
+    if incident.world > 1 and came and not origin.op and origin.phase == "backward":
+        return "distributed"
+    return origin.phase
+
+
+def in_short(incident: Incident) -> str:
+    """What is not finite, why, and in which line, as far as that is known."""
+    where = incident.reports[0].location if incident.reports else "a value"
+    cause = "" if incident.diagnosis is None else incident.diagnosis.cause
+    origin = incident.origin
+    at = f"{origin.file}:{origin.line}" if origin is not None and origin.file else ""
+    known = " at ".join(filter(None, (cause, at)))
+    return f"{where} is not finite{on_rank(incident)}" + (f" ({known})" if known else "")
 
 
 def _noticed_step(finding: Finding, evidence: Evidence) -> int:

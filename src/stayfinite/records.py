@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 from stayfinite.errors import RecordError
 
 SCHEMA = 1
-
 Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "init", "distributed"]
 Confidence = Literal["proven", "likely", "possible"]
 HopKind = Literal["birth", "conversion", "spread", "constant", "allocation", "foreign"]
@@ -177,6 +176,7 @@ class Incident:
 
     step: int
     rank: int = 0
+    world: int = 1
     time: float = 0.0
     reports: tuple[NaNReport, ...] = ()
     origin: Origin | None = None

@@ -18,6 +18,7 @@ class GuardSettings:
     clock (backward passes and attempted updates). `folder` is what files are named relative to.
     What goes bad in a step that is not looked at is found in the next one that is.
     `prove_seconds` is how long experiments on a bad step that can be run again may take.
+    `is_undone` says that the run which this one repeats has undone its bad steps.
     """
 
     on_nan: Literal["stop", "warn", "recover"] = "stop"
@@ -30,6 +31,7 @@ class GuardSettings:
     check_parameters: bool = True
     check_every: int = 1
     prove_seconds: float = 0.0
+    is_undone: bool = False
 
     @property
     def hears_files(self) -> bool:

@@ -172,7 +172,7 @@ def test_snapshot_feeds_reset() -> None:
 
 def test_snapshot_feeds_rewind_and_batches_are_skipped() -> None:
     job = SmallJob()
-    manager = manager_with(REWIND, rewind_skip_batches=3)
+    manager = manager_with(REWIND, rewind_skip_batches=3, rewind_snapshots=1)
     manager.snapshot(job.model, job.optimizer, step=1)
     older = job.state()
     job.backward()

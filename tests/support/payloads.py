@@ -66,6 +66,7 @@ def vicious(text: str, step: int) -> Incident:
     hops += [Hop(kind="spread", op=text, phase="backward", node=text, **place)]
     return Incident(
         step=step,
+        world=2,
         reports=tuple(
             NaNReport(has_nan=True, nan_type=NaNType.NAN, location=where, tensor_shape=())
             for where in (text, f"gradients.{text}")
@@ -80,7 +81,7 @@ def vicious(text: str, step: int) -> Incident:
             inputs=(tensor,),
             outputs=(tensor,),
             lineage=tuple(hops),
-            facts={"expression": text, "world_size": 2},
+            facts={"expression": text},
             **place,
         ),
         diagnosis=Diagnosis(

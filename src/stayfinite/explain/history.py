@@ -56,6 +56,7 @@ class Context:
     loaded_keys: tuple[str, ...] = ()
     bootstraps: bool = False
     is_adversarial: bool = False
+    is_undone: bool = False  # the bad step, with all that it has changed
 
     @property
     def was_updated(self) -> bool:

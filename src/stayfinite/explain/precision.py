@@ -37,12 +37,17 @@ def poisoned_statistics(clue: Clue) -> Diagnosis | None:
     if not clue.context.poisoned_buffers or not clue.context.uses_scaler:
         return None
     names = ", ".join(clue.context.poisoned_buffers[:2])
+    bound = "Bound the input before it is cast (x.clamp(-1e4, 1e4))"
+    if clue.context.is_undone:
+        then, fix = "had taken the bad value; they were put back with the step.", f"{bound}."
+    else:
+        then = "have taken the bad value for good, so evaluation is NaN from now on."
+        fix = f"{bound} and reset the running statistics."
     return diagnosis(
         "bn_stats_poisoned",
         f"`{clue.expression}` overflowed {clue.dtype}; the scaler skips the update, but the "
-        f"running statistics ({names}) have taken the bad value for good, so evaluation is NaN "
-        "from now on.",
-        "Bound the input before it is cast (x.clamp(-1e4, 1e4)) and reset the running statistics.",
+        f"running statistics ({names}) {then}",
+        fix,
     )
 
 

@@ -126,8 +126,9 @@ def other_rank(clue: Clue) -> Diagnosis | None:
     """Finite here, bad after the collective: another rank brought it."""
     if clue.origin.phase != "distributed":
         return None
+    is_gradient = bool(clue.origin.lineage) and clue.origin.lineage[0].kind == "foreign"
     return diagnosis(
-        "bad_input_data",
+        "unknown" if is_gradient and not clue.origin.op else "bad_input_data",
         "The values of this rank were finite; the collective brought the bad ones from another.",
         "Look at the rank on which it began, and skip a bad step on all ranks together.",
         sure="possible",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -18,8 +18,15 @@ from stayfinite.guard.afterwards import Afterwards
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.replay import Replay
 from stayfinite.guard.reporting import ReportingWatcher
+from stayfinite.guard.sharing import shared
 from stayfinite.guard.window import Window
-from stayfinite.incidents import Finding, gradients_found, incident_of, parameters_found
+from stayfinite.incidents import (
+    Finding,
+    gradients_found,
+    in_short,
+    incident_of,
+    parameters_found,
+)
 from stayfinite.locate.names import one_look
 from stayfinite.records import Incident, Outcome
 from stayfinite.recover.config import RecoveryStrategy
@@ -170,6 +177,7 @@ class Guard(ReportingWatcher):
         job.undo()
         if (replay := job.replay or self.replay) is not None:
             incident = replay.located(job, incident)
+        incident = shared(job, incident)
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
@@ -190,10 +198,9 @@ class Guard(ReportingWatcher):
         self._record(incident)
         if job.any_rank(not recovery.succeeded):
             self.stopped = True
-            where = incident.reports[0].location if incident.reports else "another rank"
+            what = in_short(incident)
             raise TrainingAbortedError(
-                f"gave up at step {incident.step}: {where} is not finite, and {recovery.detail}",
-                incident=incident,
+                f"gave up at step {incident.step}: {what}; {recovery.detail}", incident=incident
             )
         return incident
 
@@ -237,7 +244,10 @@ class Guard(ReportingWatcher):
         recovery = job.respond(incident)
         random.restore()
         succeeded = recovery.succeeded and done is not None
-        detail = f"{done}; {recovery.detail}" if done else "there is no snapshot to go back to"
+        then = recovery.detail
+        if not recovery.succeeded and recovery.back_at is None:
+            then = "training stops here"  # at what was put back, not at the last good step
+        detail = f"{done}; {then}" if done else "there is no snapshot to go back to"
         recovery = dataclasses.replace(recovery, succeeded=succeeded, detail=detail)
         self.conclude(job, incident, recovery)
         if self._window is None:  # what the loop does after its update is taken back
@@ -286,15 +296,3 @@ class Guard(ReportingWatcher):
         if explain:
             return self._incident(finding, strategy="recover")
         return incident_of(finding, self.evidence, strategy="recover")
-
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """A time in which every operation is looked at."""
-        was_on = self._tracing.is_on
-        if not was_on:
-            self._tracing.switch_on()
-        try:
-            yield
-        finally:
-            if not was_on:
-                self._tracing.switch_off()

@@ -19,6 +19,7 @@ from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite
 from stayfinite.distributed import agree
 from stayfinite.errors import NonFiniteError
+from stayfinite.guard.parts import Parts as Parts
 from stayfinite.guard.uninitialised import give_values
 from stayfinite.incidents import Finding, gradients_found
 from stayfinite.records import Incident
@@ -34,32 +35,6 @@ if TYPE_CHECKING:
 
 _LARGE = 1 << 20  # elements of a model whose parameters are looked at in turns
 _FOLLOWING = ("param_groups", "scheduler", "scaler", "ema")  # what a loop updates after its step
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What belongs to one optimizer's training; all but the optimizer may be missing."""
-
-    optimizer: Optimizer
-    modules: tuple[nn.Module, ...] = ()
-    schedulers: tuple[Any, ...] = ()
-    scaler: Any = None
-    emas: tuple[Any, ...] = ()
-    loader: Any = None
-
-    @property
-    def model(self) -> nn.Module | None:
-        return self.modules[0] if self.modules else None
-
-    def state(self) -> TrainingState:
-        return TrainingState(
-            self.modules,
-            self.optimizer,
-            scheduler=self.schedulers,
-            scaler=self.scaler,
-            ema=self.emas,
-            loader=self.loader,
-        )
 
 
 class Job:
@@ -222,7 +197,13 @@ class Job:
         module = incident.origin.module if incident.origin else None
         situation = self._situation(module=module, will_rerun=will_rerun)
         cause = incident.diagnosis.cause if incident.diagnosis else None
-        return self.manager.respond(incident.reports, situation, step=incident.step, cause=cause)
+        recovery = self.manager.respond(
+            incident.reports, situation, step=incident.step, cause=cause
+        )
+        if recovery.back_at is not None:
+            self.good_steps = recovery.back_at
+            self._next_snapshot = recovery.back_at + self.config.snapshot_every
+        return recovery
 
     def _situation(self, *, module: str | None = None, will_rerun: bool = False) -> Situation:
         return Situation(
@@ -233,6 +214,7 @@ class Job:
             snapshots=self.ring,
             module=module,
             will_rerun=will_rerun,
+            good_steps=self.good_steps,
         )
 
     def clip(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from stayfinite.capsule.making import Redact, check_redaction
 from stayfinite.capsule.writing import write_capsule
+from stayfinite.distributed import rank
 from stayfinite.errors import CapsuleError
 from stayfinite.explain.causes import CAUSES
 from stayfinite.explain.clue import Clue
@@ -59,6 +60,10 @@ class ReportingWatcher(Watcher):
                 "there is no bad step to put into a capsule: guard.step has to have run one. For "
                 "a script as it is: stayfinite run --capsule FILE."
             )
+        if same[-1].rank not in (rank(), -1):
+            raise CapsuleError(
+                f"the step went bad on rank {same[-1].rank}: call guard.capsule there."
+            )
         made = kept.capsule(same[-1], with_batch=with_batch, with_source=with_source, redact=redact)
         return write_capsule(path, made)
 
@@ -98,6 +103,18 @@ class ReportingWatcher(Watcher):
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """A time in which operations are not looked at."""
         return self._tracing.paused()
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """A time in which every operation is looked at."""
+        was_on = self._tracing.is_on
+        if not was_on:
+            self._tracing.switch_on()
+        try:
+            yield
+        finally:
+            if not was_on:
+                self._tracing.switch_off()
 
     def trace_no_more(self) -> None:
         """Do not trace from here on."""

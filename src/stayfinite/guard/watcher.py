@@ -31,6 +31,7 @@ from stayfinite.incidents import (
     Finding,
     explained,
     gradients_found,
+    in_short,
     incident_of,
     parameters_found,
     statistics_found,
@@ -284,7 +285,7 @@ class Watcher(StepListener):
             self._incident_clock = self._tracing.clock
         incident = incident_of(finding, self.evidence, strategy=strategy)
         with self._aside:
-            return explained(incident, finding, self.evidence, self._tracing, self.settings.folder)
+            return explained(incident, finding, self.evidence, self._tracing, self.settings)
         return incident
 
     def _record(self, incident: Incident) -> None:
@@ -294,7 +295,5 @@ class Watcher(StepListener):
 
     def _stop(self, incident: Incident) -> NoReturn:
         self.stopped = True
-        where = incident.reports[0].location if incident.reports else "a value"
-        raise TrainingAbortedError(
-            f"stopped at step {incident.step}: {where} is not finite", incident=incident
-        )
+        what = in_short(incident)
+        raise TrainingAbortedError(f"stopped at step {incident.step}: {what}", incident=incident)

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.repeats import run_again
+from stayfinite.explain.alike import alike
 from stayfinite.explain.experiments.replays import CannotReplayError
 from stayfinite.guard.job import Job, finding_of
+from stayfinite.guard.kept import Call
 from stayfinite.guard.orders import carry_out, take
 from stayfinite.guard.proving import NO_BATCH, proven
 from stayfinite.guard.replay import CLEAN_AGAIN
+from stayfinite.guard.sharing import shared
+from stayfinite.guard.trying import next_try
 from stayfinite.incidents import Finding
 from stayfinite.locate.names import one_look
 from stayfinite.records import Incident
@@ -23,12 +27,13 @@ from stayfinite.snapshot import KeptBatch, RandomState, RecentBatches
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
 
-Call = tuple[Callable[[Any], Any], Any]
 _MOST_TRACES = 20
 
 
 class Window:
     """The calls up to one attempted update, of one job."""
+
+    is_whole = True  # for experiments: its calls are the step
 
     def __init__(self, guard: Guard, job: Job) -> None:
         self._guard, self._job = guard, job
@@ -38,6 +43,7 @@ class Window:
         self._trouble: Incident | None = None
         self._recent = RecentBatches()
         self._traces = 0
+        self._known: tuple[Incident, Incident] | None = None  # as it was noticed, and located
 
     @property
     def is_running(self) -> bool:
@@ -126,10 +132,10 @@ class Window:
         tries, step = 0, self._trouble.step if self._trouble is not None else 0
         result = None
         while self._trouble is not None:
-            self.undo()
+            self.put_back()
             if guard.mended_harm(job):
                 self._catch_up(number)
-                mode = self._next(RecoveryStrategy.RESET_MODEL, tries)
+                mode = next_try(RecoveryStrategy.RESET_MODEL, job.config, tries)
                 job.begin()
             else:
                 mode = self._answer(self._trouble, tries, step)
@@ -146,46 +152,41 @@ class Window:
 
     def _answer(self, trouble: Incident, tries: int, step: int) -> Literal["clip", "again"] | None:
         """Locate, let the policy choose; how the calls are run once more."""
-        incident = self._proven(self._located(dataclasses.replace(trouble, step=step)))
+        located = self._located(dataclasses.replace(trouble, step=step))
+        incident = shared(self._job, self._proven(located))
         recovery = self._job.respond(incident, will_rerun=True)
+        if recovery.back_at is not None:
+            self._keep_anew()
         if not recovery.succeeded:
             self._end(is_good=False)
         self._guard.conclude(self._job, incident, recovery)
-        return self._next(recovery.strategy, tries)
-
-    def _next(self, strategy: RecoveryStrategy, tries: int) -> Literal["clip", "again"] | None:
-        """How the calls are run once more; None: they are left out."""
-        if strategy is RecoveryStrategy.REWIND:
-            return None
-        if strategy is RecoveryStrategy.CLIP_GRADIENTS:
-            return "clip"
-        if self._job.config.skip_batch_after_nan:
-            return None
-        return None if strategy is RecoveryStrategy.SKIP_STEP and tries else "again"
+        return next_try(recovery.strategy, self._job.config, tries)
 
     def _located(self, noticed: Incident) -> Incident:
         """The incident with origin and diagnosis, by running the calls again under the tracer."""
         if self._traces >= _MOST_TRACES:
-            return noticed
+            return noticed if self._known is None else alike(noticed, *self._known)
         self._traces += 1
         self._job.hold()
         with self._guard.traced():
             self._run(self._calls, "traced")
         found, self._trouble = self._trouble, None
-        self.undo()
+        self.put_back()
         self._guard.keep_step(self._job, self._calls, step=noticed.step)
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
-        return dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+        known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
+        self._known = noticed, known
+        return known
 
     def _proven(self, incident: Incident) -> Incident:
         """The incident with what experiments on these calls showed."""
         if not self._guard.settings.prove_seconds:
             return incident
         batch = self._calls[-1][1] if len(self._calls) == 1 else NO_BATCH
-        return proven(self._guard, self._job, incident, _Attempts(self), batch)
+        return proven(self._guard, self._job, incident, self, batch)
 
-    def tried(self, batch: Any, *, traced: bool) -> Incident | None:
+    def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when the calls run with this batch; no update happens."""
         calls = self._calls if batch is NO_BATCH else [(self._calls[-1][0], batch)]
         self._trouble = self._job.trouble = None
@@ -228,7 +229,7 @@ class Window:
             self._mode = "idle"
             self._trouble = self._job.trouble = self._ended = None
 
-    def undo(self) -> None:
+    def put_back(self) -> None:
         """Everything as at the beginning of the step that is under way."""
         self._job.settle()
         self._job.undo()
@@ -279,6 +280,12 @@ class Window:
                 job.end(is_good=True, is_new=False)
         return None
 
+    def _keep_anew(self) -> None:
+        """Training went back: the batches since are not on its way any more, but for these."""
+        self._recent.take_back(self._job.good_steps)
+        for call in self._calls:
+            self._recent.keep(call, step=self._job.good_steps)
+
     def _end(self, *, is_good: bool) -> None:
         self._trouble = None
         self._calls.clear()
@@ -288,12 +295,3 @@ class Window:
         """The user's own code raised: leave the state as it is, and forget the step."""
         self._job.forget_held()
         self._end(is_good=False)
-
-
-class _Attempts:
-    """The step of a window, for experiments."""
-
-    is_whole = True
-
-    def __init__(self, window: Window) -> None:
-        self.run, self.put_back, self.run_before = window.tried, window.undo, window.run_before

@@ -172,7 +172,7 @@ def abort(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Ans
     """Leave the weights at a good state, whatever can still be done for that."""
     drop_gradients(situation)
     if first_bad_state(situation, trouble) is None:
-        return Done("training stops here; the weights were not touched")
+        return Done("training stops here; the weights are those of the last good step")
     answer = _go_back(situation)
     if isinstance(answer, Cannot):
         return Done(f"training stops here; the state is not finite, and {answer.reason}")

@@ -15,11 +15,12 @@ from stayfinite.recover.actions import act, way_back
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.recover.policy import History, choose
 from stayfinite.recover.rates import rates_of
+from stayfinite.recover.reached import Reached
 from stayfinite.recover.recommend import Past, recommendations
 from stayfinite.recover.recovery import Observed
 from stayfinite.recover.recovery import Recovery as Recovery
 from stayfinite.recover.scale import current_scale
-from stayfinite.recover.situation import Cannot, Done, Situation, Trouble
+from stayfinite.recover.situation import Answer, Cannot, Done, Situation, Trouble
 from stayfinite.snapshot import Snapshot, SnapshotRing, TrainingState
 
 logger = logging.getLogger("stayfinite")
@@ -31,7 +32,7 @@ class NaNRecoveryManager:
     """Counts bad steps, chooses what to do about each, does it, and remembers.
 
     After recover() has returned True go on with the step: without gradients the optimizer
-    changes nothing. False means stop; the weights are as they were, or at the last snapshot.
+    changes nothing. False means stop; the weights are those of the last good step, or snapshot.
 
     >>> import torch
     >>> from stayfinite.detect.tools import check_gradients
@@ -60,6 +61,7 @@ class NaNRecoveryManager:
         self._good_since = 0
         self._norms, self._losses, self._rates = Observed(), Observed(), Observed()
         self._recoveries: list[Recovery] = []
+        self._reached = Reached()
         self._ring: SnapshotRing | None = None
         self._members: tuple[Any, ...] = ()
         self._undo: list[Callable[[], None]] = []
@@ -206,14 +208,22 @@ class NaNRecoveryManager:
         while True:
             cannot = frozenset(strategy for strategy, _ in tried)
             strategy = choose(self.config, self._before, cannot=cannot)
-            answer = self._circle(strategy, situation) or act(
-                strategy, situation, self.config, trouble
-            )
+            answer = self._circle(strategy, situation) or self._act(strategy, situation, trouble)
             if isinstance(answer, Done):
                 return strategy, answer
-            if strategy is RecoveryStrategy.ABORT:  # it failed, and there is nothing beyond it
-                return strategy, Done(answer.reason)
             tried.append((strategy, answer.reason))
+
+    def _act(self, strategy: RecoveryStrategy, situation: Situation, trouble: Trouble) -> Answer:
+        good, step = self._before.good, trouble.step
+        if way_back(strategy, situation, self.config) is not None:
+            self._reached.leave(situation, step=step, good=good)
+        answer = act(strategy, situation, self.config, trouble)
+        if strategy is RecoveryStrategy.ABORT:  # if it failed, there is nothing beyond it
+            done = Done(answer.reason) if isinstance(answer, Cannot) else answer
+            return self._reached.given_up(done, situation, step=step, good=good)
+        if isinstance(answer, Done) and answer.went_back_to is not None:
+            self._reached.returned(answer.went_back_to, good=good)
+        return answer
 
     def _circle(self, strategy: RecoveryStrategy, situation: Situation) -> Cannot | None:
         """Why going back would not help; None when it may, or where there is no way back."""

@@ -21,7 +21,8 @@ class Situation:
 
     `module` is the dotted name of the guilty module, when it is known. `will_rerun` says that
     the step has been undone and can be run again, so there are no gradients of it now.
-    `autocast` says whether the step runs under autocast; None when that is not known.
+    `autocast` says whether the step runs under autocast, and `good_steps` how many the weights
+    have come, in the count of the snapshots; None when that is not known.
     """
 
     model: nn.Module | None
@@ -32,6 +33,7 @@ class Situation:
     module: str | None = None
     will_rerun: bool = False
     autocast: bool | None = None
+    good_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

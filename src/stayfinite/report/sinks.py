@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from stayfinite.records import Incident
+from stayfinite.report.wording import on_rank
 
 logger = logging.getLogger("stayfinite")
 Sink = Callable[[Incident], None]
@@ -75,7 +76,8 @@ def _again(incident: Incident) -> str:
     place = f", at {origin.file}:{origin.line}" if origin is not None and origin.file else ""
     cause = incident.diagnosis.cause if incident.diagnosis is not None else "not finite"
     done = f"; {outcome.strategy}: {outcome.detail}" if outcome is not None else ""
-    return f"stayfinite: step {incident.step}: {cause} again{place}{done}"
+    where = f"step {incident.step}{on_rank(incident)}"
+    return f"stayfinite: {where}: {cause} again{place}{done}"
 
 
 def beside_bars() -> contextlib.AbstractContextManager[None]:

@@ -102,13 +102,8 @@ def on_rank(incident: Incident) -> str:
     origin = incident.origin
     if incident.rank < 0:
         return " on an unknown rank"
-    many = origin is not None and (origin.phase == "distributed" or _world_size(origin) > 1)
+    many = incident.world > 1 or (origin is not None and origin.phase == "distributed")
     return f" on rank {incident.rank}" if incident.rank or many else ""
-
-
-def _world_size(origin: Origin) -> int:
-    size = origin.facts.get("world_size", 1)
-    return size if isinstance(size, int) else 1
 
 
 def spot(origin: Origin | None) -> str:

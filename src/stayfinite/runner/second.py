@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from stayfinite.explain.alike import alike
 from stayfinite.records import Incident, RunResult
 from stayfinite.runner import tree
 from stayfinite.runner.again import Again, run_again
@@ -47,7 +48,9 @@ def look_again(
     first = _First(scene=scene, record=record, incident=incident, duration=duration)
     _free_devices()
     better, notes = _second(first)
-    incidents = tuple(better if old == incident else old for old in result.incidents)
+    incidents = tuple(
+        better if old == incident else alike(old, incident, better) for old in result.incidents
+    )
     return dataclasses.replace(result, incidents=incidents), notes
 
 
@@ -90,7 +93,8 @@ def _run(first: _First, *, from_start: bool) -> Again:
     os.mkdir(folder)
     plan = Plan(folder=folder, guard=scene.plan.guard, repeat=scene.plan.folder)
     plan = dataclasses.replace(plan, capsule=scene.plan.capsule, command=scene.plan.command)
-    plan = plan.with_guard(on_nan="stop", **how)
+    is_undone = scene.plan.guard.get("on_nan") == "recover"
+    plan = plan.with_guard(on_nan="stop", is_undone=is_undone, **how)
     plan.save()
     return run_again(scene, plan, seconds=first.duration)
 

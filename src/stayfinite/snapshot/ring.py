@@ -52,6 +52,10 @@ class SnapshotRing:
         self._kept.append(snapshot)
         return snapshot
 
+    def apart(self, *, step: int) -> Snapshot:
+        """A snapshot of now that is not in the ring, in the host's memory."""
+        return self._state.capture(step=step, offload="cpu")
+
     def back(self, k: int = 0) -> Snapshot | None:
         """The k-th newest, 0 the newest; None when there are not so many."""
         return self._kept[-1 - k] if 0 <= k < len(self._kept) else None

@@ -53,12 +53,8 @@ def _secrets(incident: Incident) -> Iterator[str]:
 
 def _origin(origin: Origin) -> Origin:
     hops = tuple(replace(hop, **_NO_PLACE) for hop in origin.lineage)
-    unmarked = replace(origin, end_line=None, columns=None, function=None, facts=_world(origin))
+    unmarked = replace(origin, end_line=None, columns=None, function=None, facts={})
     return replace(unmarked, lineage=hops, **_NO_PLACE)
-
-
-def _world(origin: Origin) -> dict[str, Any]:
-    return {key: value for key, value in origin.facts.items() if key == "world_size"}
 
 
 def _diagnosis(diagnosis: Diagnosis, causes: Causes, secrets: list[str]) -> Diagnosis:

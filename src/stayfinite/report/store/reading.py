@@ -172,7 +172,8 @@ class Run:
         """Those of the result, which are explained best; else as they were recorded."""
         if self.result is not None and self.result.incidents:
             return list(self.result.incidents)
-        return sorted((i for rank in self.ranks for i in rank.incidents), key=lambda i: i.step)
+        everyone = [incident for rank in self.ranks for incident in rank.incidents]
+        return sorted(_once(everyone), key=lambda incident: incident.step)
 
     @property
     def exit(self) -> str:
@@ -207,6 +208,15 @@ class Run:
         news = [rank.more() for rank in self.ranks]
         before, self.result = self.result, _result(self.path)
         return any(news) or before != self.result
+
+
+def _once(incidents: list[Incident]) -> list[Incident]:
+    """Without those that a rank has recorded as another rank has told them."""
+    known: dict[Any, Incident] = {}
+    for number, each in enumerate(incidents):
+        key = (each.step, each.rank, each.time) if each.world > 1 else number
+        known.setdefault(key, each)
+    return list(known.values())
 
 
 def _may_live(info: RunInfo) -> bool:

@@ -15,7 +15,11 @@ ALL = [case for case in cases_in([CASES]) if not case.is_benign]
 USEFUL = 0.9
 
 Run = Callable[[Case], Recovered]
-pytestmark = pytest.mark.xdist_group("recovered")
+# One worker for all questions about a script (--dist loadgroup).
+GROUPED = [
+    pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(f"recovered-{case.name}"))
+    for case in ALL
+]
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +43,14 @@ def test_there_are_cases() -> None:
     assert len(ALL) >= 20
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GROUPED)
 def test_the_weights_are_finite_at_the_end(case: Case, recovered: Run) -> None:
     ended = recovered(case)
     assert ended.is_finite, ended
     assert ended.strategies, "nothing was noticed"
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GROUPED)
 def test_training_goes_on_or_stops_with_a_reason(case: Case, recovered: Run) -> None:
     ended = recovered(case)
     assert ended.code == 0 or ended.gave_up, ended

@@ -151,11 +151,11 @@ class Watch:
             self._begin_record(self.guard)
 
     def _attach(self, torch: ModuleType) -> None:
-        from stayfinite.guard.post import Post
-
         if self.is_muted:
             return
         guard = self._new_guard()
+        from stayfinite.guard.post import Post
+
         if self.plan.capsule is not None:
             guard.keep_operations()
         self._post = Post(guard, _attach_guard)

@@ -31,6 +31,10 @@ class ConfigError(StayFiniteError, ValueError):
     """
 
 
+class SandboxError(StayFiniteError, RuntimeError):
+    """A script cannot be run again here without a risk for the user's files; it was not run."""
+
+
 class InputError(StayFiniteError, TypeError):
     """Something was passed that is not what the call accepts.
 

@@ -19,6 +19,7 @@ class Trial:
     """A run with a change, from the same generator states as the run that went bad.
 
     `exit_code` is None when it was ended before its own end; `losses` are those of its steps.
+    `was_refused`: it ended when it was about to write a file, as it could not before.
     """
 
     bad_step: int
@@ -27,6 +28,7 @@ class Trial:
     losses: tuple[float, ...] = ()
     went_bad: bool = False
     exit_code: int | None = None
+    was_refused: bool = False
 
     @property
     def holds(self) -> bool:
@@ -35,7 +37,7 @@ class Trial:
             return False
         if self.exit_code is None:
             return self.steps >= self.bad_step + 1 + self.further
-        return self.exit_code == 0 and self.steps > self.bad_step
+        return (self.exit_code == 0 or self.was_refused) and self.steps > self.bad_step
 
     def _learns(self) -> bool:
         """Whether the loss ends no higher than before the bad step, or falls from a new level.
@@ -73,7 +75,8 @@ def evidence_of(trial: Trial, what: str) -> str:
     """The verification in one sentence."""
     loss = f", loss {trial.losses[-1]:.3g}" if trial.losses else ""
     steps = "1 step" if trial.steps == 1 else f"{trial.steps} steps"
-    extent = f"all its {steps}" if trial.exit_code == 0 else f"{steps} so far"
+    is_whole = trial.exit_code == 0 and not trial.was_refused
+    extent = f"all its {steps}" if is_whole else f"{steps} so far"
     return f"With this change: finite for {extent}{loss}. {what}"
 
 

@@ -21,6 +21,8 @@ SHORTEST_LIMIT = 120.0
 SLOWDOWN = 12.0
 GRACE = 15.0  # seconds to unwind after the incident was seen
 TAIL_LINES = 8
+UNHELD = "unheld"  # the file with the reason why a run of ours was not made
+UNHELD_CODE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,13 @@ def run_again(scene: Scene, plan: Plan, *, seconds: float) -> Again:
     limit = max(SHORTEST_LIMIT, SLOWDOWN * seconds)
     process = start(scene, plan)
     problem = _wait(process, plan, limit=limit, seconds=seconds)
-    found = tree.first_incident(tree.load(plan.folder))
-    if found is None and problem is None and process.returncode not in (0, 3):
+    if (reason := why_unheld(plan)) is not None:
+        return Again(problem=f"There was no second run: {reason}")
+    records = tree.load(plan.folder)
+    found = tree.first_incident(records)
+    if found is None and problem is None and (refused := refusal(records)) is not None:
+        problem = f"The second run was ended before it got there, because it {refused}."
+    elif found is None and problem is None and process.returncode not in (0, 3):
         problem = f"The second run failed with exit code {process.returncode}; its last lines:"
     return Again(incident=found[1] if found else None, problem=problem, tail=_tail(plan, problem))
 
@@ -55,6 +62,20 @@ def start(scene: Scene, plan: Plan) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def why_unheld(plan: Plan) -> str | None:
+    """Why the run was not made, as a sentence: nothing here would have held it."""
+    try:
+        with open(os.path.join(plan.folder, UNHELD), encoding="utf-8") as file:
+            return f"your files could not be protected from it ({file.read()})."
+    except OSError:
+        return None
+
+
+def refusal(records: list[tree.ProcessRecord]) -> str | None:
+    """What the run was about to change when its sandbox did not let it."""
+    return next((record.refused for record in records if record.refused is not None), None)
 
 
 def _output(plan: Plan) -> str:

@@ -92,7 +92,8 @@ def _watch_spawn(module: ModuleType, watch: Watch) -> None:
     def get_preparation_data(name: str) -> dict[str, Any]:
         data: dict[str, Any] = theirs(name)
         with step_aside("watching a spawned process"):
-            if not watch.is_muted and not any(map(_is_loader_worker, _processes_named(name))):
+            is_loader = any(map(_is_loader_worker, _processes_named(name)))
+            if not watch.is_muted and (not is_loader or watch.plan.sandbox == "audit"):
                 # First in the dict, so that it is there before the script's main module is.
                 return {"stayfinite": _Ticket(watch, name), **data}
         return data

@@ -13,6 +13,7 @@ from stayfinite.runner.aside import step_aside
 from stayfinite.runner.budget import Budget, may_try
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.scene import Scene
+from stayfinite.runner.second import Holding, holding
 from stayfinite.runner.tree import ProcessRecord
 
 _SLOWER = 1.5  # a traced run, at least
@@ -34,7 +35,8 @@ def experiment(
         return result
     with step_aside("making experiments"):
         with sign_of_life(f"making experiments on step {found.step}, for at most {seconds:.0f} s"):
-            diagnosis = _asked(scene, _whole(found, seen[0], scene), seconds=seconds)
+            whole = _whole(found, seen[0], scene)
+            diagnosis = _asked(scene, whole, seconds=seconds, held=holding(scene, records))
         if diagnosis is not None:
             better = dataclasses.replace(found, diagnosis=_joined(found.diagnosis, diagnosis))
             incidents = tuple(better if each is found else each for each in result.incidents)
@@ -59,7 +61,7 @@ def _whole(incident: Incident, record: ProcessRecord, scene: Scene) -> Incident:
     return dataclasses.replace(incident, origin=dataclasses.replace(origin, file=path))
 
 
-def _asked(scene: Scene, incident: Incident, *, seconds: float) -> Diagnosis | None:
+def _asked(scene: Scene, incident: Incident, *, seconds: float, held: Holding) -> Diagnosis | None:
     folder = os.path.join(scene.plan.folder, "lab")
     os.mkdir(folder)
     path = os.path.join(folder, "diagnosis.json")
@@ -69,6 +71,7 @@ def _asked(scene: Scene, incident: Incident, *, seconds: float) -> Diagnosis | N
         repeat=scene.plan.folder,
         command=scene.plan.command,
         lab={"incident": to_data(incident), "seconds": seconds, "result": path},
+        **held,
     ).with_guard(on_nan="stop", trace="start", arm_at=None)
     plan.save()
     process, stop = start(scene, plan), time.monotonic() + seconds

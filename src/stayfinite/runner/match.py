@@ -46,13 +46,21 @@ def confirmed(first: Incident, second: Incident) -> Incident:
     )
 
 
-def unconfirmed(first: Incident, second: Incident | None) -> Incident:
-    """The first run's incident, with the evidence that it does not come back."""
-    return dataclasses.replace(first, diagnosis=_doubted(first.diagnosis, _evidence(second)))
+def unconfirmed(
+    first: Incident, second: Incident | None, *, changed: str | None = None
+) -> Incident:
+    """The first run's incident, with the evidence that it does not come back.
+
+    `changed` is what the first run did to a file that was there before it.
+    """
+    evidence = _evidence(second, changed)
+    return dataclasses.replace(first, diagnosis=_doubted(first.diagnosis, evidence))
 
 
-def _evidence(second: Incident | None) -> str:
+def _evidence(second: Incident | None, changed: str | None) -> str:
     what = "stayed finite" if second is None else f"went bad elsewhere ({one_line(second)})"
+    if changed is not None:
+        return f"Not repeated: a second run {what}. The first one {changed}, which may be why."
     return f"Not deterministic: a second run with the same generator states {what}."
 
 

@@ -34,6 +34,9 @@ class Plan:
     `capsule` says what goes into the capsule of the first incident, if one is wanted.
     `instead` has other text for source files: path -> path of the text.
     `lab` has the incident that experiments are made on, the seconds, and where the result goes.
+    `sandboxes` are the kinds in which a run that is not the user's own may be made, `sandbox` the
+    one it is in, `writable` folders besides `folder` that it may write; it does not see `hidden`
+    paths, which an earlier run has made.
     """
 
     folder: str
@@ -47,6 +50,10 @@ class Plan:
     instead: dict[str, str] = field(default_factory=dict)
     capsule: dict[str, Any] | None = None
     lab: dict[str, Any] | None = None
+    sandboxes: tuple[str, ...] = ()
+    sandbox: str | None = None
+    writable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:

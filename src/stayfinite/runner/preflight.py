@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,15 +14,13 @@ from stayfinite.prevent.preflight.merging import said_once
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import to_json
 from stayfinite.runner import tree
-from stayfinite.runner.children import exit_code
-from stayfinite.runner.ending import Ending, flush
-from stayfinite.runner.kinds import PREFLIGHT, watch_for
-from stayfinite.runner.plan import MAIN, Plan, write_atomically
+from stayfinite.runner.again import refusal, why_unheld
+from stayfinite.runner.kinds import PREFLIGHT
+from stayfinite.runner.plan import MAIN, VARIABLE, Plan, child_command, write_atomically
 from stayfinite.runner.rehearsing import found_in
 from stayfinite.runner.risk_table import show
-from stayfinite.runner.run import watch_and_leave
+from stayfinite.runner.sandbox import allowed_kinds
 from stayfinite.runner.script import Target, problem
-from stayfinite.runner.watch import Watch
 from stayfinite.runner.words import count, say
 
 CLEAN, RISKS, FAILED = 0, 1, 2
@@ -69,30 +68,46 @@ def preflight(target: Target, *, options: PreflightOptions) -> None:
         raise ConfigError(reason)
     if options.json is not None:
         _write(options.json, Findings(exit="script-error"))
-    folder = tempfile.mkdtemp(prefix="stayfinite-")
-    plan = Plan(folder=folder, guard={"purpose": PREFLIGHT, "folder": target.folder})
-    plan.save()
-    watch = watch_for(plan, key=MAIN)
-    watch_and_leave(watch, target, finish=lambda ending: _close(watch, ending, options))
+    with tempfile.TemporaryDirectory(prefix="stayfinite-", ignore_cleanup_errors=True) as folder:
+        plan = Plan(
+            folder=folder,
+            guard={"purpose": PREFLIGHT, "folder": target.folder},
+            sandboxes=allowed_kinds(),
+        )
+        plan.save()
+        code = _run(plan, target)
+        if (reason := why_unheld(plan)) is not None:
+            raise ConfigError(f"nothing was run: {reason}")
+        code = _close(plan, code, options)
+    sys.exit(code)
 
 
-def _close(watch: Watch, ending: Ending, options: PreflightOptions) -> int:
+def _run(plan: Plan, target: Target) -> int:
+    """Run the target in a process of its own, which can be held; the result is its exit code."""
+    process = subprocess.Popen(
+        child_command(target.command, key=MAIN), env={**os.environ, VARIABLE: plan.path}
+    )
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue  # the script has heard it too
+
+
+def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
     """Say and save what was found; the result is the exit code."""
-    exit_code(watch, ending)
-    flush()
-    folder = watch.plan.folder
-    steps, risks = found_in(folder)
-    stopped = any(record.stopped for record in tree.load(folder))
-    shutil.rmtree(folder, ignore_errors=True)
+    steps, risks = found_in(plan.folder)
+    records = tree.load(plan.folder)
+    stopped = any(record.stopped for record in records)
     findings = Findings(
-        exit=_verdict(steps, risks, has_failed=bool(ending.code) and not stopped),
+        exit=_verdict(steps, risks, has_failed=bool(code) and not stopped),
         steps=steps,
         risks=tuple(said_once(risks)),
     )
     if options.json is not None:
         _write(options.json, findings)
     show(findings.risks, everything=options.verbose)
-    say(_last_line(findings, ending, stopped))
+    say(_last_line(findings, code, stopped, refusal(records)))
     return {"clean": CLEAN, "risks": RISKS, "script-error": FAILED}[findings.exit]
 
 
@@ -109,9 +124,11 @@ def _write(path: str, findings: Findings) -> None:
         raise ConfigError(f"{path!r} cannot be written: {error.strerror}.") from error
 
 
-def _last_line(findings: Findings, ending: Ending, stopped: bool) -> str:
-    if findings.exit == "script-error" and ending.code and not stopped:
-        return f"the script failed with exit code {ending.code} before its second update."
+def _last_line(findings: Findings, code: int, stopped: bool, refused: str | None) -> str:
+    if findings.exit == "script-error" and refused is not None:
+        return f"the script was ended before its first update, because it {refused}."
+    if findings.exit == "script-error" and code and not stopped:
+        return f"the script failed with exit code {code} before its second update."
     if not findings.steps:
         return "no backward pass and no optimizer step was seen, so nothing was checked."
     seen = "the script was ended after its first step" if stopped else "the script ended by itself"

@@ -12,12 +12,11 @@ from stayfinite.errors import TrainingAbortedError
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import RunResult, from_data, to_data
 from stayfinite.runner.aside import step_aside
-from stayfinite.runner.audit import Audit
+from stayfinite.runner.audit import Effect
 from stayfinite.runner.ending import watch_unraisable
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.peers import end_peers_soon
 from stayfinite.runner.plan import Plan, write_atomically
-from stayfinite.runner.unheard import note_native_writers
 from stayfinite.runner.watch import Watch
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ _NO_ERROR = "preflight has seen the first step; this is not an error."
 class RehearsalWatch(Watch):
     """Ends the script when it is about to make its second update, and leaves its risks on disk.
 
-    If it is about to change a file after its first update, that is its end too: a checkpoint of a
-    model with one update must not take the place of a good one.
+    Where it cannot have copies of the files that it changes, it is ended before the first change.
     """
 
     def __init__(self, plan: Plan, *, key: str) -> None:
@@ -38,13 +36,10 @@ class RehearsalWatch(Watch):
         self._script: ScriptRehearsal | None = None
         self._is_over = self._has_written = False
         self._thread = threading.get_ident()
-        keep = (os.getcwd(), str(plan.guard.get("folder") or os.getcwd()))
-        self.audit = Audit(keep=keep, on_first=lambda: None, before_change=self._keep_files)
 
     def start(self) -> None:
         """Attach to this process, and to torch as soon as the script imports it."""
-        self.audit.install()
-        note_native_writers(self.audit)
+        self._audit()
         watch_unraisable()
         after_import("torch", self._attach)
 
@@ -75,14 +70,13 @@ class RehearsalWatch(Watch):
             self._script.attach()
             self._thread = threading.get_ident()
 
-    def _keep_files(self) -> None:
+    def _was_refused(self, effect: Effect) -> None:
+        super()._was_refused(effect)
         if self.is_muted or self._has_ended or self._script is None:
             return
-        if not (self._is_over or self._script.has_trained):
-            return
-        if threading.get_ident() != self._thread:  # the rehearsal cannot be ended from there
-            raise TrainingAbortedError(_NO_ERROR)
-        self._enough()
+        is_enough = self._is_over or self._script.has_trained
+        if is_enough and threading.get_ident() == self._thread:  # else it cannot be ended here
+            self._enough()
 
     def _enough(self) -> None:
         self._is_over = True

@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING, Any
 from stayfinite.errors import CapsuleError
 from stayfinite.records import Incident, from_json, to_json
 from stayfinite.runner import tree
-from stayfinite.runner.again import GRACE, end, has_incident, last_lines, sign_of_life, start
+from stayfinite.runner.again import (
+    GRACE,
+    end,
+    has_incident,
+    last_lines,
+    sign_of_life,
+    start,
+    why_unheld,
+)
 from stayfinite.runner.options import RunOptions
 from stayfinite.runner.plan import Plan, write_atomically
+from stayfinite.runner.sandbox import allowed_kinds
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.script import Target, execute
 from stayfinite.runner.second import TRACE_ALL
@@ -64,6 +73,8 @@ def replay(capsule: Capsule, path: Path, *, seconds: float) -> Replayed:
                     time.sleep(min(0.5, 0.02 + passed / 20))
         finally:
             end(process)
+        if (reason := why_unheld(scene.plan)) is not None:
+            raise CapsuleError(f"{path} was not replayed: {reason}")
         return _outcome(capsule, scene.plan, process.returncode)
 
 
@@ -92,6 +103,8 @@ def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
             **_tracing(capsule.config),
         },
         repeat=str(folder / "seeds"),
+        sandboxes=allowed_kinds(),
+        writable=(str(folder),),
     )
     plan.save()
     return Scene(

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from typing import TypedDict
 
 from stayfinite.explain.alike import alike
 from stayfinite.records import Incident, RunResult
@@ -15,6 +16,7 @@ from stayfinite.runner import tree
 from stayfinite.runner.again import Again, run_again
 from stayfinite.runner.match import confirmed, is_foreign, is_same, unconfirmed
 from stayfinite.runner.plan import Plan
+from stayfinite.runner.sandbox import allowed_kinds
 from stayfinite.runner.scene import Scene
 from stayfinite.runner.seeds import unrepeatable
 from stayfinite.runner.tree import ProcessRecord
@@ -26,6 +28,7 @@ TRACE_ALL = 25.0  # an incident within so many seconds is traced from the start
 @dataclass(frozen=True, kw_only=True)
 class _First:
     scene: Scene
+    records: list[ProcessRecord]
     record: ProcessRecord
     incident: Incident
     duration: float
@@ -42,10 +45,13 @@ def look_again(
     if scene.is_rank:
         return result, ["To find the exact operation, add --trace to `stayfinite run`."]
     if (reason := why_not(scene, records)) is not None:
-        command = scene.again("--second-run", "always")
+        has_written = any(record.effects for record in records)
+        command = scene.again(*(["--trace"] if has_written else ["--second-run", "always"]))
         return result, [f"{reason} To find the exact operation: {command}"]
     duration = time.time() - scene.started
-    first = _First(scene=scene, record=record, incident=incident, duration=duration)
+    first = _First(
+        scene=scene, records=records, record=record, incident=incident, duration=duration
+    )
     _free_devices()
     better, notes = _second(first)
     incidents = tuple(
@@ -63,8 +69,29 @@ def why_not(scene: Scene, records: list[ProcessRecord]) -> str | None:
     took = time.time() - scene.started
     if took > LONGEST:
         return f"There was no second run, because the first took {took / 60:.0f} minutes."
-    effect = next((effect for record in records for effect in record.effects), None)
-    return f"There was no second run, because the script {effect}." if effect else None
+    effects = [effect for record in records for effect in record.effects]
+    outside = [effect for effect in effects if effect.path is None]
+    if not outside and (not effects or "overlay" in allowed_kinds()):
+        return None
+    return f"There was no second run, because the script {(outside or effects)[0].words}."
+
+
+def holding(scene: Scene, records: list[ProcessRecord]) -> Holding:
+    """How a run of ours is kept from changing anything; `records` are those of the first run.
+
+    Where that one has written files, only a view of them lets another run get as far.
+    """
+    is_any = scene.options.second_run == "always" or not any(r.effects for r in records)
+    kinds = [kind for kind in allowed_kinds() if is_any or kind == "overlay"]
+    made = dict.fromkeys(path for record in records for path in record.made)
+    return {"sandboxes": tuple(kinds), "hidden": tuple(made)}
+
+
+class Holding(TypedDict):
+    """Fields of a Plan."""
+
+    sandboxes: tuple[str, ...]
+    hidden: tuple[str, ...]
 
 
 def _free_devices() -> None:
@@ -82,7 +109,7 @@ def _second(first: _First) -> tuple[Incident, list[str]]:
     again = _run(first, from_start=from_start)
     if not from_start and is_foreign(again.incident) and 12 * reached < LONGEST:
         again = _run(first, from_start=True)
-    return _judge(first.incident, again)
+    return _judge(first, again)
 
 
 def _run(first: _First, *, from_start: bool) -> Again:
@@ -91,21 +118,28 @@ def _run(first: _First, *, from_start: bool) -> Again:
     scene = first.scene
     folder = os.path.join(scene.plan.folder, "from-start" if from_start else "armed")
     os.mkdir(folder)
-    plan = Plan(folder=folder, guard=scene.plan.guard, repeat=scene.plan.folder)
-    plan = dataclasses.replace(plan, capsule=scene.plan.capsule, command=scene.plan.command)
+    plan = Plan(
+        folder=folder,
+        guard=scene.plan.guard,
+        repeat=scene.plan.folder,
+        capsule=scene.plan.capsule,
+        command=scene.plan.command,
+        **holding(scene, first.records),
+    )
     is_undone = scene.plan.guard.get("on_nan") == "recover"
     plan = plan.with_guard(on_nan="stop", is_undone=is_undone, **how)
     plan.save()
     return run_again(scene, plan, seconds=first.duration)
 
 
-def _judge(first: Incident, again: Again) -> tuple[Incident, list[str]]:
-    second = again.incident
-    if second is not None and is_same(first, second):
-        return confirmed(first, second), []
+def _judge(first: _First, again: Again) -> tuple[Incident, list[str]]:
+    before, second = first.incident, again.incident
+    if second is not None and is_same(before, second):
+        return confirmed(before, second), []
     if again.problem is not None and second is None:
-        return first, [again.problem, *again.tail]
-    return unconfirmed(first, second), unrepeatable()
+        return before, [again.problem, *again.tail]
+    changed = (e.words for record in first.records for e in record.effects if not e.is_new)
+    return unconfirmed(before, second, changed=next(changed, None)), unrepeatable()
 
 
 def _is_exact(incident: Incident) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from stayfinite.errors import RecordError
 from stayfinite.records import Incident, RunResult, from_json, to_json
+from stayfinite.runner.audit import Effect
 from stayfinite.runner.plan import write_atomically
 
 
@@ -20,7 +21,8 @@ class ProcessRecord:
     `born` tells the process from a later one with the same number. `in_group` is true while
     it trains together with others.
     `seconds` is the time from the start of the run to the first incident. `effects` are
-    the things outside temporary folders that the process changed. `folder` is the one
+    the things outside temporary folders that the process changed, `made` all paths that it made.
+    `refused` is what it was about to change when its sandbox did not let it. `folder` is the one
     that file names in its incidents are relative to.
     """
 
@@ -33,7 +35,9 @@ class ProcessRecord:
     in_group: bool = False
     arm_at: int | None = None
     seconds: float | None = None
-    effects: tuple[str, ...] = ()
+    effects: tuple[Effect, ...] = ()
+    made: tuple[str, ...] = ()
+    refused: str | None = None
     folder: str | None = None
 
 

@@ -7,16 +7,25 @@ import os
 import time
 from pathlib import Path
 
+from stayfinite.errors import SandboxError
 from stayfinite.explain.patch.candidates import patches_for
 from stayfinite.explain.patch.patch import Patch
 from stayfinite.explain.trial import Trial, evidence_of, is_proven
 from stayfinite.records import Incident, RunResult
 from stayfinite.report.store.reading import Run
 from stayfinite.runner import tree
-from stayfinite.runner.again import end, has_incident, sign_of_life, start
+from stayfinite.runner.again import (
+    end,
+    has_incident,
+    refusal,
+    sign_of_life,
+    start,
+    why_unheld,
+)
 from stayfinite.runner.budget import Budget, may_try
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.scene import Scene
+from stayfinite.runner.second import Holding, holding
 from stayfinite.runner.tree import ProcessRecord
 from stayfinite.runner.words import count
 
@@ -40,8 +49,13 @@ def try_changes(
     if reached > scene.options.prove:
         command = scene.again("--prove", str(int(10 + 4 * reached)))
         return result, [f"No change was tried, because that takes longer. To try some: {command}"]
-    with sign_of_life(f"trying changes, for at most {max(1, budget.left):.0f} s"):
-        cured, tried = _first_that_holds(scene, found, patches, budget, folder=folder)
+    try:
+        with sign_of_life(f"trying changes, for at most {max(1, budget.left):.0f} s"):
+            cured, tried = _first_that_holds(
+                scene, found, patches, budget, folder=folder, held=holding(scene, records)
+            )
+    except SandboxError as error:
+        return result, [f"No change was tried: {error}"]
     if cured is None:
         return result, [_none_holds(tried, len(patches))]
     incidents = tuple(cured if each is found else each for each in result.incidents)
@@ -68,13 +82,19 @@ def _own_files(scene: Scene, folder: str) -> list[str]:
 
 
 def _first_that_holds(
-    scene: Scene, incident: Incident, patches: list[Patch], budget: Budget, *, folder: str
+    scene: Scene,
+    incident: Incident,
+    patches: list[Patch],
+    budget: Budget,
+    *,
+    folder: str,
+    held: Holding,
 ) -> tuple[Incident | None, int]:
     """The incident with the first change that holds, and how many were tried."""
     for number, patch in enumerate(patches):
         if budget.left <= 0:
             return None, number
-        trial = _try(scene, patch, incident, budget, number=number)
+        trial = _try(scene, patch, incident, budget, number=number, held=held)
         if trial.holds:
             return _cured(incident, patch, trial, folder=folder), number + 1
     return None, len(patches)
@@ -92,7 +112,9 @@ def _cured(incident: Incident, patch: Patch, trial: Trial, *, folder: str) -> In
     return dataclasses.replace(incident, diagnosis=dataclasses.replace(diagnosis, confidence=sure))
 
 
-def _try(scene: Scene, patch: Patch, incident: Incident, budget: Budget, *, number: int) -> Trial:
+def _try(
+    scene: Scene, patch: Patch, incident: Incident, budget: Budget, *, number: int, held: Holding
+) -> Trial:
     """Run the script with the change, until it goes bad, ends, or the time is up."""
     folder = os.path.join(scene.plan.folder, f"trial-{number}")
     os.mkdir(folder)
@@ -106,6 +128,7 @@ def _try(scene: Scene, patch: Patch, incident: Incident, budget: Budget, *, numb
         run_dir=os.path.join(folder, "run"),
         command=scene.plan.command,
         instead={patch.file: text},
+        **held,
     ).with_guard(on_nan="stop", trace="never", arm_at=None)
     plan.save()
     process = start(scene, plan)
@@ -115,6 +138,8 @@ def _try(scene: Scene, patch: Patch, incident: Incident, budget: Budget, *, numb
         code = process.poll()
     finally:
         end(process)
+    if (reason := why_unheld(plan)) is not None:
+        raise SandboxError(reason)
     return _judged(plan, incident, code)
 
 
@@ -122,7 +147,8 @@ def _judged(plan: Plan, incident: Incident, code: int | None) -> Trial:
     run = Run(Path(str(plan.run_dir)))
     run.refresh()
     losses = run.series["loss"] if run.ranks else []
-    counted = max((r.result.steps for r in tree.load(plan.folder)), default=0)
+    records = tree.load(plan.folder)
+    counted = max((record.result.steps for record in records), default=0)
     return Trial(
         bad_step=incident.step,
         further=_FURTHER,
@@ -130,4 +156,5 @@ def _judged(plan: Plan, incident: Incident, code: int | None) -> Trial:
         losses=tuple(loss for loss in losses if loss is not None),
         went_bad=has_incident(plan),
         exit_code=code,
+        was_refused=refusal(records) is not None,
     )

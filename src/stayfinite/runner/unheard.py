@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +29,14 @@ def note_native_writers(audit: Audit) -> None:
 
         writer.__init__ = __init__
 
+    def torch_itself(module: ModuleType) -> None:
+        # Native classes with a method that opens the file of its first argument.
+        native = module._C
+        kineto = getattr(native._autograd, "_ProfilerResult", None)
+        for kind, name in ((native.ScriptModule, "save"), (kineto, "save")):
+            if kind is not None:
+                setattr(kind, name, _noted(getattr(kind, name), audit))
+
     def safetensors(module: ModuleType) -> None:
         theirs = module.serialize_file
 
@@ -35,8 +46,22 @@ def note_native_writers(audit: Audit) -> None:
 
         module.serialize_file = serialize_file  # type: ignore[attr-defined]
 
+    for name in ("mkfifo", "mknod"):  # these have no audit event
+        if hasattr(os, name):
+            setattr(os, name, _noted(getattr(os, name), audit, at=0))
     after_import("torch.serialization", torch_serialization)
+    after_import("torch", torch_itself)
     after_import("safetensors", safetensors)
+
+
+def _noted(theirs: Callable[..., Any], audit: Audit, *, at: int = 1) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def noted(*args: Any, **options: Any) -> Any:
+        if len(args) > at:
+            audit.wrote(args[at])
+        return theirs(*args, **options)
+
+    return noted
 
 
 def note_stdin(audit: Audit) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stayfinite.records import Incident, RunResult, from_data
 from stayfinite.runner import tree
 from stayfinite.runner.aside import step_aside
-from stayfinite.runner.audit import Audit
+from stayfinite.runner.audit import Audit, Effect, Effects, Refusal
 from stayfinite.runner.capsules import keep_capsule
 from stayfinite.runner.frameworks import join_frameworks
 from stayfinite.runner.imports import after_import
@@ -46,18 +46,37 @@ class Watch:
         self._rank: int | None = None
         self._has_saved = self._has_ended = False
         keep = (os.getcwd(), str(plan.guard.get("folder") or os.getcwd()))
-        self.audit = Audit(keep=keep, on_first=self.save)
+        self.effects = Effects(keep=keep, on_first=self.save)
+        self._refused: str | None = None
         self.seeds = Seeds(folder=plan.folder, repeat=plan.repeat, key=key)
 
     def start(self) -> None:
         """Attach to this process, and to torch as soon as the script imports it."""
         read_instead(self.plan.instead)
         self.seeds.install()
-        if self.plan.repeat is None:
-            self.audit.install()
-            note_native_writers(self.audit)
-            note_stdin(self.audit)
+        self._audit()
         after_import("torch", self._attach)
+
+    def _audit(self) -> None:
+        """Note what the user's own run changes; a run of ours is kept from changing anything."""
+        if self.plan.sandbox == "overlay":
+            return  # it changes copies that are thrown away
+        if self.plan.sandbox is None:
+            audit = Audit(self.effects.note)
+            note_stdin(audit)
+        else:
+            folders = (self.plan.folder, *self.plan.writable)
+            audit = Audit(Refusal(folders, on_refused=self._was_refused).judge)
+            if self.plan.sandbox == "audit":
+                audit.install_for_libraries()
+        audit.install()
+        note_native_writers(audit)
+
+    def _was_refused(self, effect: Effect) -> None:
+        if self._refused is None:
+            self._refused = effect.words
+            with step_aside("noting what was refused"):
+                self.save()
 
     @property
     def guard(self) -> Guard | None:
@@ -83,7 +102,9 @@ class Watch:
             in_group=self.in_group and not self._has_ended,
             arm_at=guard.arm_at() if guard and result.incidents else None,
             seconds=self._seconds,
-            effects=tuple(self.audit.effects),
+            effects=tuple(self.effects.noted),
+            made=tuple(self.effects.made),
+            refused=self._refused,
             folder=self.plan.guard.get("folder"),
         )
 
@@ -144,7 +165,7 @@ class Watch:
         self.pid = os.getpid()
         self._seconds, self._rank = None, None
         self._has_saved = self._has_ended = self.in_group = False
-        self.audit.effects.clear()
+        self.effects.clear()
         self.seeds.forget_key()
         if self.guard is not None:
             self.guard.after_fork()

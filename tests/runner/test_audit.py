@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from stayfinite.runner.audit import Audit
+from stayfinite.errors import TrainingAbortedError
+from stayfinite.runner.audit import Audit, Effect, Effects, Refusal
 
 HARMLESS = {
     "reading": "open(__file__).read(); import json",
@@ -59,13 +60,14 @@ EFFECTS = {
 
 PROBE = """
 import sys
-from stayfinite.runner.audit import Audit
+from stayfinite.runner.audit import Audit, Effects
 from stayfinite.runner.unheard import note_native_writers, note_stdin
 if __name__ == "__main__":
-    audit = Audit(keep=({folder!r},), on_first=lambda: None)
+    effects = Effects(keep=({folder!r},), on_first=lambda: None)
+    audit = Audit(effects.note)
     audit.install(); note_native_writers(audit); note_stdin(audit)
     exec({code!r})
-    print("EFFECTS", audit.effects[:1])
+    print("EFFECTS", [effect.words for effect in effects.noted][:1])
 """
 
 
@@ -103,27 +105,49 @@ torch.save({"w": torch.ones(2)}, "model.pt")
 
 def test_own_folder_is_kept_even_inside_the_temporary_one(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    audit = Audit(keep=(str(tmp_path / "project"),), on_first=lambda: None)
-    assert audit.is_temporary(str(tmp_path / "tmpabc" / "x"))
-    assert audit.is_temporary(str(tmp_path))
-    assert not audit.is_temporary(str(tmp_path / "project" / "model.pt"))
-    assert not audit.is_temporary("/home/somebody/model.pt")
+    effects = Effects(keep=(str(tmp_path / "project"),), on_first=lambda: None)
+    assert effects.is_temporary(str(tmp_path / "tmpabc" / "x"))
+    assert effects.is_temporary(str(tmp_path))
+    assert not effects.is_temporary(str(tmp_path / "project" / "model.pt"))
+    assert not effects.is_temporary("/home/somebody/model.pt")
 
 
 def test_temporary_folder_as_working_folder_stays_temporary(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    audit = Audit(keep=(str(tmp_path), "/"), on_first=lambda: None)
-    assert audit.is_temporary(str(tmp_path / "x"))
+    effects = Effects(keep=(str(tmp_path), "/"), on_first=lambda: None)
+    assert effects.is_temporary(str(tmp_path / "x"))
 
 
-def test_script_may_write_again_what_it_made_in_a_temporary_working_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    old = tmp_path / "project" / "old.pt"
-    old.parent.mkdir()
-    old.touch()
-    audit = Audit(keep=(str(old.parent),), on_first=lambda: None)
-    audit.wrote(str(old.parent / "new.pt"))
-    audit.wrote(str(old.parent / "new.pt"))
-    assert audit.effects == []
-    audit.wrote(str(old))
-    assert audit.effects == [f"wrote {old}"]
+def test_of_what_is_new_the_top_of_each_tree_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "old.pt").touch()
+    effects = Effects(keep=(), on_first=lambda: None)
+    audit = Audit(effects.note)
+    for name in ("out", "out/log", "old.pt", "temporary", "temporary/x", "new.pt", "new.pt"):
+        audit.wrote(str(tmp_path / name))
+    names = [os.path.relpath(path, tmp_path) for path in effects.made]
+    assert names == ["out", "temporary", "new.pt"]
+    assert [effect.words for effect in effects.noted] == [
+        f"wrote {tmp_path}/{name}" for name in ("out", "old.pt", "new.pt")
+    ]
+
+
+def test_somebody_is_told_of_the_first_effect_at_once(tmp_path):
+    told = []
+    effects = Effects(keep=(), on_first=lambda: told.append(1))
+    for words in ("ran a shell command", "sent data to elsewhere"):
+        effects.note(Effect(words=words))
+    assert told == [1]
+
+
+def test_own_folders_and_devices_are_not_refused(tmp_path):
+    refused = []
+    refusal = Refusal([str(tmp_path)], on_refused=refused.append)
+    audit = Audit(refusal.judge)
+    for path in (str(tmp_path / "a" / "b"), "/dev/null", f"/dev/shm/{os.getpid()}-new"):
+        audit.wrote(path)
+    assert refused == []
+    for path in ("/home/somebody/x", str(tmp_path) + "-beside"):
+        with pytest.raises(TrainingAbortedError, match="not the user's own"):
+            audit.wrote(path)
+    assert [effect.path for effect in refused] == ["/home/somebody/x", f"{tmp_path}-beside"]

@@ -10,6 +10,7 @@ import pytest
 from stayfinite.records import Diagnosis, Incident, Origin, Outcome, RunResult
 from stayfinite.runner import second
 from stayfinite.runner.again import Again
+from stayfinite.runner.audit import Effect
 from stayfinite.runner.match import confirmed, is_foreign, unconfirmed
 from stayfinite.runner.options import RunOptions
 from stayfinite.runner.plan import Plan
@@ -17,6 +18,8 @@ from stayfinite.runner.scene import Scene
 from stayfinite.runner.script import Target
 from stayfinite.runner.tree import ProcessRecord
 
+WROTE = Effect(words="wrote /x", path="/x")
+SENT = Effect(words="sent data to far")
 INEXACT = Incident(step=3, origin=Origin(phase="forward"), outcome=Outcome(strategy="stop"))
 EXACT = Incident(
     step=3,
@@ -43,10 +46,11 @@ def record(incident=INEXACT, *, seconds=2.0, **facts):
     ("options", "effects", "seconds_ago", "reason"),
     [
         ({}, (), 10, None),
-        ({}, ("wrote /x",), 10, "because the script wrote /x."),
+        ({}, (WROTE,), 10, None),
+        ({}, (WROTE, SENT), 10, "because the script sent data to far."),
         ({}, (), 301, "because the first took 5 minutes."),
         ({"second_run": "never"}, (), 10, "(--second-run never)."),
-        ({"second_run": "always"}, ("wrote /x",), 900, None),
+        ({"second_run": "always"}, (WROTE, SENT), 900, None),
     ],
 )
 def test_second_run_is_decided(tmp_path, options, effects, seconds_ago, reason):
@@ -54,6 +58,30 @@ def test_second_run_is_decided(tmp_path, options, effects, seconds_ago, reason):
         scene(tmp_path, seconds_ago=seconds_ago, **options), [record(effects=effects)]
     )
     assert found is None if reason is None else found.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "effects", "kinds"),
+    [
+        ({}, (), ("overlay", "landlock", "audit")),
+        ({}, (WROTE,), ("overlay",)),
+        ({"second_run": "always"}, (WROTE,), ("overlay", "landlock", "audit")),
+    ],
+)
+def test_what_has_written_files_is_run_again_in_a_view_of_them(tmp_path, options, effects, kinds):
+    records = [record(effects=effects, made=("/new", "/a")), record(made=("/a", "/b"))]
+    held = second.holding(scene(tmp_path, **options), records)
+    assert held == {"sandboxes": kinds, "hidden": ("/new", "/a", "/b")}
+
+
+def test_where_there_is_no_view_written_files_forbid_a_second_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("STAYFINITE_SANDBOX", "landlock")
+    result = RunResult(incidents=(INEXACT,))
+    same, notes = second.look_again(scene(tmp_path), [record(effects=(WROTE,))], result)
+    assert same == result
+    (note,) = notes
+    assert note.startswith("There was no second run, because the script wrote /x.")
+    assert note.endswith("stayfinite run --trace train.py --lr 'a b'")
 
 
 def test_refusal_names_the_command(tmp_path):

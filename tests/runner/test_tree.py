@@ -7,6 +7,7 @@ import subprocess
 
 from stayfinite.records import Incident, Origin, RunResult
 from stayfinite.runner import tree
+from stayfinite.runner.audit import Effect
 from stayfinite.runner.tree import ProcessRecord
 
 
@@ -20,7 +21,14 @@ def record(pid, *incidents, steps=0, skipped=0, **facts):
 
 
 def test_record_comes_back_from_disk(tmp_path):
-    written = record(7, incident(3, rank=1), rank=1, stopped=True, effects=("wrote x",), seconds=2)
+    written = record(
+        7,
+        incident(3, rank=1),
+        rank=1,
+        stopped=True,
+        effects=(Effect(words="wrote x", path="/x"),),
+        seconds=2,
+    )
     tree.save(written, str(tmp_path))
     assert tree.load(str(tmp_path)) == [written]
 

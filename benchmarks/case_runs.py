@@ -43,7 +43,8 @@ class Case:
 class Finished:
     """One process that ran a script; the exit code is None when it was ended for taking too long.
 
-    `result` is the JSON that it wrote, None if it wrote none.
+    `result` is the JSON that it wrote, None if it wrote none. `changed` are the files that are not
+    as they were, beside the script and in its working folder, less our own record.
     """
 
     code: int | None
@@ -51,6 +52,7 @@ class Finished:
     out: bytes
     err: str
     seconds: float
+    changed: tuple[str, ...] = ()
 
     @property
     def incidents(self) -> list[dict[str, Any]]:
@@ -90,6 +92,7 @@ def run_python(
         work, result = Path(folder, "work"), Path(folder, "result.json")
         work.mkdir()
         words = [*before, str(result)] if before else []
+        known = _contents(script.parent, work)
         start = time.perf_counter()
         code, out, err = _finish(
             [sys.executable, *words, str(script.resolve())],
@@ -103,7 +106,18 @@ def run_python(
             out=out,
             err=err.decode(errors="replace"),
             seconds=time.perf_counter() - start,
+            changed=tuple(sorted(dict(known.items() ^ _contents(script.parent, work).items()))),
         )
+
+
+def _contents(*folders: Path) -> dict[str, bytes]:
+    ours = ("__pycache__", "stayfinite-runs")
+    return {
+        str(path): path.read_bytes()
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and not any(part in ours for part in path.parts)
+    }
 
 
 def _finish(command: list[str], *, timeout: float, **how: Any) -> tuple[int | None, bytes, bytes]:

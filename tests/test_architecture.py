@@ -14,7 +14,6 @@ import stayfinite
 
 PACKAGE = Path(stayfinite.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_FILE = 300
 
 # From the roof to the ground: a room imports only from floors below its own. Rooms on one floor
 # do not know one another. docs/architecture.md tells the same story.
@@ -192,11 +191,6 @@ def test_upward_imports_are_late() -> None:
 
 def test_door_imports_lead_to_the_cli_only() -> None:
     assert set(own_imports(MODULES["__main__"])) == {"cli"}
-
-
-def test_files_can_be_read_in_one_go() -> None:
-    lengths = {name: file.read_bytes().count(b"\n") for name, file in MODULES.items()}
-    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
 
 
 def test_torch_free_rooms_can_be_imported_without_torch() -> None:

@@ -48,6 +48,11 @@ def test_an_incident_ends_the_script_with_code_3(case: Case, watched: Any) -> No
     assert "Traceback" not in finished.err
 
 
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_no_file_of_the_user_is_changed(case: Case, watched: Any) -> None:
+    assert watched(case.folder / "train.py").changed == ()
+
+
 @pytest.mark.parametrize("case", BENIGN, ids=lambda case: case.name)
 def test_a_benign_case_has_no_incident(case: Case, watched: Any) -> None:
     finished = watched(case.folder / "train.py")

@@ -26,9 +26,9 @@ def command(target: str, args: tuple[str, ...], is_module: bool, **options: Any)
     """Find what can end a training with NaN or Inf, before it does.
 
     TARGET is a script, and everything after it belongs to the script. It is run up to its second
-    update and then ended, or when it is about to change a file after its first; the risks of its
-    lines, weights, optimizers and first batch are said on stderr, each with a fix. The exit code
-    is 0 when there is none, 1 when there are, and 2 when the script failed or never trained.
+    update and then ended, and cannot change your files; the risks of its lines, weights,
+    optimizers and first batch are said on stderr, each with a fix. The exit code is 0 when there
+    is none, 1 when there are, and 2 when the script failed or never trained.
     """
     from stayfinite.runner.preflight import preflight
 

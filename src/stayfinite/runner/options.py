@@ -25,8 +25,8 @@ class RunOptions:
     second_run: Literal["auto", "always", "never"] = _option(
         "auto",
         "Find the exact operation by running the script again with the tracer on. "
-        "auto: if the first run took under 5 minutes and changed nothing outside "
-        "temporary folders.",
+        "auto: if the first run took under 5 minutes and did no more than write files; "
+        "the second cannot change yours.",
     )
     trace: bool = _option(False, "Trace from the start, which is slower; no second run is needed.")
     max_scaler_skips: int = _option(

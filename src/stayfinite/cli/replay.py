@@ -92,9 +92,8 @@ def _what_would_run(capsule: Capsule, path: Path) -> str:
     run = shlex.join(["python", *capsule.code.command])
     return (
         f"nothing was run. {path} has code of its own: {shown}. To replay it, `{run}` would be run "
-        "in a temporary folder; it cannot change your files, but it can read them. If you trust who "
-        "sent it, add --trust; with "
-        "code of your own, give --model module:factory."
+        "in a temporary folder; it cannot change your files, but it can read them. If you trust "
+        "who sent it, add --trust; with code of your own, give --model module:factory."
     )
 
 

@@ -9,7 +9,6 @@ without tracing is timed directly too: our functions, inside the steps that they
 done rarely does not show in a median, so their sum over a run from its second step is given too.
 On a machine with other work, --cpu-time --threads 1 counts what the processor did for us.
 Memory is the highest sum of living tensor bytes that torch's profiler saw in one step.
-Start-up is a script that imports torch and ends, by plain python and by `stayfinite run`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,14 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from case_runs import SOURCE
 from overhead import Stopwatch
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +41,6 @@ from stayfinite.guard import Guard, GuardSettings
 TRACED, WATCHED, PLAIN = "stayfinite, traced", "stayfinite, watching", "nothing"
 TRACE_BARS = {"gpt": 1.4, "cnn": 1.4, "mlp": 8.0}
 WATCH_BARS = {"gpt": 1.0, "cnn": 1.0}
-START_BAR = 0.3
 BLOCKS = {"gpt": 1, "cnn": 2, "mlp": 30}
 LIVES = {"gpt": 60, "cnn": 300, "mlp": 2000}
 WARM_UP = 3
@@ -245,29 +239,6 @@ def measure(name: str, rounds: int, clock: Clock) -> dict[str, Any]:
     }
 
 
-def start_up(rounds: int = 5) -> dict[str, float]:
-    """Medians in seconds of whole processes that import torch and end."""
-    env = {**os.environ, "PYTHONPATH": SOURCE}
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "script.py")
-        script.write_text("import torch\n")
-        commands = {"plain": [], "watched": ["-m", "stayfinite", "run"]}
-        taken: dict[str, list[float]] = {key: [] for key in commands}
-        for number in range(rounds + 1):
-            for key, words in commands.items():
-                start = time.perf_counter()
-                command = [sys.executable, *words, str(script)]
-                subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
-                if number:  # the first fills the file cache
-                    taken[key].append(time.perf_counter() - start)
-    added = [w - p for w, p in zip(taken["watched"], taken["plain"], strict=True)]
-    return {
-        **{key: statistics.median(values) for key, values in taken.items()},
-        "added": statistics.median(added),
-        "bar": START_BAR,
-    }
-
-
 def table(results: dict[str, Any]) -> Table:
     shown = Table(title="a traced step, and a watched one, against a plain step")
     shown.add_column("")
@@ -307,7 +278,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", nargs="+", choices=list(TRACE_BARS), default=list(TRACE_BARS))
     parser.add_argument("--cpu-time", action="store_true", help="of all threads, not the clock's")
-    parser.add_argument("--no-start-up", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.cpu_time else time.perf_counter
@@ -315,12 +285,6 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table(results))
     data: dict[str, Any] = {"threads": options.threads, "steps": results}
-    if not options.no_start_up:
-        data["start_up"] = took = start_up()
-        console.print(
-            f"start-up: {took['plain']:.2f} s plain, {took['watched']:.2f} s watched, "
-            f"{took['added']:+.2f} s (bar {took['bar']} s)"
-        )
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n")
 

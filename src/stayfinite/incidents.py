@@ -14,7 +14,6 @@ from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.walk import Named
 from stayfinite.distributed import rank, world_size
 from stayfinite.evidence import Evidence
-from stayfinite.explain.rules import diagnose
 from stayfinite.locate.arming import Tracing
 from stayfinite.locate.graph import origin_from_graph
 from stayfinite.locate.names import Names, one_look
@@ -90,6 +89,8 @@ def explained(
 
     Its step becomes the one in which the value was born.
     """
+    from stayfinite.explain.rules import diagnose  # late: a healthy run needs no rules
+
     tensors = [tensor for _, tensor in finding.named]
     found = tracing.origin(tensors, folder=settings.folder)
     origin = found[0] if found else origin_from_graph(tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from stayfinite.checkpoint.files import is_temporary
-from stayfinite.checkpoint.foreign.dcp import is_dcp_folder
 from stayfinite.checkpoint.foreign.huggingface import folder_files, shards_of
 from stayfinite.checkpoint.format.own import tree_of
 from stayfinite.checkpoint.format.reading import header_of
@@ -27,6 +26,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def is_checkpoint_folder(path: Path) -> bool:
     """Whether the folder is itself one checkpoint."""
     return path.is_dir() and (is_dcp_folder(path) or "model" in folder_files(path))
+
+
+def is_dcp_folder(path: Path) -> bool:
+    """Whether torch.distributed.checkpoint has saved it."""
+    return (path / ".metadata").is_file()
 
 
 def age(path: Path) -> tuple[float, int, str]:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from stayfinite.checkpoint.foreign.dcp import is_dcp_folder, read_dcp
+from stayfinite.checkpoint.folders import is_dcp_folder
 from stayfinite.checkpoint.foreign.huggingface import folder_files, shards_of, step_of
 from stayfinite.checkpoint.foreign.torch_files import (
     contents_of_sections,
@@ -90,6 +90,9 @@ def _tensors_in(path: Path, reading: Reading, problems: list[Problem]) -> dict[s
 
 def _open_folder(path: Path, reading: Reading) -> Opened:
     if is_dcp_folder(path):
+        # Late: it imports torch.distributed.checkpoint, which takes a tenth of a second.
+        from stayfinite.checkpoint.foreign.dcp import read_dcp
+
         return contents_of_sections(hold_all(read_dcp(path), "file"), layout="dcp"), []
     files = folder_files(path)
     if "model" not in files:

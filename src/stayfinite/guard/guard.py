@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from stayfinite.detect.leaves import leaves_of
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard.afterwards import Afterwards
 from stayfinite.guard.job import Job, finding_of
-from stayfinite.guard.replay import Replay
 from stayfinite.guard.reporting import ReportingWatcher
 from stayfinite.guard.sharing import shared
 from stayfinite.guard.window import Window
@@ -34,6 +33,9 @@ from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.recover.recovery import Recovery
 from stayfinite.settings import GuardSettings
 from stayfinite.snapshot import RandomState
+
+if TYPE_CHECKING:
+    from stayfinite.guard.replay import Replay
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")

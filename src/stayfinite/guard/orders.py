@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stayfinite.capsule.contents import Capsule
-from stayfinite.capsule.state import put_random, put_state
-from stayfinite.checkpoint.members import Members
 from stayfinite.records import Incident
 
+# Capsules are imported late: without an order there is no need of them.
 if TYPE_CHECKING:
+    from stayfinite.capsule.contents import Capsule
+    from stayfinite.checkpoint.members import Members
     from stayfinite.guard.job import Job
 
 
@@ -24,6 +24,8 @@ class Order:
 
     def put_state(self, job: Job) -> None:
         """Model, optimizer, schedulers, scaler and generators as before the step."""
+        from stayfinite.capsule.state import put_random, put_state
+
         members = members_of(job)
         if self.capsule.state is not None:
             put_state(self.capsule.state, members)
@@ -45,6 +47,8 @@ def take() -> Order | None:
 
 def members_of(job: Job) -> Members:
     """The parts of a job, as a capsule holds them."""
+    from stayfinite.checkpoint.members import Members
+
     parts = job.parts
     return Members(
         models=parts.modules,

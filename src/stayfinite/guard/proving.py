@@ -7,11 +7,11 @@ import dataclasses
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
 from stayfinite.explain.experiments.findings import with_reason, with_samples
@@ -175,8 +175,12 @@ class StepReplays:
         return [snapshot for snapshot in kept if snapshot.step < now]
 
     def _is_compiled(self) -> bool:
-        roots = self._job.parts.modules
-        return any(isinstance(module, OptimizedModule) for r in roots for module in r.modules())
+        # Whoever compiles has imported it, and it takes seconds: it is not imported to ask.
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if dynamo is None:
+            return False
+        modules = (module for root in self._job.parts.modules for module in root.modules())
+        return any(isinstance(module, dynamo.OptimizedModule) for module in modules)
 
 
 def _rates(job: Job) -> list[float]:

@@ -6,24 +6,24 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from stayfinite.capsule.making import Redact, check_redaction
-from stayfinite.capsule.writing import write_capsule
 from stayfinite.distributed import rank
 from stayfinite.errors import CapsuleError
-from stayfinite.explain.causes import CAUSES
-from stayfinite.explain.clue import Clue
 from stayfinite.guard.job import Job
-from stayfinite.guard.kept import Call, KeptStep, keep_step
 from stayfinite.guard.watcher import Watcher
-from stayfinite.locate.backward import NodeSites
-from stayfinite.locate.keeping import Beginning, Kept
-from stayfinite.locate.samples import Delivery
 from stayfinite.records import Incident, Origin
-from stayfinite.report.html.notebook import GuardReport
+
+# What only a bad step needs is imported there: a healthy run starts without it.
+if TYPE_CHECKING:
+    from stayfinite.capsule.making import Redact
+    from stayfinite.guard.kept import Call, KeptStep
+    from stayfinite.locate.backward import NodeSites
+    from stayfinite.locate.keeping import Beginning, Kept
+    from stayfinite.locate.samples import Delivery
+    from stayfinite.report.html.notebook import GuardReport
 
 
 class ReportingWatcher(Watcher):
@@ -35,6 +35,9 @@ class ReportingWatcher(Watcher):
 
     def report(self) -> GuardReport:
         """The incidents so far, shown inline in a notebook and as text when printed."""
+        from stayfinite.explain.causes import CAUSES
+        from stayfinite.report.html.notebook import GuardReport
+
         folder = Path(self.settings.folder) if self.settings.folder else None
         return GuardReport(self.incidents, steps=self.steps, causes=CAUSES, folder=folder)
 
@@ -52,6 +55,9 @@ class ReportingWatcher(Watcher):
         own source files. `with_batch` adds the batch, as `redact(batch)` gives it; without it
         only statistics of what was computed from data are in the file. Nothing is pickled.
         """
+        from stayfinite.capsule.making import check_redaction
+        from stayfinite.capsule.writing import write_capsule
+
         check_redaction(redact, with_batch=with_batch)
         kept = self._kept_step
         same = [each for each in self.incidents if kept is not None and each.step == kept.step]
@@ -70,6 +76,8 @@ class ReportingWatcher(Watcher):
     def keep_step(self, job: Job, calls: list[Call], *, step: int) -> None:
         """Remember a bad step whose beginning has just been put back."""
         with self._aside:
+            from stayfinite.guard.kept import keep_step
+
             self._kept_step = keep_step(job, calls, self._tracing.kept, step=step)
 
     def delivery_of(self, batch: Any, *, exactly: bool = False) -> Delivery | None:
@@ -82,6 +90,8 @@ class ReportingWatcher(Watcher):
 
     def is_diverging(self, incident: Incident, optimizer: Optimizer | None = None) -> bool:
         """Whether training was running away before the incident; by default by the busiest."""
+        from stayfinite.explain.clue import Clue
+
         context = self.evidence.context(optimizer, step=incident.step, locations=())
         origin = incident.origin if incident.origin is not None else Origin(phase="forward")
         return Clue(origin, context).is_diverging

@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from stayfinite.detect.gradients import Pairs
 from stayfinite.detect.repeats import run_again
 from stayfinite.explain.alike import alike
-from stayfinite.explain.experiments.replays import CannotReplayError
 from stayfinite.guard.job import Job, finding_of
-from stayfinite.guard.kept import Call
 from stayfinite.guard.orders import carry_out, take
-from stayfinite.guard.proving import NO_BATCH, proven
-from stayfinite.guard.replay import CLEAN_AGAIN
 from stayfinite.guard.sharing import shared
 from stayfinite.guard.trying import next_try
 from stayfinite.incidents import Finding
@@ -24,8 +20,10 @@ from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.snapshot import KeptBatch, RandomState, RecentBatches
 
+# Experiments and replays are imported late: a step that is good does not need them.
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
+    from stayfinite.guard.kept import Call
 
 _MOST_TRACES = 20
 
@@ -174,6 +172,8 @@ class Window:
         self.put_back()
         self._guard.keep_step(self._job, self._calls, step=noticed.step)
         if found is None:
+            from stayfinite.guard.replay import CLEAN_AGAIN
+
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
         known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
         self._known = noticed, known
@@ -183,11 +183,15 @@ class Window:
         """The incident with what experiments on these calls showed."""
         if not self._guard.settings.prove_seconds:
             return incident
+        from stayfinite.guard.proving import NO_BATCH, proven
+
         batch = self._calls[-1][1] if len(self._calls) == 1 else NO_BATCH
         return proven(self._guard, self._job, incident, self, batch)
 
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when the calls run with this batch; no update happens."""
+        from stayfinite.guard.proving import NO_BATCH
+
         calls = self._calls if batch is NO_BATCH else [(self._calls[-1][0], batch)]
         self._trouble = self._job.trouble = None
         self._job.hold()
@@ -209,6 +213,8 @@ class Window:
         kept = self._recent.since(since)
         earlier = [each for each in kept or () if each.step < self._job.good_steps]
         if not earlier:
+            from stayfinite.explain.experiments.replays import CannotReplayError
+
             raise CannotReplayError("the batches before it are not there any more")
         random = RandomState.capture()
         try:

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from stayfinite.detect.entrypoints import together
 from stayfinite.detect.hooks import Attachment
 from stayfinite.detect.walk import named_tensors
-from stayfinite.locate.backward import NodeSites
-from stayfinite.locate.events import Event, ancestors, guilty
-from stayfinite.locate.keeping import Beginning, KeepingTracer, Kept
-from stayfinite.locate.origin import origin_of
 from stayfinite.locate.reads import Reads
 from stayfinite.locate.samples import Deliveries, Delivery
-from stayfinite.locate.tracer import Tracer
 from stayfinite.records import Origin
+
+# The tracer is imported when it goes on, so that training which stays finite starts without it.
+if TYPE_CHECKING:
+    from stayfinite.locate.backward import NodeSites
+    from stayfinite.locate.events import Event
+    from stayfinite.locate.keeping import Beginning, Kept
+    from stayfinite.locate.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()
 _REMEMBERED = 1 << 16  # updates
@@ -65,6 +67,9 @@ class Tracing:
         return self._tracer is not None
 
     def switch_on(self) -> None:
+        from stayfinite.locate.keeping import KeepingTracer
+        from stayfinite.locate.tracer import Tracer
+
         self.kept = self.beginning = None
         make = KeepingTracer if self.keeps else Tracer
         self._tracer = make(on_enter=self._on_enter, reads=self._reads)
@@ -119,6 +124,9 @@ class Tracing:
         """Where the bad ones among the tensors began, and in which step; None if not traced."""
         if self._tracer is None:
             return None
+        from stayfinite.locate.keeping import KeepingTracer
+        from stayfinite.locate.origin import origin_of
+
         found = origin_of(self._tracer.events_of(tensors), folder=folder)
         if found is not None and isinstance(self._tracer, KeepingTracer):
             self.kept = self._tracer.kept(found[1])
@@ -129,6 +137,8 @@ class Tracing:
         """Whether the tensor is bad by a computation, and not because somebody wrote it so."""
         if self._tracer is None:
             return False
+        from stayfinite.locate.events import ancestors, guilty
+
         event = guilty(ancestors(self._tracer.events_of([tensor])))
         return event is not None and event.kind in ("birth", "conversion")
 

@@ -15,15 +15,10 @@ from stayfinite.report.sinks import beside_bars
 from stayfinite.report.store.schema import RESULT
 from stayfinite.runner import ranks, tree
 from stayfinite.runner.aside import step_aside
-from stayfinite.runner.budget import Budget
-from stayfinite.runner.capsules import deliver
 from stayfinite.runner.children import exit_code
 from stayfinite.runner.ending import INCIDENT_CODE, Ending, flush
-from stayfinite.runner.experiments import experiment
 from stayfinite.runner.plan import write_atomically
 from stayfinite.runner.scene import Scene
-from stayfinite.runner.second import look_again
-from stayfinite.runner.trials import try_changes
 from stayfinite.runner.watch import Watch
 from stayfinite.runner.words import count, one_line, say, what_was_done
 
@@ -59,6 +54,13 @@ def _conclude(scene: Scene, records: list[tree.ProcessRecord], result: RunResult
     _write(scene, result)
     notes: list[str] = []
     if result.incidents:
+        # Late: a run that stays finite should not wait for the rules and changes that they import.
+        from stayfinite.runner.budget import Budget
+        from stayfinite.runner.capsules import deliver
+        from stayfinite.runner.experiments import experiment
+        from stayfinite.runner.second import look_again
+        from stayfinite.runner.trials import try_changes
+
         result, notes = look_again(scene, records, result)
         _write(scene, result)
         budget = Budget(scene.options.prove)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from stayfinite.errors import ConfigError
 from stayfinite.report.store.environment import new_run_folder, run_info
-from stayfinite.report.store.reading import is_run
 from stayfinite.report.store.schema import RunInfo
 from stayfinite.report.store.writer import StoreWriter
 from stayfinite.runner.options import RunOptions
@@ -39,6 +38,8 @@ def run_folder(
 
 def _check_new(folder: str) -> None:
     from pathlib import Path
+
+    from stayfinite.report.store.reading import is_run  # late: it reads whole runs
 
     if is_run(Path(folder)):
         raise ConfigError(f"--run-dir {folder} has a run in it already; give it another name.")

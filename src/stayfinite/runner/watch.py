@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -174,8 +176,9 @@ class Watch:
     def _attach(self, torch: ModuleType) -> None:
         if self.is_muted:
             return
-        guard = self._new_guard()
-        from stayfinite.guard.post import Post
+        with _no_collection():
+            guard = self._new_guard()
+            from stayfinite.guard.post import Post
 
         if self.plan.capsule is not None:
             guard.keep_operations()
@@ -215,6 +218,18 @@ class Watch:
         if incident.rank or not self._rank:
             return incident
         return dataclasses.replace(incident, rank=self._rank)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What is imported here stays: torch's objects need not be walked once more for it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _attach_guard(guard: Guard) -> None:

@@ -70,10 +70,6 @@ class _Planner(_EmptyStateDictLoadPlanner):
         super().load_bytes(read_item, trusted)
 
 
-def is_dcp_folder(path: Path) -> bool:
-    return (path / _METADATA).is_file()
-
-
 def read_dcp(path: Path) -> dict[str, Any]:
     """The saved dict with whole tensors, put together from the parts of all ranks."""
     state: dict[str, Any] = {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
@@ -146,7 +146,12 @@ def _raised(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def _compiled() -> bool:
-    return bool(_living(OptimizedModule)) or torch._dynamo.utils.counters["frames"]["ok"] > 0
+    # Whoever compiles has imported it, and it takes seconds: it is not imported to ask.
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    modules = _living(dynamo.eval_frame.OptimizedModule)
+    return bool(modules) or dynamo.utils.counters["frames"]["ok"] > 0
 
 
 def _living(kind: type) -> list[Any]:

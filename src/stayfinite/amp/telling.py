@@ -114,7 +114,7 @@ def log_line(event: LogEvent) -> str:
 def incident_line(incident: Incident) -> str:
     """The incident in one line: what, where, why, and what was done."""
     first = incident.reports[0] if incident.reports else None
-    what = f"{first.location} is {first.nan_type.value}" if first else "a value is not finite"
+    what = f"{first.location} is {first.nan_type.word}" if first else "a value is not finite"
     others = len(incident.reports) - 1
     more = f" and {others} more tensor{'s' * (others > 1)}" if others > 0 else ""
     origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome

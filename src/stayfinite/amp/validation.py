@@ -93,7 +93,7 @@ def _is_on_purpose(report: NaNReport) -> bool:
 
 def _said(bad: list[NaNReport], where: str, remedy: str) -> Iterator[str]:
     for report in bad[:_MOST_NAMED]:
-        yield f"{report.location}, which {where}, holds {report.nan_type.value}. {remedy}"
+        yield f"{report.location}, which {where}, holds {report.nan_type.word}. {remedy}"
     if len(bad) > _MOST_NAMED:
         yield f"... and {len(bad) - _MOST_NAMED} more tensors, each of which {where}."
 

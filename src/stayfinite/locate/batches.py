@@ -25,7 +25,7 @@ class BadBatch:
     `reason` is a sentence; `reports` are about the batch itself and are empty when its values
     are finite; `origin` is the operation at which it went wrong.
 
-    >>> bad = BadBatch(index=4, batch=None, reason="inputs holds nan values")
+    >>> bad = BadBatch(index=4, batch=None, reason="inputs holds NaN")
     >>> bad.index, bad.origin
     (4, None)
     """
@@ -102,7 +102,7 @@ def _described(index: int, batch: Any, model: nn.Module, loss_fn: LossFunction |
     origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
     reports = tuple(bad_reports(named_tensors(batch, "inputs")))
     if reports:
-        reason = f"{reports[0].location} holds {reports[0].nan_type.value} values"
+        reason = f"{reports[0].location} holds {reports[0].nan_type.word}"
     elif origin is not None and origin.line is not None:
         reason = f"{origin.op or origin.phase} at {origin.file}:{origin.line} is not finite"
     else:

@@ -267,7 +267,7 @@ def _go_back(situation: Situation, back: int = 0) -> Answer:
 def _uses_autocast(situation: Situation, trouble: Trouble) -> bool:
     if situation.autocast is not None:
         return situation.autocast
-    dtypes = [report.tensor_stats.get("dtype") for report in trouble.reports]
+    dtypes = [(report.tensor_stats or {}).get("dtype") for report in trouble.reports]
     return (
         current_scale(situation.scaler) is not None
         or (trouble.cause or "").startswith("low_precision")

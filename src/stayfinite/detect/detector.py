@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -137,6 +137,13 @@ class NaNDetector:
         - current_streak, longest_streak: bad steps in a row
         """
         return self._history.as_dict()
+
+    def record_check(self, step: int, bad: Sequence[NaNReport] | None) -> None:
+        """Count a check that a trainer has made at this step; None: it has not looked."""
+        if bad is None:
+            self._history.skipped += 1
+        else:
+            self._history.looked(step, [report for report in bad if report.has_nan])
 
     def reset_statistics(self) -> None:
         """Forget all that was counted, the steps included."""

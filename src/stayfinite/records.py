@@ -42,7 +42,7 @@ class NaNType(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> NaNType | None:
-        older = {"inf": cls.POS_INF, "-inf": cls.NEG_INF}  # in files that 0.1.0 wrote
+        older = {"inf": cls.POS_INF, "-inf": cls.NEG_INF}  # in older files
         return older.get(value) if isinstance(value, str) else None
 
 

@@ -404,9 +404,8 @@ def test_first_batch_that_is_bad_leaves_no_trace() -> None:
 def test_first_batches_that_are_all_bad_end_the_training_untouched() -> None:
     model = small_model()
     before = raw(model)
-    with trainer_of(config(), model) as trainer:
-        with pytest.raises(TrainingAbortedError) as caught:
-            all_steps(trainer, batches(20, bad=tuple(range(20))))
+    with trainer_of(config(), model) as trainer, pytest.raises(TrainingAbortedError) as caught:
+        all_steps(trainer, batches(20, bad=tuple(range(20))))
     assert str(caught.value).startswith("Training aborted due to NaN at step 4: ")
     assert caught.value.incident is trainer.incidents[-1]
     assert len(trainer.incidents) == 5
@@ -415,9 +414,11 @@ def test_first_batches_that_are_all_bad_end_the_training_untouched() -> None:
 
 def test_first_bad_batch_aborts_at_once_where_that_is_the_rule() -> None:
     detect = {"recovery": recovering(primary_strategy="abort")}
-    with trainer_of(config(detect=detect), small_model()) as trainer:
-        with pytest.raises(TrainingAbortedError, match="^Training aborted due to NaN at step 0"):
-            trainer.training_step(batches(1, bad=(0,))[0])
+    with (
+        trainer_of(config(detect=detect), small_model()) as trainer,
+        pytest.raises(TrainingAbortedError, match=r"^Training aborted due to NaN at step 0"),
+    ):
+        trainer.training_step(batches(1, bad=(0,))[0])
 
 
 def test_reset_loads_from_disk_where_the_snapshot_has_gone_bad(tmp_path: Path) -> None:
@@ -429,7 +430,8 @@ def test_reset_loads_from_disk_where_the_snapshot_has_gone_bad(tmp_path: Path) -
         trainer.save(file)
         saved = raw(model)
         (job,) = trainer.guard.jobs.values()
-        job.ring.back(0).memory_of("parameters.0.weight")[0].fill_(math.nan)  # as a fault of memory would
+        snapshot = job.ring.back(0)
+        snapshot.memory_of("parameters.0.weight")[0].fill_(math.nan)  # a fault of memory
         all_steps(trainer, batches(2, seed=5))
         assert trainer.training_step(batches(1, bad=(0,))[0]) is None
         assert raw(model) == saved

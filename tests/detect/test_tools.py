@@ -78,7 +78,7 @@ def test_a_non_tensor_is_refused() -> None:
 
 def test_a_bad_tensor_is_a_value_error_and_still_an_arithmetic_error() -> None:
     for kind in (ValueError, ArithmeticError):
-        with pytest.raises(kind, match="^logits is not finite"):
+        with pytest.raises(kind, match=r"^logits is not finite"):
             check_tensor(NAN, "logits")
 
 

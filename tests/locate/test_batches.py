@@ -113,7 +113,7 @@ def test_it_can_be_asked_while_a_guard_watches() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, True, "3"])
 def test_count_of_batches_is_a_whole_number(count: Any) -> None:
-    with pytest.raises(ConfigError, match="num_batches is .*; it must be a whole number"):
+    with pytest.raises(ConfigError, match=r"num_batches is .*; it must be a whole number"):
         stayfinite.find_first_bad_batch(Net(), [], count)
 
 

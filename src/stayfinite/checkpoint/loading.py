@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from stayfinite.checkpoint.checks.judging import Judged, judge
+from stayfinite.checkpoint.folders import checkpoints_in, is_checkpoint_folder
 from stayfinite.checkpoint.format.contents import Contents, Layout, ModuleRecord
 from stayfinite.checkpoint.format.held import with_tensors
 from stayfinite.checkpoint.format.reading import Reading, nothing_told
-from stayfinite.checkpoint.folders import checkpoints_in, is_checkpoint_folder
 from stayfinite.checkpoint.generations import generations
 from stayfinite.checkpoint.members import Members, gather
 from stayfinite.checkpoint.opening import is_whole, open_checkpoint

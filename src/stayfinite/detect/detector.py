@@ -131,7 +131,7 @@ class NaNDetector:
 
         - checks: calls that looked; skipped: calls that did not
         - hits: checks that found something; hit_rate: hits / checks
-        - hits_by_type: bad tensors by NaNType ("nan", "pos_inf", "neg_inf"); hits_by_location: by location
+        - hits_by_type: bad tensors by the value of their NaNType; hits_by_location: by location
         - first_bad_step, last_bad_step: None without a hit; steps are counted from 0, by the
           calls of the same check
         - current_streak, longest_streak: bad steps in a row

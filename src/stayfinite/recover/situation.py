@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 class Situation:
     """What an action may work on.
 
-    `module` is the dotted name of the guilty module, when it is known. `will_rerun` says that
-    the step has been undone and can be run again, so there are no gradients of it now.
-    `averages` are those of the weights, such as an EMA. `autocast` says whether the step runs under autocast, and `good_steps` how many the weights
-    have come, in the count of the snapshots; None when that is not known.
+    `module` is the dotted name of the guilty module, when it is known. `averages` are those of
+    the weights, such as an EMA. `will_rerun` says that the step has been undone and can be run
+    again, so there are no gradients of it now. `autocast` says whether the step runs under
+    autocast, and `good_steps` how many the weights have come, in the count of the snapshots; None
+    when that is not known.
     """
 
     model: nn.Module | None

@@ -130,10 +130,57 @@ def test_a_file_of_a_newer_schema_says_to_upgrade() -> None:
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_records_are_frozen_and_keyword_only(kind: type) -> None:
+def test_records_are_frozen_and_keyword_only_but_for_reports(kind: type) -> None:
     parameters = kind.__dataclass_params__  # type: ignore[attr-defined]
     assert parameters.frozen
-    assert all(field.kw_only for field in dataclasses.fields(kind))
+    is_positional = kind is NaNReport
+    assert all(field.kw_only is not is_positional for field in dataclasses.fields(kind))
+
+
+def test_a_report_needs_only_what_kind_and_where() -> None:
+    report = NaNReport(True, NaNType.NAN, "loss")
+    assert report == NaNReport(has_nan=True, nan_type=NaNType.NAN, location="loss")
+    assert (report.tensor_shape, report.tensor_stats, report.suggested_action) == (None,) * 3
+    full = NaNReport(True, NaNType.POS_INF, "x", (2,), {"numel": 2}, "Clamp it.")
+    assert (full.tensor_shape, full.tensor_stats, full.suggested_action) == (
+        (2,),
+        {"numel": 2},
+        "Clamp it.",
+    )
+
+
+KINDS = [
+    (NaNType.NAN, "nan", "NaN"),
+    (NaNType.POS_INF, "pos_inf", "Inf"),
+    (NaNType.NEG_INF, "neg_inf", "-Inf"),
+    (NaNType.NONE, "none", "finite"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "word"), KINDS)
+def test_a_kind_has_a_name_for_files_and_a_word_for_people(
+    kind: NaNType, name: str, word: str
+) -> None:
+    assert len(NaNType) == len(KINDS)
+    assert json.loads(to_json(NaNReport(True, kind, "loss")))["nan_type"] == name
+    assert kind.word == word
+
+
+@pytest.mark.parametrize(("old", "kind"), [("inf", NaNType.POS_INF), ("-inf", NaNType.NEG_INF)])
+def test_kinds_in_older_files_are_still_read(old: str, kind: NaNType) -> None:
+    report = f'{{"has_nan": true, "nan_type": "{old}", "location": "loss", "tensor_shape": []}}'
+    hop = f'{{"kind": "birth", "op": "aten.log.default", "phase": "forward", "nan_type": "{old}"}}'
+    origin = f'{{"phase": "forward", "lineage": [{hop}]}}'
+    text = f'{{"incidents": [{{"step": 3, "reports": [{report}], "origin": {origin}}}]}}'
+    (incident,) = from_json(RunResult, text).incidents
+    assert incident.reports[0].nan_type is kind
+    assert incident.origin is not None
+    assert incident.origin.lineage[0].nan_type is kind
+
+
+def test_a_number_is_not_the_name_of_a_kind() -> None:
+    with pytest.raises(ValueError, match="inf is not a valid NaNType"):
+        NaNType(math.inf)
 
 
 def test_nan_wins_over_inf_and_plus_inf_over_minus_inf() -> None:

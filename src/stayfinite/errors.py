@@ -57,7 +57,7 @@ class PatchError(StayFiniteError, ValueError):
     """A diff cannot be applied to a file exactly as it is; nothing was changed."""
 
 
-class NonFiniteError(StayFiniteError, ArithmeticError):
+class NonFiniteError(StayFiniteError, ValueError, ArithmeticError):
     """A value that must be finite is not; `report` says what, `incident` where it began.
 
     >>> import stayfinite, torch

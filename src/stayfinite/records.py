@@ -24,14 +24,34 @@ Exit = Literal["finite", "incident", "script-error"]
 class NaNType(Enum):
     """Which kind of non-finite value; the worst one where there are several.
 
-    >>> NaNType("inf")
-    <NaNType.POS_INF: 'inf'>
+    The values are those of `nan_type` in files; `word` is what people read.
+
+    >>> NaNType("pos_inf").word
+    'Inf'
     """
 
     NAN = "nan"
-    POS_INF = "inf"
-    NEG_INF = "-inf"
+    POS_INF = "pos_inf"
+    NEG_INF = "neg_inf"
     NONE = "none"
+
+    @property
+    def word(self) -> str:
+        """How messages and reports call it: "NaN", "Inf", "-Inf"; "finite" for NONE."""
+        return _WORDS[self]
+
+    @classmethod
+    def _missing_(cls, value: object) -> NaNType | None:
+        older = {"inf": cls.POS_INF, "-inf": cls.NEG_INF}  # in older files
+        return older.get(value) if isinstance(value, str) else None
+
+
+_WORDS = {
+    NaNType.NAN: "NaN",
+    NaNType.POS_INF: "Inf",
+    NaNType.NEG_INF: "-Inf",
+    NaNType.NONE: "finite",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +95,25 @@ class TensorSummary:
         return NaNType.NEG_INF if self.neg_inf_count else NaNType.NONE
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NaNReport:
     """What one check saw.
 
     `has_nan` is true for Inf too. `location` is "loss", "gradients.<param>",
     "parameters.<param>", "buffers.<buffer>", "inputs.<path>" or "optimizer.<param>.<key>".
-    `tensor_stats` has the keys of TensorSummary less `name` and `shape`; it is empty
-    when the tensor was not described.
+    `tensor_stats` has the keys of TensorSummary less `name` and `shape`. It, the shape and the
+    suggested action are None where nobody described the tensor; a scalar has the shape ().
 
-    >>> r = NaNReport(has_nan=True, nan_type=NaNType.NAN, location="loss", tensor_shape=())
+    >>> NaNReport(True, NaNType.NAN, "loss").suggested_action is None
+    True
     """
 
     has_nan: bool
     nan_type: NaNType
     location: str
-    tensor_shape: tuple[int, ...]
-    tensor_stats: dict[str, Any] = field(default_factory=dict)
-    suggested_action: str = ""
+    tensor_shape: tuple[int, ...] | None = None
+    tensor_stats: dict[str, Any] | None = None
+    suggested_action: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

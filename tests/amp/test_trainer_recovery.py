@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from training import (
 
 from stayfinite.amp.trainer import AMPTrainer
 from stayfinite.errors import TrainingAbortedError
+from stayfinite.records import NaNReport
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.testing import inject
 
@@ -308,13 +312,136 @@ def test_steps_between_the_checked_ones_are_not_looked_at(
 def test_incident_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "stayfinite"), trainer_of(config(), small_model()) as t:
         all_steps(t, batches(3, bad=(2,)))
-        t.log_nan_recovery(t.incidents[0])
+        t.log_nan_recovery(t.incidents[0].reports[0], 2)
     first, again = (record.getMessage() for record in caplog.records)
     assert first == again
-    assert first.startswith("step 2: loss is nan")
+    assert first.startswith("step 2: loss is NaN")
     assert "bad_input_data" in first
     assert "Done: skip" in first
     assert "\n" not in first
+
+
+def test_bad_value_of_the_callers_own_is_logged_with_its_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "stayfinite"), trainer_of(config(), small_model()) as t:
+        t.log_nan_recovery(t.nan_detector.check_tensor(torch.tensor(-math.inf), "logits"), step=7)
+    assert caplog.messages == ["step 7: logits is -Inf."]
+
+
+def test_subclass_can_send_recoveries_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[tuple[str, int]] = []
+
+    class Sending(AMPTrainer):
+        def log_nan_recovery(self, nan_report: NaNReport, step: int) -> None:
+            sent.append((nan_report.location, step))
+
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    with Sending(config(), model, optimizer, mse) as trainer:
+        all_steps(trainer, batches(4, bad=(1, 3)))
+    assert sent == [("loss", 1), ("loss", 3)]
+    assert caplog.messages == []
+
+
+def test_trainer_is_garbage_when_nobody_holds_it() -> None:
+    trainer = trainer_of(config(), small_model())
+    all_steps(trainer, batches(3, bad=(1,)))
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
+def test_detector_of_the_trainer_counts_what_was_checked_and_found() -> None:
+    detect = {"detection_interval": 2}
+    with trainer_of(config(detect=detect), small_model()) as trainer:
+        all_steps(trainer, batches(6, bad=(2,)))
+        counts = trainer.nan_detector.get_statistics()
+    assert (counts["checks"], counts["skipped"], counts["hits"]) == (3, 3, 1)
+    assert (counts["first_bad_step"], counts["last_bad_step"]) == (2, 2)
+    assert counts["hits_by_location"]["loss"] == 1
+    assert set(counts["hits_by_type"]) == {"nan"}
+
+
+def test_recovery_of_the_trainer_has_its_history() -> None:
+    with trainer_of(config(), small_model()) as trainer:
+        all_steps(trainer, batches(3, bad=(1,)))
+        assert [each.step for each in trainer.nan_recovery.get_recovery_history()] == [1]
+        assert not trainer.nan_recovery.should_abort()
+        assert trainer.nan_recovery is trainer.guard.manager
+    unwatched = {"check_loss": False, "check_gradients": False, "check_parameters": False}
+    with trainer_of(config(detect=unwatched), small_model()) as trainer:
+        all_steps(trainer, batches(1))
+        assert trainer.nan_recovery.config is trainer.config.nan_detection.recovery
+        assert trainer.nan_detector.get_statistics()["checks"] == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_first_batch_that_is_bad_is_recovered_from(precision: str) -> None:
+    made = batches(4, bad=(0,))
+    model = small_model()
+    with trainer_of(config(precision), model) as trainer:
+        losses = all_steps(trainer, made)
+    assert losses[0] is None
+    assert losses[-1] is not None
+    assert [incident.step for incident in trainer.incidents] == [0]
+    assert finite(model)
+
+
+def test_first_batch_that_is_bad_leaves_no_trace() -> None:
+    made = batches(4, bad=(0,))
+    ours, clean = small_model(), small_model()
+    torch.manual_seed(3)
+    with trainer_of(config(), ours) as trainer:
+        all_steps(trainer, made)
+    torch.manual_seed(3)
+    with trainer_of(config(), clean) as trainer:
+        all_steps(trainer, made[1:])
+    assert raw(ours) == raw(clean)
+
+
+def test_first_batches_that_are_all_bad_end_the_training_untouched() -> None:
+    model = small_model()
+    before = raw(model)
+    with trainer_of(config(), model) as trainer, pytest.raises(TrainingAbortedError) as caught:
+        all_steps(trainer, batches(20, bad=tuple(range(20))))
+    assert str(caught.value).startswith("Training aborted due to NaN at step 4: ")
+    assert caught.value.incident is trainer.incidents[-1]
+    assert len(trainer.incidents) == 5
+    assert raw(model) == before
+
+
+def test_first_bad_batch_aborts_at_once_where_that_is_the_rule() -> None:
+    detect = {"recovery": recovering(primary_strategy="abort")}
+    with (
+        trainer_of(config(detect=detect), small_model()) as trainer,
+        pytest.raises(TrainingAbortedError, match=r"^Training aborted due to NaN at step 0"),
+    ):
+        trainer.training_step(batches(1, bad=(0,))[0])
+
+
+def test_reset_loads_from_disk_where_the_snapshot_has_gone_bad(tmp_path: Path) -> None:
+    file = tmp_path / "good.ckpt"
+    recovery = recovering(primary_strategy="reset", snapshot_every=100, checkpoint_path=file)
+    model = small_model()
+    with trainer_of(config("bf16", detect={"recovery": recovery}), model) as trainer:
+        all_steps(trainer, batches(3))
+        trainer.save(file)
+        saved = raw(model)
+        (job,) = trainer.guard.jobs.values()
+        snapshot = job.ring.back(0)
+        snapshot.memory_of("parameters.0.weight")[0].fill_(math.nan)  # a fault of memory
+        all_steps(trainer, batches(2, seed=5))
+        assert trainer.training_step(batches(1, bad=(0,))[0]) is None
+        assert raw(model) == saved
+        (recovered,) = trainer.nan_recovery.get_recovery_history()
+        assert recovered.checkpoint == str(file)
+        assert trainer.incidents[0].outcome.strategy == "reset"
+        assert "good.ckpt of step 3" in trainer.incidents[0].outcome.detail
+        assert None not in all_steps(trainer, batches(60))
+        assert job.ring.back(0).step > 3  # snapshots are taken again
+    assert finite(model)
 
 
 def test_fp16_overflow_of_the_scale_is_no_incident() -> None:

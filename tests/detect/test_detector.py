@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import sys
 import types
 from collections import UserDict, namedtuple
@@ -63,8 +64,8 @@ def test_a_bad_report_has_statistics_and_an_action_and_survives_json() -> None:
 
 def test_a_clean_report_is_not_described() -> None:
     report = NaNDetector().check_tensor(GOOD, "x")
-    assert report.tensor_stats == {}
-    assert report.suggested_action == ""
+    assert report.tensor_stats is None
+    assert report.suggested_action is None
 
 
 def test_the_flag_check_loss_does_not_shadow_the_method() -> None:
@@ -283,3 +284,63 @@ def test_find_nan_source_hands_everything_to_locate(monkeypatch: pytest.MonkeyPa
     model = nn.Linear(1, 1)
     assert NaNDetector.find_nan_source(model, GOOD, targets=NAN, loss_fn=max) is None
     assert seen == [((model, GOOD), {"targets": NAN, "loss_fn": max})]
+
+
+class Halved(nn.Module):
+    """Divides by zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0
+
+
+def test_the_source_is_the_name_of_the_layer_with_its_origin() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), Halved())
+    source = NaNDetector.find_nan_source(nn.Sequential(nn.ReLU(), block), (torch.ones(1, 2),))
+    assert isinstance(source, str)
+    assert source == "1.1"
+    assert (source.origin.op, source.origin.code) == ("aten.div.Tensor", "return x / 0")
+    for again in (copy.deepcopy(source), pickle.loads(pickle.dumps(source))):
+        assert (again, again.origin) == (source, source.origin)
+
+
+def test_a_root_without_layers_goes_by_its_class_name() -> None:
+    assert NaNDetector.find_nan_source(Halved(), torch.ones(2)) == "Halved"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "loss_fn", "name"),
+    [
+        (NAN.reshape(1, -1), None, None, "inputs"),
+        (torch.ones(1, 2), torch.full((1, 2), math.nan), nn.functional.mse_loss, "inputs"),
+        (torch.ones(1, 2), None, lambda out: (out * 0).log().sum(), "loss_fn"),
+        (torch.ones(1, 2), None, Halved(), "Halved"),
+    ],
+)
+def test_what_is_no_layer_of_the_model_is_named_too(
+    inputs: Tensor, targets: Tensor | None, loss_fn: Any, name: str
+) -> None:
+    model = nn.Linear(inputs.shape[1], 2)
+    assert NaNDetector.find_nan_source(model, inputs, targets, loss_fn) == name
+
+
+def test_a_finite_pass_has_no_source() -> None:
+    assert NaNDetector.find_nan_source(nn.Linear(2, 2), (torch.ones(1, 2),)) is None
+
+
+def test_options_can_be_given_by_position() -> None:
+    by_position = NaNDetector(False, True, True, 2, 1)
+    by_name = NaNDetector(
+        check_loss=False,
+        check_gradients=True,
+        check_parameters=True,
+        detection_interval=2,
+        max_items_to_check=1,
+    )
+    for detector in (by_position, by_name):
+        assert not detector.check_loss(torch.tensor(math.nan)).has_nan
+        model = nn.Linear(1, 1)
+        model.weight.data.fill_(math.nan)
+        model.bias.data.fill_(math.nan)
+        found = detector.check_model(model)
+        assert [bool(report.tensor_stats) for report in found] == [True, False]
+        assert detector.check_model(model) == []

@@ -61,7 +61,7 @@ def test_statistics_count_checks_hits_steps_and_streaks() -> None:
         "skipped": 0,
         "hits": 3,
         "hit_rate": 0.6,
-        "hits_by_type": {"-inf": 3},
+        "hits_by_type": {"neg_inf": 3},
         "hits_by_location": {"loss": 3},
         "first_bad_step": 1,
         "last_bad_step": 4,

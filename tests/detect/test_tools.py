@@ -26,7 +26,7 @@ from stayfinite.detect import tools
 
 def printed(model: nn.Module, *args: Any, verbose: bool = False, **kwargs: Any) -> str:
     out = io.StringIO()
-    with attach_nan_hooks(model, verbose=verbose, file=out):
+    with enable_nan_hooks(model, verbose=verbose, file=out):
         model(*args, **kwargs)
     return out.getvalue()
 
@@ -76,12 +76,39 @@ def test_a_non_tensor_is_refused() -> None:
         check_tensor(1.0, "x")  # type: ignore[arg-type]
 
 
-def test_bad_gradients_are_listed() -> None:
+def test_a_bad_tensor_is_a_value_error_and_still_an_arithmetic_error() -> None:
+    for kind in (ValueError, ArithmeticError):
+        with pytest.raises(kind, match=r"^logits is not finite"):
+            check_tensor(NAN, "logits")
+
+
+def test_bad_gradients_are_a_no_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 1)
+    assert check_gradients(model) is True  # there are none yet
     model(torch.ones(1, 2)).sum().backward()
-    assert check_gradients(model) == []
-    model.bias.grad.fill_(math.inf)
-    assert [report.location for report in check_gradients(model)] == ["gradients.bias"]
+    assert check_gradients(model, "generator") is True
+    assert not caplog.records
+    model.bias.grad.fill_(-math.inf)
+    assert check_gradients(model, "generator") is False
+    assert caplog.messages == ["generator: not finite: gradients.bias (-Inf)"]
+    assert check_gradients(model, name="critic") is False
+    assert check_gradients(model) is False
+    assert caplog.messages[1:] == [
+        "critic: not finite: gradients.bias (-Inf)",
+        "model: not finite: gradients.bias (-Inf)",
+    ]
+
+
+def test_only_some_of_many_bad_gradients_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    assert check_gradients(model) is False
+    (line,) = caplog.messages
+    assert line.endswith("gradients.2.weight (NaN) and 3 more")
+
+
+def test_a_module_without_parameters_has_no_gradients_to_check() -> None:
     with pytest.raises(InputError, match="check_gradients got a ReLU without parameters"):
         check_gradients(nn.ReLU())
 
@@ -177,7 +204,7 @@ def test_hooks_change_neither_output_nor_gradients() -> None:
     x = torch.randn(5, 3)
     results = []
     for attached in (False, True):
-        handle = attach_nan_hooks(model, verbose=True, file=io.StringIO()) if attached else None
+        handle = enable_nan_hooks(model, verbose=True, file=io.StringIO()) if attached else None
         model.zero_grad()
         output = model(x)
         output.sum().backward()
@@ -190,7 +217,7 @@ def test_hooks_change_neither_output_nor_gradients() -> None:
 def test_a_fullgraph_compiled_model_still_compiles_with_hooks_on() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     out = io.StringIO()
-    with attach_nan_hooks(model, verbose=True, file=out):
+    with enable_nan_hooks(model, verbose=True, file=out):
         compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
         assert compiled(torch.ones(1, 2)).shape == (1, 2)
     torch.compiler.reset()
@@ -214,7 +241,7 @@ def test_our_own_failure_is_logged_once_and_the_model_goes_on(
 def test_a_layer_that_raises_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 1))
     out = io.StringIO()
-    with attach_nan_hooks(model, file=out):
+    with enable_nan_hooks(model, file=out):
         with pytest.raises(RuntimeError):
             model(torch.ones(1, 2))
         model(torch.full((1, 3), math.nan))
@@ -224,10 +251,45 @@ def test_a_layer_that_raises_leaves_nothing_behind() -> None:
 def test_something_else_than_a_module_is_refused() -> None:
     with pytest.raises(InputError, match="attach_nan_hooks got a str"):
         attach_nan_hooks("model")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="enable_nan_hooks got a str"):
+        enable_nan_hooks("model")  # type: ignore[arg-type]
 
 
 def test_prints_go_to_stdout_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     model = Fixed(NAN)
-    with attach_nan_hooks(model):
+    with enable_nan_hooks(model):
         model()
     assert "the whole model (Fixed): BAD" in capsys.readouterr().out
+
+
+def test_attached_hooks_raise_at_the_first_bad_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    after = Fixed(torch.ones(1))
+    model = nn.Sequential(nn.Identity(), Fixed({"logits": NAN}), after)
+    ran = []
+    after.register_forward_hook(lambda *_: ran.append(1))
+    handles = attach_nan_hooks(model)
+    assert len(handles) == 8
+    with pytest.raises(ValueError, match=r"^1 \(Fixed\): BAD, from finite input") as caught:
+        model(torch.ones(2))
+    assert isinstance(caught.value, NonFiniteError)
+    assert caught.value.report is not None
+    assert caught.value.report.location == "1.output.logits"
+    assert "output.logits float32[2, 2] from 1 to 3; 1 NaN, 1 +Inf" in str(caught.value)
+    assert not ran
+    assert capsys.readouterr().out == ""
+    for handle in handles:
+        handle.remove()
+    assert hook_count(model) == 1
+    model(torch.ones(2))
+
+
+def test_attached_hooks_let_a_healthy_pass_go_on_and_can_print_it() -> None:
+    out = io.StringIO()
+    model = nn.Sequential(nn.ReLU(), Fixed(NAN))
+    with attach_nan_hooks(model, verbose=True, file=out), pytest.raises(ValueError, match="1 "):
+        model(torch.ones(1))
+    assert out.getvalue().startswith("0 (ReLU): output is finite\n")
+    assert "1 (Fixed): BAD" in out.getvalue()
+    with attach_nan_hooks(model[0]) as hooks:
+        assert model[0](torch.ones(1)) == 1
+    assert hook_count(model) == len(hooks) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,13 @@ def test_defaults_are_as_promised() -> None:
     assert config.skip_batch_after_nan is True
     assert config.custom_recovery_fn is None
     assert config.strategies == (RecoveryStrategy.REDUCE_SCALE, RecoveryStrategy.SKIP_STEP)
+
+
+def test_clipping_can_be_left_out_and_a_path_be_any_kind_of_path() -> None:
+    config = RecoveryConfig(grad_clip_value=None, checkpoint_path=Path("runs") / "last.ckpt")
+    assert config.grad_clip_value is None
+    assert config.checkpoint_path == os.path.join("runs", "last.ckpt")
+    assert RecoveryConfig().checkpoint_path is None
 
 
 def test_strategies_have_their_names() -> None:
@@ -83,7 +92,9 @@ ALL = "'skip', 'reduce_scale', 'clip', 'reset', 'custom', 'lower_lr', 'rewind', 
         ({"fallback_strategy": None}, "fallback_strategy is None; it must be one of 'skip'"),
         ({"scale_reduction_factor": 1.0}, "scale_reduction_factor is 1.0; it must be between"),
         ({"scale_reduction_factor": math.nan}, "scale_reduction_factor is nan"),
-        ({"grad_clip_value": 0}, "grad_clip_value is 0; it must be a number greater than 0."),
+        ({"grad_clip_value": 0}, "grad_clip_value is 0; it must be a number greater than 0, or"),
+        ({"checkpoint_path": 3}, "checkpoint_path is 3; it must be the path of a file or folder"),
+        ({"checkpoint_path": ""}, "checkpoint_path is ''"),
         ({"grad_clip_value": "1"}, "grad_clip_value is '1'"),
         ({"lr_reduction_factor": 2}, "lr_reduction_factor is 2; it must be between 0 and 1"),
         ({"deescalate_after": 0}, "deescalate_after is 0; it must be at least 1."),

@@ -15,9 +15,9 @@ def bad(location: str) -> NaNReport:
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        (0, "step 9: loss is inf, at train.py:15"),
-        (1, "step 9: loss is inf and 1 more tensor is not finite, at train.py:15"),
-        (4, "step 9: loss is inf and 4 more tensors are not finite, at train.py:15"),
+        (0, "step 9: loss is Inf, at train.py:15"),
+        (1, "step 9: loss is Inf and 1 more tensor is not finite, at train.py:15"),
+        (4, "step 9: loss is Inf and 4 more tensors are not finite, at train.py:15"),
     ],
 )
 def test_what_there_is_more_of_is_said(others: int, said: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,8 @@ logger = logging.getLogger("stayfinite")
 class Teller:
     """Tells log and callbacks of each batch and incident, and keeps the incidents in the list.
 
-    `bad_losses` are the bad losses and terms of the window that is under way, by name.
+    `bad_losses` are the bad losses and terms of the window that is under way, by name. `log`
+    gives a function that logs a bad value and its step, or None once there is nobody to log.
     """
 
     def __init__(
@@ -33,31 +34,41 @@ class Teller:
         scaler: DynamicLossScaler | None,
         bad_losses: dict[str, Tensor],
         incidents: list[Incident],
+        log: Callable[[], Callable[[NaNReport, int], None] | None],
     ) -> None:
         self.callbacks = Callbacks(callbacks)
         self.incidents = incidents
+        self._log_recovery = log
         self._optimizer, self._scaler, self._bad_losses = optimizer, scaler, bad_losses
         self._told = 0
 
     @property
-    def has_news(self) -> bool:
-        """Whether there was an incident since the last batch was done."""
-        return self._told < len(self.incidents)
+    def news(self) -> list[Incident]:
+        """The incidents since the last batch was done."""
+        return self.incidents[self._told :]
 
     def noticed(self, incident: Incident) -> None:
         """The guard has found and answered a bad step."""
         reports = with_terms(incident.reports, self._bad_losses)
         incident = dataclasses.replace(incident, reports=reports)
         self.incidents.append(incident)
-        self.log_incident(incident)
+        log = self._log_recovery()
+        if log is not None and incident.reports:
+            log(incident.reports[0], incident.step)
         self.callbacks.tell("on_nan", incident)
 
-    def log_incident(self, incident: Incident) -> None:
-        logger.warning("%s", incident_line(incident))
+    def incident_of(self, report: NaNReport, step: int) -> Incident:
+        """The incident of this step that the report is about; one of its own where there is none.
+
+        The report of a step that the trainer has not answered says what to do.
+        """
+        known = [each for each in self.incidents if each.step == step]
+        matching = (each for each in reversed(known) if report in each.reports)
+        return next(matching, Incident(step=step, reports=(report,)))
 
     def batch_done(self, done: Done | None, *, step: int, epoch: int) -> None:
         """A batch is over, without an abort; `done` is None if it was skipped or recovered."""
-        news, self._told = self.incidents[self._told :], len(self.incidents)
+        news, self._told = self.news, len(self.incidents)
         for incident in news:
             self.callbacks.tell("on_recovery", incident)
         was_update = done is not None and done.was_update
@@ -114,7 +125,7 @@ def log_line(event: LogEvent) -> str:
 def incident_line(incident: Incident) -> str:
     """The incident in one line: what, where, why, and what was done."""
     first = incident.reports[0] if incident.reports else None
-    what = f"{first.location} is {first.nan_type.value}" if first else "a value is not finite"
+    what = f"{first.location} is {first.nan_type.word}" if first else "a value is not finite"
     others = len(incident.reports) - 1
     more = f" and {others} more tensor{'s' * (others > 1)}" if others > 0 else ""
     origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome

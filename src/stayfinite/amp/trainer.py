@@ -23,14 +23,16 @@ from stayfinite.amp.followers import Followers, SchedulerEvery
 from stayfinite.amp.losses import Losses, LossFunction, losses_of
 from stayfinite.amp.precision import autocast_for, scaler_for
 from stayfinite.amp.rates import set_learning_rate
-from stayfinite.amp.telling import Teller
+from stayfinite.amp.telling import Teller, incident_line
 from stayfinite.amp.update import Accumulation, Done, Setup, Update
 from stayfinite.amp.validation import require_kinds, require_ready
 from stayfinite.amp.watching import watch_chosen
+from stayfinite.detect.detector import NaNDetector
 from stayfinite.errors import CheckpointError, NonFiniteError, TrainingAbortedError
 from stayfinite.guard.guard import Guard
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
-from stayfinite.records import Incident
+from stayfinite.records import Incident, NaNReport
+from stayfinite.recover.manager import NaNRecoveryManager
 
 logger = logging.getLogger("stayfinite")
 
@@ -45,7 +47,8 @@ class AMPTrainer:
     A scheduler is stepped after each update (scheduler_every="epoch": after each epoch of fit).
     `ema` is torch's AveragedModel, or has update(). `batches_per_epoch` is needed only for a
     warm-up without `fit` or with a loader that has no length. `incidents` has every bad step, with
-    its cause and what was done about it.
+    its cause and what was done about it; `nan_recovery` does it, and `nan_detector` counts what
+    was checked and found.
 
     It watches torch until `close()`, the end of a `with` block, or until it is garbage.
 
@@ -105,7 +108,16 @@ class AMPTrainer:
             scaler=self.scaler,
             bad_losses=self._update.bad_losses,
             incidents=self.incidents,
+            log=weakref.WeakMethod(self.log_nan_recovery),  # the guard must not keep us alive
         )
+        checks = config.nan_detection
+        self.nan_detector = NaNDetector(
+            check_loss=checks.check_loss,
+            check_gradients=checks.check_gradients,
+            check_parameters=checks.check_parameters,
+            detection_interval=checks.detection_interval,
+        )
+        self.nan_recovery = NaNRecoveryManager(checks.recovery)
         self._is_ready = False
         self._endings: list[weakref.finalize[Any, Any]] = []
         self.clamp: ActivationClamp | None = None
@@ -129,12 +141,13 @@ class AMPTrainer:
         whole window; the None comes at the batch itself and at the end of the window. With
         `batches_left`, this one included, the last window of an epoch is a short one if need be.
 
-        Raises TrainingSetupError before the first step if training cannot begin like this, and
+        A first batch that is bad is recovered from like any other. Raises TrainingSetupError
+        before the first step where no recovery could help, such as bad weights, and
         TrainingAbortedError when recovery fails; the weights are then those of the last good step.
         """
-        batch = on_device(batch, self.device)
         if not self._is_ready:
-            self._check_ready(batch)
+            self._check_ready()
+        batch = on_device(batch, self.device)
         if self._window.is_at_start:
             looks = self.guard is not None and self.guard.looks_at_loss
             size = self.config.accumulate_grad_batches
@@ -142,7 +155,7 @@ class AMPTrainer:
             self._update.begin_window(size, looks_at_loss=looks)
         bad = len(self._update.bad_losses)
         done = self._run(batch)
-        if self._teller.has_news or len(self._update.bad_losses) > bad:
+        if self._teller.news or len(self._update.bad_losses) > bad:
             done = None
         self._teller.batch_done(done, step=self.step, epoch=self.epoch)
         every = self.config.checkpoint_every
@@ -198,9 +211,12 @@ class AMPTrainer:
             self._endings.pop()()
             self._watch()
 
-    def log_nan_recovery(self, incident: Incident) -> None:
-        """Write a line about this incident to the log; done by itself for each of ours."""
-        self._teller.log_incident(incident)
+    def log_nan_recovery(self, nan_report: NaNReport, step: int) -> None:
+        """Write a line about a bad value to the log: where it began, and what was done about it.
+
+        It is called for each incident; a subclass can send them elsewhere.
+        """
+        logger.warning("%s", incident_line(self._teller.incident_of(nan_report, step)))
 
     def close(self) -> None:
         """Leave torch and the model as they were; a second call does nothing.
@@ -216,16 +232,10 @@ class AMPTrainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_ready(self, batch: Any) -> None:
-        """Raise if training cannot begin with this batch."""
+    def _check_ready(self) -> None:
+        """Raise if training cannot begin."""
         self._followers.require_length()
-        require_ready(
-            self.model,
-            self.optimizer,
-            batch,
-            losses_of_batch=self._losses,
-            has_scheduler=self._followers.has_scheduler,
-        )
+        require_ready(self.model, self.optimizer, has_scheduler=self._followers.has_scheduler)
         self._is_ready = True
 
     def _losses(self, batch: Any, model: nn.Module | None = None) -> Losses:
@@ -234,15 +244,19 @@ class AMPTrainer:
             return losses_of(batch, model=model, loss_fn=self._loss_fn)
 
     def _run(self, batch: Any) -> Done | None:
+        guard = self.guard
+        step, is_looking = (0, False) if guard is None else (guard.steps, guard.is_looking)
         try:
-            return (
-                self._update(batch) if self.guard is None else self.guard.step(self._update, batch)
-            )
+            return self._update(batch) if guard is None else guard.step(self._update, batch)
         except BaseException as error:
             self._window.batches = 0  # half a window is worth nothing
-            if isinstance(error, TrainingAbortedError) and self._teller.has_news:
+            if isinstance(error, TrainingAbortedError) and self._teller.news:
                 error.incident = self.incidents[-1]  # it names the terms of the loss too
             raise
+        finally:
+            if guard is not None and guard.steps > step:
+                found = [report for news in self._teller.news for report in news.reports]
+                self.nan_detector.record_check(step, found if is_looking else None)
 
     def _end_epoch(self, epoch: Epoch) -> EpochEvent:
         event = EpochEvent(epoch=self.epoch, step=self.step, **dataclasses.asdict(epoch))
@@ -283,6 +297,7 @@ class AMPTrainer:
                 ema=self._followers.ema,
                 on_incident=self._teller.noticed,
             )
+            self.nan_recovery = self.guard.manager
             self._endings.append(weakref.finalize(self, _let_go, self.guard))
 
 

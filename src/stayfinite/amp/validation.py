@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from stayfinite.amp.config import AMPConfig
-from stayfinite.amp.losses import Losses
 from stayfinite.detect.reports import bad_reports
-from stayfinite.detect.scan import all_finite
-from stayfinite.detect.walk import named_states, named_tensors, named_weights
+from stayfinite.detect.walk import named_states, named_weights
 from stayfinite.errors import InputError, TrainingSetupError
 from stayfinite.records import NaNReport, NaNType
-from stayfinite.snapshot import Snapshot
 
 logger = logging.getLogger("stayfinite")
 _MOST_NAMED = 5
@@ -32,42 +28,21 @@ def require_kinds(config: Any, model: Any, optimizer: Any) -> None:
             raise InputError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}.")
 
 
-def require_ready(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: Any,
-    *,
-    losses_of_batch: Callable[[Any], Losses],
-    has_scheduler: bool = False,
-) -> None:
-    """TrainingSetupError with all that would make training fail; what is only odd is logged.
+def require_ready(model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool = False) -> None:
+    """TrainingSetupError with all that no recovery could mend; what is only odd is logged.
 
-    A NaN or Inf in the batch is a problem only if its loss is not finite: a target may be NaN
-    where there is none, and a mask holds -inf on purpose.
+    The first batch is not looked at: a bad one is recovered from as any other.
     """
-    bad = bad_reports(named_tensors(batch, "inputs"), described=0)
-    batch_problems = list(_said(bad, "is in the first batch", "Check the data."))
     problems = [
-        *_said(bad_weights(model), "is in the model", "Load or initialise it again."),
-        *_said(bad_states(optimizer), "is in the optimizer", "Load or make it again."),
+        *_said(bad_weights(model), "is in the model", "Load a good checkpoint, or initialise it."),
+        *_said(bad_states(optimizer), "is in the optimizer", "Load a good one, or make it anew."),
         *_parameter_problems(model, optimizer),
         *_rate_problems(optimizer, may_be_zero=has_scheduler),
     ]
-    if batch_problems and (problems or not _loss_is_finite(model, batch, losses_of_batch)):
-        problems += batch_problems
     if problems:
         raise TrainingSetupError(problems)
     for oddity in _oddities(model, optimizer):
         logger.warning(oddity)
-
-
-@torch.no_grad()
-def _loss_is_finite(model: nn.Module, batch: Any, losses_of_batch: Callable[[Any], Losses]) -> bool:
-    before = Snapshot([model])
-    try:
-        return all_finite([losses_of_batch(batch).total])
-    finally:
-        before.restore()
 
 
 def bad_weights(model: nn.Module) -> list[NaNReport]:
@@ -93,7 +68,7 @@ def _is_on_purpose(report: NaNReport) -> bool:
 
 def _said(bad: list[NaNReport], where: str, remedy: str) -> Iterator[str]:
     for report in bad[:_MOST_NAMED]:
-        yield f"{report.location}, which {where}, holds {report.nan_type.value}. {remedy}"
+        yield f"{report.location}, which {where}, holds {report.nan_type.word}. {remedy}"
     if len(bad) > _MOST_NAMED:
         yield f"... and {len(bad) - _MOST_NAMED} more tensors, each of which {where}."
 
@@ -118,7 +93,10 @@ def _rate_problems(optimizer: Optimizer, *, may_be_zero: bool) -> Iterator[str]:
             continue
         rate = float(group["lr"])
         if not math.isfinite(rate) or rate < 0 or (rate == 0 and not may_be_zero):
-            yield f"the learning rate of group {number} is {rate:g}; it must be above 0."
+            yield (
+                f"the learning rate of group {number} is {rate:g}; it must be above 0. Give the "
+                "optimizer another lr, or a scheduler that raises it."
+            )
 
 
 def _oddities(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:

@@ -61,7 +61,7 @@ def _operation_facts(incident: Incident) -> dict[str, str]:
     }
     if origin.outputs:
         bad = origin.outputs[0]
-        facts["value"] = f"{bad.nan_type.value} in {bad.bad_count} of {bad.numel}"
+        facts["value"] = f"{bad.nan_type.word} in {bad.bad_count} of {bad.numel}"
         facts["first at"] = str(list(bad.first_bad_index or ()))
     return facts
 
@@ -70,7 +70,7 @@ def _noticed_facts(incident: Incident) -> dict[str, str]:
     """All that is known where nobody has traced."""
     report = incident.reports[0] if incident.reports else None
     return {
-        "value": "unknown" if report is None else f"{report.location} is {report.nan_type.value}"
+        "value": "unknown" if report is None else f"{report.location} is {report.nan_type.word}"
     }
 
 

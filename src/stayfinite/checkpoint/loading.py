@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stayfinite.checkpoint.checks.judging import Judged, judge
+from stayfinite.checkpoint.folders import checkpoints_in, is_checkpoint_folder
 from stayfinite.checkpoint.format.contents import Contents, Layout, ModuleRecord
 from stayfinite.checkpoint.format.held import with_tensors
 from stayfinite.checkpoint.format.reading import Reading, nothing_told
@@ -74,21 +75,111 @@ def load_checkpoint(
     members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
     contents, damage = _opened(file, Reading(keep=_wanted(members)))
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
-    judged = judge(contents, members, rules, forward=forward) if not damage else Judged()
-    problems = sorted_problems([*damage, *judged.problems, *_left_out(contents, members)])
-    if errors_in(problems):
-        hint = _way_out(file) if damage else ""
-        raise refusal(f"{file} was not loaded, and nothing was changed{hint}", problems)
     with_random = bool(members.optimizers) if random is None else random
-    _place(contents, members, judged, with_random=with_random)
+    problems = _load(
+        file, contents, damage, members, rules, forward=forward, with_random=with_random
+    )
     return Checkpoint(
         path=file,
         layout=contents.layout,
         step=contents.step,
         extra=with_tensors(contents.extra),
-        warnings=tuple(problems),
+        warnings=problems,
         state=_all_parts(contents) if members.has_none else {},
     )
+
+
+def restore_checkpoint(
+    place: str | os.PathLike[str],
+    *,
+    model: Any,
+    optimizer: Any,
+    needs_optimizer: bool,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+) -> Restored:
+    """Load a checkpoint, or the newest good one of a folder, into a training that goes on.
+
+    The model must fit. The others get their states where the file has them, and stay as they are
+    where it has none; one without the optimizer's state is refused if `needs_optimizer`. Random
+    states are left alone. CheckpointError says what is wrong with each; nothing has changed then.
+    """
+    asked = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
+    reasons: list[str] = []
+    for file in _candidates(Path(place)):
+        try:
+            contents, damage = open_checkpoint(file, Reading(keep=_wanted(asked)))
+            members = _present(asked, contents)
+            if needs_optimizer and not members.optimizers:
+                raise CheckpointError(f"{file} has no state of the optimizer, whose own is bad.")
+            _load(file, contents, damage, members, Rules())
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return Restored(path=file, step=contents.step, parts=_parts_of(members))
+    raise CheckpointError(" ".join(reasons) or f"{place} is a folder without a checkpoint in it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was loaded, and into which parts of training."""
+
+    path: Path
+    step: int | None
+    parts: tuple[str, ...]
+
+
+def _candidates(place: Path) -> list[Path]:
+    if not place.is_dir() or is_checkpoint_folder(place):
+        return [place]
+    return list(reversed(checkpoints_in(place)))
+
+
+def _present(asked: Members, contents: Contents) -> Members:
+    """Those of whom the file has as many; all of the models, which must be there."""
+
+    def kept(there: Sequence[Any], members: tuple[Any, ...]) -> tuple[Any, ...]:
+        return members if len(there) == len(members) else ()
+
+    return Members(
+        models=asked.models,
+        optimizers=kept(contents.optimizers, asked.optimizers),
+        schedulers=kept(contents.schedulers, asked.schedulers),
+        scaler=asked.scaler if contents.scaler else None,
+        averages=kept(contents.averages, asked.averages),
+    )
+
+
+def _parts_of(members: Members) -> tuple[str, ...]:
+    there = {
+        "model": members.models,
+        "optimizer": members.optimizers,
+        "scheduler": members.schedulers,
+        "scaler": members.scaler is not None,
+        "ema": members.averages,
+    }
+    return tuple(part for part, is_there in there.items() if is_there)
+
+
+def _load(
+    file: Path,
+    contents: Contents,
+    damage: list[Problem],
+    members: Members,
+    rules: Rules,
+    *,
+    forward: Any = None,
+    with_random: bool = False,
+) -> tuple[Problem, ...]:
+    """Put everything in place if there is no error; the warnings."""
+    judged = judge(contents, members, rules, forward=forward) if not damage else Judged()
+    problems = sorted_problems([*damage, *judged.problems, *_left_out(contents, members)])
+    if errors_in(problems):
+        hint = _way_out(file) if damage else ""
+        raise refusal(f"{file} was not loaded, and nothing was changed{hint}", problems)
+    _place(contents, members, judged, with_random=with_random)
+    return tuple(problems)
 
 
 def validate_checkpoint(

@@ -36,9 +36,11 @@ class Placing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
-            while self._undo:
+        while self._undo and error is not None:
+            try:
                 self._undo.pop()()
+            except Exception as failure:  # the others are put back all the same
+                error.add_note(f"One part could not be put back: {failure!r}")
         self._undo.clear()
 
     def parts(self, contents: Contents, members: Members, judged: Judged) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -60,7 +60,6 @@ class NaNDetector:
 
     def __init__(
         self,
-        *,
         check_loss: bool = True,
         check_gradients: bool = True,
         check_parameters: bool = False,
@@ -132,12 +131,19 @@ class NaNDetector:
 
         - checks: calls that looked; skipped: calls that did not
         - hits: checks that found something; hit_rate: hits / checks
-        - hits_by_type: bad tensors by kind ("nan", "inf", "-inf"); hits_by_location: by location
+        - hits_by_type: bad tensors by the value of their NaNType; hits_by_location: by location
         - first_bad_step, last_bad_step: None without a hit; steps are counted from 0, by the
           calls of the same check
         - current_streak, longest_streak: bad steps in a row
         """
         return self._history.as_dict()
+
+    def record_check(self, step: int, bad: Sequence[NaNReport] | None) -> None:
+        """Count a check that a trainer has made at this step; None: it has not looked."""
+        if bad is None:
+            self._history.skipped += 1
+        else:
+            self._history.looked(step, [report for report in bad if report.has_nan])
 
     def reset_statistics(self) -> None:
         """Forget all that was counted, the steps included."""
@@ -149,15 +155,28 @@ class NaNDetector:
     @staticmethod
     def find_nan_source(
         model: nn.Module, inputs: Any, targets: Any = None, loss_fn: Any = None
-    ) -> Origin | None:
-        """Where a forward and backward pass on these inputs first makes a NaN or an Inf.
+    ) -> NaNSource | None:
+        """The dotted name of the layer that first makes a NaN or an Inf of these inputs.
 
-        None if it makes none. Without `loss_fn` the model's own loss, or the sum of its float
-        outputs, is back-propagated.
+        It is a str whose `origin` has the operation, the line and the values. The model itself
+        goes by its class name; bad inputs or targets are "inputs", and what is made
+        outside of any layer is "loss_fn". None if a forward and backward pass stays finite. Without
+        `loss_fn` the model's own loss, or the sum of its float outputs, is back-propagated.
+
+        >>> import torch
+        >>> class Root(nn.Module):
+        ...     def forward(self, x):
+        ...         return x.sqrt()
+        >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2), Root())
+        >>> _ = nn.init.constant_(model[1].bias, -9.0)
+        >>> source = NaNDetector.find_nan_source(model, torch.zeros(1, 2))
+        >>> source, source.origin.op
+        ('2', 'aten.sqrt.default')
         """
         from stayfinite.locate.replay import find_source
 
-        return find_source(model, inputs, targets=targets, loss_fn=loss_fn)
+        origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
+        return None if origin is None else NaNSource(_name_of(origin), origin)
 
     def _due(self, key: Any, is_on: bool = True) -> int | None:
         """The step of this call, None if it is not to look."""
@@ -180,6 +199,26 @@ class NaNDetector:
         bad = bad_reports(named, described=self._described)
         self._history.looked(step, bad)
         return bad
+
+
+class NaNSource(str):
+    """The name of a layer, and the origin of the bad value in it."""
+
+    origin: Origin
+
+    def __new__(cls, name: str, origin: Origin) -> Self:
+        source = super().__new__(cls, name)
+        source.origin = origin
+        return source
+
+    def __getnewargs__(self) -> tuple[str, Origin]:  # type: ignore[override]
+        return str(self), self.origin
+
+
+def _name_of(origin: Origin) -> str:
+    if origin.module is None:
+        return "inputs" if origin.phase == "data" else "loss_fn"
+    return origin.module or origin.root or "model"
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -13,8 +13,6 @@ from stayfinite.detect.walk import Named
 from stayfinite.errors import InputError
 from stayfinite.records import NaNReport, NaNType, to_data
 
-_NAMES = {NaNType.NAN: "NaN", NaNType.POS_INF: "+Inf", NaNType.NEG_INF: "-Inf"}
-
 _ACTIONS = {
     "loss": "Do not call backward() on it; find what made it with NaNDetector.find_nan_source().",
     "gradients": "Skip this optimizer step, or the weights turn bad too; "
@@ -54,15 +52,17 @@ def bad_reports(named: Iterable[Named], *, described: int | None = None) -> list
 
 
 def _bad_report(location: str, tensor: Tensor, *, described: bool) -> NaNReport:
-    stats: dict[str, Any] = to_data(summarize(location, tensor)) if described else {}
+    stats: dict[str, Any] | None = to_data(summarize(location, tensor)) if described else None
+    if stats is not None:
+        stats = {key: stats[key] for key in stats if key not in ("name", "shape")}
     kind = classify(tensor)
     return NaNReport(
         has_nan=True,
         nan_type=kind,
         location=location,
         tensor_shape=shape_of(tensor),
-        tensor_stats={key: stats[key] for key in stats if key not in ("name", "shape")},
-        suggested_action=f"{location} holds {_NAMES[kind]}. {_action(location)}",
+        tensor_stats=stats,
+        suggested_action=f"{location} holds {kind.word}. {_action(location)}",
     )
 
 

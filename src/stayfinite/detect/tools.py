@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Self, TextIO
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.reports import bad_reports, report_on, require_model, require_tensor
 from stayfinite.detect.scan import all_finite, summarize
 from stayfinite.detect.walk import named_gradients, named_tensors
 from stayfinite.errors import InputError, NonFiniteError
-from stayfinite.records import NaNReport, TensorSummary
+from stayfinite.records import TensorSummary
 
 logger = logging.getLogger("stayfinite")
+_MOST_NAMES = 5
 
 
 def check_tensor(tensor: Tensor, name: str = "tensor") -> Tensor:
-    """The same tensor, so that it can stand inside an expression; NonFiniteError if it is bad.
+    """The same tensor, so that it can stand inside an expression.
+
+    Raises NonFiniteError, which is a ValueError, if it is bad; the message begins with `name`.
 
     >>> import torch
     >>> check_tensor(torch.ones(2), "logits")
@@ -31,52 +35,85 @@ def check_tensor(tensor: Tensor, name: str = "tensor") -> Tensor:
     raise NonFiniteError(_bad_text(summarize(name, tensor)), report=report)
 
 
-def check_gradients(model: nn.Module) -> list[NaNReport]:
-    """Reports on the bad gradients of the model; empty when all are finite.
+def check_gradients(model: nn.Module, name: str = "model") -> bool:
+    """Whether all gradients of the model are finite; logs which are not, under `name`.
+
+    NaNDetector.check_model() gives a report on each bad gradient instead.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> model(torch.full((1, 2), float("inf"))).sum().backward()
-    >>> [report.location for report in check_gradients(model)]
-    ['gradients.weight']
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> check_gradients(model)
+    True
     """
-    return bad_reports(named_gradients(require_model(model, "check_gradients")))
+    bad = bad_reports(named_gradients(require_model(model, "check_gradients")), described=0)
+    if bad:
+        more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
+        named = (f"{report.location} ({report.nan_type.word})" for report in bad[:_MOST_NAMES])
+        logger.warning("%s: not finite: %s%s", name, ", ".join(named), more)
+    return not bad
 
 
 def attach_nan_hooks(
     model: nn.Module, *, verbose: bool = False, file: TextIO | None = None
 ) -> NaNHooks:
-    """Prints each layer whose output turns non-finite, with its input and output ranges.
+    """Raises at the first layer whose output is not finite: NonFiniteError, a ValueError.
 
-    With `verbose` it prints every layer. Prints to stdout unless `file` is given. Layers inside
-    torch.compile are not seen. Undo with `.remove()`, or use it in a `with` block.
+    The message has the ranges of its inputs and outputs. Gives the handles of the hooks: undo
+    with `remove()` on each or on all of them, or use it in a `with` block. With `verbose` every
+    layer up to there is printed, to stdout unless `file` is given. Layers inside torch.compile
+    are not seen. To go on with the forward pass, use enable_nan_hooks().
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
     >>> _ = torch.nn.init.constant_(model[0].weight, 1e30)
     >>> with attach_nan_hooks(model):
+    ...     model(torch.tensor([1e30]))
+    Traceback (most recent call last):
+    stayfinite.errors.NonFiniteError: 0 (Linear): BAD, from finite input
+    ...
+    """
+    _require_module(model, "attach_nan_hooks")
+    return NaNHooks(model, verbose=verbose, file=file, raises=True)
+
+
+def enable_nan_hooks(
+    model: nn.Module, *, verbose: bool = False, file: TextIO | None = None
+) -> NaNHooks:
+    """Prints each layer whose output turns non-finite, with its input and output ranges.
+
+    The forward pass goes on. With `verbose` it prints every layer. The rest is as in
+    attach_nan_hooks().
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    >>> _ = torch.nn.init.constant_(model[0].weight, 1e30)
+    >>> with enable_nan_hooks(model):
     ...     _ = model(torch.tensor([1e30]))
     0 (Linear): BAD, from finite input
     ...
     """
+    _require_module(model, "enable_nan_hooks")
+    return NaNHooks(model, verbose=verbose, file=file, raises=False)
+
+
+def _require_module(model: Any, call: str) -> None:
     if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise InputError(f"attach_nan_hooks got a {kind}; it accepts a torch.nn.Module.")
-    return NaNHooks(model, verbose=verbose, file=file)
-
-
-enable_nan_hooks = attach_nan_hooks
+        raise InputError(f"{call} got a {type(model).__name__}; it accepts a torch.nn.Module.")
 
 
 class NaNHooks:
-    """The hooks that attach_nan_hooks() put on a model."""
+    """The hooks on a model; a collection of their handles."""
 
-    def __init__(self, model: nn.Module, *, verbose: bool, file: TextIO | None) -> None:
+    def __init__(
+        self, model: nn.Module, *, verbose: bool, file: TextIO | None, raises: bool
+    ) -> None:
         self._verbose = verbose
         self._file = file
+        self._raises = raises
         self._failed = False
         self._inputs: dict[str, list[TensorSummary]] = {}
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._attach(name, module)
 
@@ -85,6 +122,12 @@ class NaNHooks:
         while self._handles:
             self._handles.pop().remove()
         self._inputs.clear()
+
+    def __iter__(self) -> Iterator[RemovableHandle]:
+        return iter(tuple(self._handles))
+
+    def __len__(self) -> int:
+        return len(self._handles)
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +152,8 @@ class NaNHooks:
     def _guarded(self, function: Any, *args: Any) -> None:
         try:
             function(*args)
+        except NonFiniteError:
+            raise
         except Exception:
             if not self._failed:
                 logger.exception("stayfinite failed inside a forward hook; the model goes on")
@@ -124,9 +169,20 @@ class NaNHooks:
     def _after(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         described = self._inputs.pop(name, None)
         outputs = list(named_tensors(output, "output"))
-        if self._verbose or not _finite(outputs):
-            inputs = _summaries(_inputs(given)) if described is None else described
-            print(_layer_text(name, module, inputs, _summaries(outputs)), file=self._file)
+        is_finite = _finite(outputs)
+        if is_finite and not self._verbose:
+            return
+        inputs = _summaries(_inputs(given)) if described is None else described
+        text = _layer_text(name, module, inputs, _summaries(outputs))
+        if self._verbose or not self._raises:
+            print(text, file=self._file)
+        if self._raises and not is_finite:
+            bad = bad_reports((_under(name, path), tensor) for path, tensor in outputs)
+            raise NonFiniteError(text, report=bad[0])
+
+
+def _under(layer: str, path: str) -> str:
+    return f"{layer}.{path}" if layer else path
 
 
 def _inputs(given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Tensor]]:

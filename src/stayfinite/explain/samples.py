@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from stayfinite.explain.clue import number
-from stayfinite.records import Diagnosis, Origin
+from stayfinite.records import Diagnosis, NaNType, Origin
 
 _DATA_CAUSES = frozenset(
     ["bad_input_data", "bad_label", "unnormalized_input", "bn_stats_poisoned", "ctc_infeasible"]
 )
-_BAD_WORDS = {"nan": "NaN", "inf": "Inf", "-inf": "-Inf"}
 _MOST = 8
 
 
@@ -101,7 +100,7 @@ def _of_largest(facts: dict[str, Any] | None) -> str | None:
 def _of_sum(facts: dict[str, Any]) -> str:
     terms = facts["terms"]
     bad = [name for name, flag in terms if flag]
-    kinds = sorted({_BAD_WORDS.get(flag, flag) for _, flag in terms if flag})
+    kinds = sorted({NaNType(flag).word for _, flag in terms if flag})
     verb = "is" if len(bad) == 1 else "are"
     line = f"line {facts['where'][1]}"
     if len(terms) == 1:

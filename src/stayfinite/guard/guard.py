@@ -202,7 +202,8 @@ class Guard(ReportingWatcher):
             self.stopped = True
             what = in_short(incident)
             raise TrainingAbortedError(
-                f"gave up at step {incident.step}: {what}; {recovery.detail}", incident=incident
+                f"Training aborted due to NaN at step {incident.step}: {what}; {recovery.detail}",
+                incident=incident,
             )
         return incident
 
@@ -245,11 +246,14 @@ class Guard(ReportingWatcher):
         done = job.roll_back() or job.initialise_anew()
         recovery = job.respond(incident)
         random.restore()
-        succeeded = recovery.succeeded and done is not None
+        has_loaded = recovery.checkpoint is not None
+        succeeded = recovery.succeeded and (done is not None or has_loaded)
         then = recovery.detail
-        if not recovery.succeeded and recovery.back_at is None:
+        if not recovery.succeeded and recovery.back_at is None and not has_loaded:
             then = "training stops here"  # at what was put back, not at the last good step
-        detail = f"{done}; {then}" if done else "there is no snapshot to go back to"
+        detail = "; ".join(filter(None, (done, then)))
+        if done is None and not has_loaded:
+            detail = "there is no snapshot to go back to"
         recovery = dataclasses.replace(recovery, succeeded=succeeded, detail=detail)
         self.conclude(job, incident, recovery)
         if self._window is None:  # what the loop does after its update is taken back

@@ -174,13 +174,16 @@ class Job:
         self._held = None
 
     def roll_back(self) -> str | None:
-        """Put the newest snapshot back; what was done, or None without a snapshot."""
+        """Put the newest snapshot back; what was done, or None without one that is good."""
         if not len(self.ring):
             return None
-        self._mark = None
         optimizer: Any = self.parts.optimizer
         called = getattr(optimizer, "_opt_called", None)
-        snapshot = self.ring.restore(rewind_loader=False)  # the loop goes on with its next batch
+        try:  # the loop goes on with its next batch
+            snapshot = self.ring.restore(rewind_loader=False)
+        except NonFiniteError:
+            return None
+        self._mark = None
         if called:  # else the scheduler of a loop that has called it warns
             optimizer._opt_called = called
         return f"the state of {self._ago(snapshot)} was put back"
@@ -203,6 +206,9 @@ class Job:
         if recovery.back_at is not None:
             self.good_steps = recovery.back_at
             self._next_snapshot = recovery.back_at + self.config.snapshot_every
+        if recovery.checkpoint is not None:
+            self._next_snapshot = self.good_steps
+            self.mark_again()  # what was marked belongs to the state that was left
         return recovery
 
     def _situation(self, *, module: str | None = None, will_rerun: bool = False) -> Situation:
@@ -211,6 +217,7 @@ class Job:
             optimizer=self.parts.optimizer,
             scaler=self.parts.scaler,
             schedulers=self.parts.schedulers,
+            averages=self.parts.emas,
             snapshots=self.ring,
             module=module,
             will_rerun=will_rerun,

@@ -80,10 +80,14 @@ class Watcher(StepListener):
     @property
     def looks_at_loss(self) -> bool:
         """Whether the next backward pass begins with a look at the loss."""
-        return self.settings.check_loss and self._is_due(self._only)
+        return self.settings.check_loss and self.is_looking
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the step that is under way, or comes next, is looked at."""
+        return self._is_due(self._only)
 
     def _is_due(self, optimizer: Optimizer | None) -> bool:
-        """Whether the step that is under way, or comes next, is looked at."""
         every = self.settings.check_every
         if every == 1:
             return True

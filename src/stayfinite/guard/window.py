@@ -153,7 +153,7 @@ class Window:
         located = self._located(dataclasses.replace(trouble, step=step))
         incident = shared(self._job, self._proven(located))
         recovery = self._job.respond(incident, will_rerun=True)
-        if recovery.back_at is not None:
+        if recovery.back_at is not None or recovery.checkpoint is not None:
             self._keep_anew()
         if not recovery.succeeded:
             self._end(is_good=False)

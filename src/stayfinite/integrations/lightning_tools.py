@@ -6,7 +6,7 @@ from typing import Any, TextIO, TypeVar
 
 from torch import nn
 
-from stayfinite.detect.tools import NaNHooks, attach_nan_hooks
+from stayfinite.detect.tools import NaNHooks, enable_nan_hooks
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 
 LIMIT = 1e4  # well inside of float16
@@ -30,7 +30,7 @@ class NaNTools:
     def enable_nan_hooks(self, *, verbose: bool = False, file: TextIO | None = None) -> None:
         """Print each layer whose output turns non-finite, or with `verbose` every layer."""
         self.disable_nan_hooks()
-        vars(self)["_nan_hooks"] = attach_nan_hooks(_module(self), verbose=verbose, file=file)
+        vars(self)["_nan_hooks"] = enable_nan_hooks(_module(self), verbose=verbose, file=file)
 
     def disable_nan_hooks(self) -> None:
         """Take the hooks off again."""

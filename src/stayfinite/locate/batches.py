@@ -2,75 +2,260 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Sized
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence, Sized
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.walk import named_tensors
-from stayfinite.errors import InputError
-from stayfinite.locate.replay import LossFunction, bad_values, find_source
+from stayfinite.errors import ConfigError, InputError
+from stayfinite.locate.replay import LossFunction, find_source, one_pass
 from stayfinite.records import NaNReport, Origin
 from stayfinite.snapshot import Snapshot
 
+_MOST_JOINED = 16  # batches in one pass, and in memory at once
+_SAME = 1e-4  # by how much a loss may differ in one pass or in two: rounding, and no more
 
-@dataclass(frozen=True, kw_only=True)
-class BadBatch:
-    """The first batch that gives a non-finite loss or gradient.
 
-    `reason` is a sentence; `reports` are about the batch itself and are empty when its values
-    are finite; `origin` is the operation at which it went wrong.
+class _IndexAndBatch(NamedTuple):
+    index: int | None  # type: ignore[assignment]  # instead of the method of a tuple
+    batch: Any
 
-    >>> bad = BadBatch(index=4, batch=None, reason="inputs holds nan values")
-    >>> bad.index, bad.origin
-    (4, None)
+
+class BadBatch(_IndexAndBatch):
+    """`(index, batch)` of the first batch that gives a non-finite loss or gradient.
+
+    It is `(None, None)`, and false, when there is none. `reason` is a sentence; `reports` are
+    about the batch itself and are empty when its values are finite; `origin` is the operation at
+    which it went wrong. `looked_at` is the number of batches that were tried, in `passes` runs
+    of the model.
+
+    >>> index, batch = BadBatch(4, torch.zeros(1), reason="inputs holds NaN")
+    >>> index
+    4
     """
 
-    index: int
-    batch: Any
     reason: str
-    reports: tuple[NaNReport, ...] = ()
-    origin: Origin | None = None
+    reports: tuple[NaNReport, ...]
+    origin: Origin | None
+    looked_at: int
+    passes: int
+
+    def __new__(
+        cls,
+        index: int | None,
+        batch: Any,
+        *,
+        reason: str = "",
+        reports: tuple[NaNReport, ...] = (),
+        origin: Origin | None = None,
+        looked_at: int = 0,
+        passes: int = 0,
+    ) -> Self:
+        found = super().__new__(cls, index, batch)
+        found.reason, found.reports, found.origin = reason, reports, origin
+        found.looked_at, found.passes = looked_at, passes
+        return found
+
+    def __bool__(self) -> bool:
+        return self.index is not None
+
+    def __repr__(self) -> str:
+        return f"BadBatch(index={self.index}, reason={self.reason!r}, looked_at={self.looked_at})"
 
 
 def find_first_bad_batch(
     model: nn.Module,
-    loader: Iterable[Any],
+    dataloader: Iterable[Any],
+    num_batches: int | None = 100,
+    *,
     loss_fn: LossFunction | None = None,
-    num_batches: int | None = None,
-) -> BadBatch | None:
-    """The first batch of the loader with a non-finite loss or gradient; None if there is none.
+) -> BadBatch:
+    """`(index, batch)` of the first batch with a non-finite loss or gradient, or `(None, None)`.
 
     A batch is (inputs, targets) for `loss_fn(model(inputs), targets)`; without `loss_fn` it is
-    what the model itself turns into a loss. Each batch is tried on the same weights, and the
-    model, its gradients and the random states are as before afterwards.
+    what the model itself turns into a loss. `num_batches` None looks at all. Each batch is tried
+    on the same weights, and the model, its gradients and the random states are as before
+    afterwards.
+
+    Up to 16 batches go through the model in one pass, and a bad pass is halved until its first
+    bad batch is found and has been confirmed alone. That is done only where two batches give the
+    same loss together as apart; with dropout, batch norm in training or batches of different
+    shapes, each is tried alone.
 
     >>> loader = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(5)]
     >>> loader[3][0][1, 2] = float("nan")
-    >>> bad = find_first_bad_batch(nn.Linear(3, 1), loader, nn.functional.mse_loss)
+    >>> bad = find_first_bad_batch(nn.Linear(3, 1), loader, loss_fn=nn.functional.mse_loss)
     >>> bad.index, bad.reports[0].location
     (3, 'inputs.0')
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
-    snapshot = Snapshot([model])
+    _check_count(num_batches)
+    search = _Search(model, loss_fn)
+    looked_at = 0
     try:
-        for index, batch in enumerate(_shown(loader, num_batches)):
-            if num_batches is not None and index >= num_batches:
-                break
-            inputs, targets = _parted(batch, loss_fn)
-            with torch.enable_grad():
-                is_bad = bool(bad_values(model, inputs, targets, loss_fn))
-            snapshot.restore()
-            if is_bad:
-                return _described(index, batch, model, loss_fn)
+        stream = iter(islice(_shown(dataloader, num_batches), num_batches))
+        while batches := list(islice(stream, search.size)):
+            number = search.first_bad(batches)
+            if number is not None:
+                index, batch = looked_at + number, batches[number]
+                counts = {"looked_at": looked_at + len(batches), "passes": search.passes}
+                return _described(index, batch, model, loss_fn, counts)
+            looked_at += len(batches)
     finally:
-        snapshot.restore()
-    return None
+        search.restore()
+    reason = f"{looked_at} batches were looked at, and all are finite"
+    return BadBatch(None, None, reason=reason, looked_at=looked_at, passes=search.passes)
+
+
+def _check_count(count: Any) -> None:
+    is_whole = isinstance(count, int) and not isinstance(count, bool)
+    if count is not None and not (is_whole and count >= 1):
+        by_name = " Give the loss function by name, loss_fn=..." if callable(count) else ""
+        raise ConfigError(
+            f"num_batches is {count!r}; it must be a whole number of at least 1, or None for all "
+            f"batches.{by_name}"
+        )
+
+
+class _Search:
+    """Tries batches on one model, several in a pass where that shows the same.
+
+    A batch may be bad only by itself, as one of a single sample is in a variance; so passes are
+    shared only after two batches were seen to give the same loss together as apart, and only by
+    batches of the same shapes.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+        self.size = 1  # so many batches are wanted next
+        self.passes = 0
+        self._model, self._loss_fn = model, loss_fn
+        self._before = Snapshot([model])
+        self._reduction: Literal["mean", "sum"] | None = None  # of the loss of joined batches
+        self._may_join = True
+        self._last: tuple[Any, float] | None = None  # a good batch, and its loss
+
+    def restore(self) -> None:
+        self._before.restore()
+
+    def first_bad(self, batches: Sequence[Any]) -> int | None:
+        """The number of the first bad one of these; None when all are good."""
+        are_good = self._are_good(batches) if len(batches) > 1 else None
+        if are_good:
+            self.size = min(2 * self.size, _MOST_JOINED)
+            return None
+        if are_good is None:
+            return self._first_bad_alone(batches)
+        low, high, is_left = 0, len(batches), False
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_left = not self._are_good(batches[low:middle])
+            low, high = (low, middle) if is_left else (middle, high)
+        if is_left or self._loss(batches[low]) is None:  # a last left half was one batch alone
+            return low
+        self._join_no_more()  # together they are bad, and this one alone is not
+        return self._first_bad_alone(batches)
+
+    def _first_bad_alone(self, batches: Sequence[Any]) -> int | None:
+        for number, batch in enumerate(batches):
+            loss = self._loss(batch)
+            if loss is None:
+                return number
+            if self._may_join and self._reduction is None and self._last is not None:
+                self._try_together(*self._last, batch, loss)
+            self._last = batch, loss
+        return None
+
+    def _are_good(self, batches: Sequence[Any]) -> bool | None:
+        """Whether a pass with all of them is finite; None where they cannot share one."""
+        batch = _joined(batches) if len(batches) > 1 else batches[0]
+        if batch is None:
+            return None
+        weight = len(batches) if self._reduction == "mean" else 1  # gradients as large as alone
+        try:
+            return self._loss(batch, weight=weight) is not None
+        except Exception:  # too large for the memory, or of one size only
+            if len(batches) == 1:
+                raise
+            self._join_no_more()
+            return None
+
+    def _try_together(self, one: Any, first: float, other: Any, second: float) -> None:
+        """See whether the loss of two batches in one pass tells of each of them."""
+        if math.isclose(first, second, rel_tol=10 * _SAME):
+            return  # what depends on the whole batch would not show
+        both = _joined([one, other])
+        if both is None:
+            return
+        try:
+            loss = self._loss(both)
+        except Exception:
+            loss = None
+        known: tuple[tuple[Literal["mean", "sum"], float], ...] = (
+            ("mean", (first + second) / 2),
+            ("sum", first + second),
+        )
+        for reduction, expected in known:
+            if loss is not None and math.isclose(loss, expected, rel_tol=_SAME):
+                self._reduction, self.size = reduction, 2
+                return
+        self._join_no_more()
+
+    def _join_no_more(self) -> None:
+        self._may_join, self._reduction, self.size = False, None, 1
+
+    def _loss(self, batch: Any, *, weight: float = 1.0) -> float | None:
+        """The loss of a pass; None when it or a gradient is not finite."""
+        self.passes += 1
+        inputs, targets = _parted(batch, self._loss_fn)
+        try:
+            with torch.enable_grad():
+                loss, bad = one_pass(self._model, inputs, targets, self._loss_fn, weight=weight)
+        finally:
+            self._before.restore()
+        return None if bad else float(loss.detach())
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """One batch with the samples of all; None unless they have the same shapes."""
+    flat = [tree_flatten(batch) for batch in batches]
+    first, form = flat[0]
+    tensors = [leaf for leaf in first if isinstance(leaf, Tensor)]
+    rows = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
+    if len(rows) != 1 or rows == {0} or any(other != form for _, other in flat[1:]):
+        return None
+    leaves = []
+    for same in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not isinstance(same[0], Tensor):
+            if any(each is not same[0] and not _is_same(each, same[0]) for each in same):
+                return None
+            leaves.append(same[0])
+        elif all(_fits(each, same[0]) for each in same):
+            leaves.append(torch.cat(same))
+        else:
+            return None
+    return tree_unflatten(leaves, form)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of what compares to a plain answer; an array does not."""
+    return isinstance(one, (str, int, float, bool)) and type(one) is type(other) and one == other
+
+
+def _fits(tensor: Any, other: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) is type(other)
+        and (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+        == (other.shape, other.dtype, other.device, torch.strided)
+    )
 
 
 def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
@@ -97,14 +282,20 @@ def _parted(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
     return batch, None
 
 
-def _described(index: int, batch: Any, model: nn.Module, loss_fn: LossFunction | None) -> BadBatch:
+def _described(
+    index: int,
+    batch: Any,
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    counts: dict[str, int],
+) -> BadBatch:
     inputs, targets = _parted(batch, loss_fn)
     origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
     reports = tuple(bad_reports(named_tensors(batch, "inputs")))
     if reports:
-        reason = f"{reports[0].location} holds {reports[0].nan_type.value} values"
+        reason = f"{reports[0].location} holds {reports[0].nan_type.word}"
     elif origin is not None and origin.line is not None:
         reason = f"{origin.op or origin.phase} at {origin.file}:{origin.line} is not finite"
     else:
         reason = "its loss or a gradient is not finite"
-    return BadBatch(index=index, batch=batch, reason=reason, reports=reports, origin=origin)
+    return BadBatch(index, batch, reason=reason, reports=reports, origin=origin, **counts)

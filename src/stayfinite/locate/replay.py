@@ -51,14 +51,28 @@ def bad_values(
     tracer: Tracer | None = None,
 ) -> list[Tensor]:
     """The loss if it is not finite, else the gradients that are not, after a backward pass."""
+    return one_pass(model, inputs, targets, loss_fn, tracer)[1]
+
+
+def one_pass(
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFunction | None,
+    tracer: Tracer | None = None,
+    *,
+    weight: float = 1.0,
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a forward and backward pass, and what is bad; `weight` multiplies the loss."""
     model.zero_grad(set_to_none=True)
     loss = loss_of(call(model, inputs), targets, loss_fn)
+    loss = loss if weight == 1.0 else loss * weight
     if not _is_finite(loss, tracer):
-        return [loss]
+        return loss, [loss]
     if loss.requires_grad:
         loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [g for g in gradients if not _is_finite(g, tracer)]
+    return loss, [g for g in gradients if not _is_finite(g, tracer)]
 
 
 def _is_finite(tensor: Tensor, tracer: Tracer | None) -> bool:

@@ -23,7 +23,7 @@ _At = tuple[int, int]
 
 
 class Term(NamedTuple):
-    """`bad` is "nan", "inf" or "-inf", "" for finite, None if that is not known."""
+    """`bad` is the value of a NaNType, "" for finite, None if that is not known."""
 
     name: str
     bad: str | None

@@ -8,8 +8,10 @@ a gradient alone, while a gradient of zero would still move it.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from stayfinite.clip import ClipResult, clip_gradients
 from stayfinite.detect.gradients import gradients_of, params_of
 from stayfinite.detect.parts import float_parts
 from stayfinite.detect.scan import all_finite
-from stayfinite.errors import TrainingAbortedError
+from stayfinite.errors import NonFiniteError, SnapshotError, TrainingAbortedError
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.recover.disk import load_from_disk
 from stayfinite.recover.eps import raise_eps
 from stayfinite.recover.precision import (
     find_module,
@@ -92,9 +95,10 @@ def clip(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answ
     if not any(_is_usable(param.grad, whole=whole) for param in params):
         left = "nothing finite is left of the gradients but zeros"
         return Cannot(left if params else "there are no gradients")
+    limit = math.inf if config.grad_clip_value is None else config.grad_clip_value
     result = clip_gradients(
         params,
-        config.grad_clip_value * gradient_scale(scaler, optimizer),
+        limit * gradient_scale(scaler, optimizer),
         drop="tensors" if whole else "elements",
         names=_names(situation, params),
     )
@@ -103,7 +107,7 @@ def clip(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answ
 
 
 def reset_model(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
-    return _go_back(situation)
+    return _go_back_or_load(situation, config)
 
 
 def rewind(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
@@ -173,10 +177,10 @@ def abort(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Ans
     drop_gradients(situation)
     if first_bad_state(situation, trouble) is None:
         return Done("training stops here; the weights are those of the last good step")
-    answer = _go_back(situation)
+    answer = _go_back_or_load(situation, config)
     if isinstance(answer, Cannot):
         return Done(f"training stops here; the state is not finite, and {answer.reason}")
-    return Done(f"training stops here; {answer.detail}", went_back_to=answer.went_back_to)
+    return replace(answer, detail=f"training stops here; {answer.detail}")
 
 
 _ACTIONS: dict[RecoveryStrategy, Action] = {
@@ -264,10 +268,27 @@ def _go_back(situation: Situation, back: int = 0) -> Answer:
     return Done(f"back at the snapshot of step {snapshot.step}", went_back_to=snapshot.step)
 
 
+def _go_back_or_load(situation: Situation, config: RecoveryConfig) -> Answer:
+    """To the newest snapshot; where there is none that can be used, to a checkpoint on disk."""
+    if config.checkpoint_path is None:
+        return _go_back(situation)
+    try:
+        answer = _go_back(situation)
+    except (NonFiniteError, SnapshotError) as error:
+        answer = Cannot(f"the snapshot cannot be used: {str(error).rstrip('.')}")
+    if isinstance(answer, Done):
+        return answer
+    loaded = load_from_disk(situation, config.checkpoint_path)
+    if isinstance(loaded, Cannot):
+        return Cannot(f"{answer.reason}, and {loaded.reason}")
+    drop_gradients(situation)
+    return loaded
+
+
 def _uses_autocast(situation: Situation, trouble: Trouble) -> bool:
     if situation.autocast is not None:
         return situation.autocast
-    dtypes = [report.tensor_stats.get("dtype") for report in trouble.reports]
+    dtypes = [(report.tensor_stats or {}).get("dtype") for report in trouble.reports]
     return (
         current_scale(situation.scaler) is not None
         or (trouble.cause or "").startswith("low_precision")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -66,7 +67,9 @@ class RecoveryConfig:
     Strategies can be given by their names. Without a `ladder`, the first bad step of a streak
     gets the primary strategy and the next ones the fallback; with one, its rungs are used up one
     after the other, and `deescalate_after` good steps lead down by one. `lower_lr_goes_back`
-    lowers the rate from the oldest snapshot on. The bad step that makes
+    lowers the rate from the oldest snapshot on. With `grad_clip_value` None, 'clip' drops bad
+    elements and clips nothing. `checkpoint_path` is a checkpoint, or a folder whose newest good
+    one is taken: 'reset' loads it where there is no snapshot in memory. The bad step that makes
     `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
 
     >>> RecoveryConfig(primary_strategy="clip").primary_strategy
@@ -77,9 +80,10 @@ class RecoveryConfig:
     fallback_strategy: RecoveryStrategy = RecoveryStrategy.SKIP_STEP
     max_consecutive_nans: int = 5
     scale_reduction_factor: float = 0.5
-    grad_clip_value: float = 1.0
+    grad_clip_value: float | None = 1.0
     skip_batch_after_nan: bool = True
     custom_recovery_fn: Callable[..., bool] | None = None
+    checkpoint_path: str | os.PathLike[str] | None = None
     ladder: tuple[Rung, ...] = ()
     deescalate_after: int = 100
     lr_reduction_factor: float = 0.5
@@ -95,6 +99,8 @@ class RecoveryConfig:
         for name in ("primary_strategy", "fallback_strategy"):
             object.__setattr__(self, name, strategy_of(getattr(self, name), name))
         object.__setattr__(self, "ladder", tuple(_rung(given) for given in _listed(self.ladder)))
+        if isinstance(self.checkpoint_path, os.PathLike):
+            object.__setattr__(self, "checkpoint_path", os.fspath(self.checkpoint_path))
         problems = [*_wrong_numbers(self), *_wrong_choices(self)]
         if problems:
             raise ConfigError(" ".join(problems))
@@ -164,7 +170,11 @@ _NUMBERS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1. To stop at the first NaN, set primary_strategy=ABORT",
     ),
     ("scale_reduction_factor", _is_fraction, "between 0 and 1, such as 0.5"),
-    ("grad_clip_value", lambda v: _is_number(v) and v > 0, "a number greater than 0"),
+    (
+        "grad_clip_value",
+        lambda v: v is None or (_is_number(v) and v > 0),
+        "a number greater than 0, or None to drop bad elements and clip nothing",
+    ),
     ("deescalate_after", _at_least(1), "at least 1"),
     ("lr_reduction_factor", _is_fraction, "between 0 and 1, such as 0.5"),
     ("rewind_snapshots", _at_least(0), "at least 0, which is the newest snapshot"),
@@ -191,6 +201,9 @@ def _wrong_numbers(config: RecoveryConfig) -> Iterator[str]:
 
 def _wrong_choices(config: RecoveryConfig) -> Iterator[str]:
     function, slots = config.custom_recovery_fn, config.snapshot_slots
+    path = config.checkpoint_path
+    if path is not None and not (isinstance(path, str) and path):
+        yield f"checkpoint_path is {path!r}; it must be the path of a file or folder, or None."
     if function is not None and not callable(function):
         yield (
             f"custom_recovery_fn is {function!r}; it must be a function "

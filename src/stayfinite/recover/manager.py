@@ -13,6 +13,7 @@ from stayfinite.detect.gradients import params_of
 from stayfinite.records import NaNReport
 from stayfinite.recover.actions import act, way_back
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.recover.disk import changed_at
 from stayfinite.recover.policy import History, choose
 from stayfinite.recover.rates import rates_of
 from stayfinite.recover.reached import Reached
@@ -35,14 +36,15 @@ class NaNRecoveryManager:
     changes nothing. False means stop; the weights are those of the last good step, or snapshot.
 
     >>> import torch
-    >>> from stayfinite.detect.tools import check_gradients
+    >>> from stayfinite.detect.detector import NaNDetector
+    >>> detector = NaNDetector()
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> manager = NaNRecoveryManager(RecoveryConfig(primary_strategy=RecoveryStrategy.SKIP_STEP))
     >>> for step, x in enumerate([1.0, float("nan"), 1.0]):
     ...     optimizer.zero_grad()
     ...     model(torch.full((1, 2), x)).sum().backward()
-    ...     if bad := check_gradients(model):
+    ...     if bad := detector.check_model(model):
     ...         if not manager.recover(bad[0], model, optimizer, step=step):
     ...             break
     ...     else:
@@ -65,6 +67,7 @@ class NaNRecoveryManager:
         self._ring: SnapshotRing | None = None
         self._members: tuple[Any, ...] = ()
         self._undo: list[Callable[[], None]] = []
+        self._loads: list[int] = []  # what was loaded was last written then
 
     def recover(
         self,
@@ -85,7 +88,8 @@ class NaNRecoveryManager:
             model=model,
             optimizer=optimizer,
             scaler=scaler,
-            schedulers=self._schedulers() if is_known else (),
+            schedulers=self._several(2) if is_known else (),
+            averages=self._several(4) if is_known else (),
             snapshots=self._ring if is_known else None,
         )
         reports = () if nan_report is None else (nan_report,)
@@ -117,6 +121,7 @@ class NaNRecoveryManager:
             module=situation.module,
             bad_in_a_row=self._before.bad_in_a_row,
             back_at=done.went_back_to,
+            checkpoint=done.loaded_from,
             **facts,
         )
         self._recoveries.append(recovery)
@@ -228,23 +233,30 @@ class NaNRecoveryManager:
     def _circle(self, strategy: RecoveryStrategy, situation: Situation) -> Cannot | None:
         """Why going back would not help; None when it may, or where there is no way back."""
         snapshot = way_back(strategy, situation, self.config)
-        history = self._before
+        history, place = self._before, self.config.checkpoint_path
+        if snapshot is None and strategy is RecoveryStrategy.RESET_MODEL and place is not None:
+            most = self.config.max_consecutive_nans
+            if self._loads[-most:] == [changed_at(place)] * most:
+                return Cannot(f"{place} was loaded {most} times, and nothing newer is there")
+            return None
         if snapshot is None or not history.goes_in_circles(self.config, back_at=snapshot.step):
             return None
         return Cannot(f"it went back {history.returns} times without getting any farther")
 
     def _remember(self, strategy: RecoveryStrategy, done: Done) -> None:
         self._before = self._before.after_use(self.config, strategy, back_at=done.went_back_to)
+        if done.loaded_from is not None:
+            self._loads.append(changed_at(str(self.config.checkpoint_path)))
         if done.undo is not None:
             self._undo.append(done.undo)
         if strategy is RecoveryStrategy.REWIND:
             self.batches_to_skip = self.config.rewind_skip_batches
 
-    def _schedulers(self) -> tuple[Any, ...]:
-        scheduler = self._members[2] if self._members else None
-        if scheduler is None:
+    def _several(self, number: int) -> tuple[Any, ...]:
+        given = self._members[number] if self._members else None
+        if given is None:
             return ()
-        return tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
+        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _facts(situation: Situation) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def clip_gradients(past: Past) -> Iterator[Advice]:
         why = f"the norm of good steps was {usual:.3g} as a rule, and at most {high:.3g} in 95%"
         limit = high
     else:
-        limit = past.config.grad_clip_value
+        limit = past.config.grad_clip_value or RecoveryConfig().grad_clip_value or 1.0
         why = "no norms of good steps were recorded to choose it from"
     if helped:
         why += f"; clipping has ended {_streaks(helped)}"

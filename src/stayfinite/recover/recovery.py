@@ -18,8 +18,8 @@ class Recovery:
 
     `tried` are the strategies that could not help, each with its reason, and `bad_in_a_row` is
     which bad step of its streak this was. `back_at` is the step of a snapshot that was restored,
-    None where there was none. `lr`, `scale` and `dtype` (the narrowest of the
-    parameters) are as they were found; None where there is none.
+    `checkpoint` the file that was loaded, None where there was none. `lr`, `scale` and `dtype`
+    (the narrowest of the parameters) are as they were found; None where there is none.
 
     >>> Recovery(step=7, location="loss", strategy=RecoveryStrategy.SKIP_STEP, succeeded=True).lr
     """
@@ -34,6 +34,7 @@ class Recovery:
     module: str | None = None
     bad_in_a_row: int = 1
     back_at: int | None = None
+    checkpoint: str | None = None
     lr: float | None = None
     scale: float | None = None
     dtype: str | None = None

@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 class Situation:
     """What an action may work on.
 
-    `module` is the dotted name of the guilty module, when it is known. `will_rerun` says that
-    the step has been undone and can be run again, so there are no gradients of it now.
-    `autocast` says whether the step runs under autocast, and `good_steps` how many the weights
-    have come, in the count of the snapshots; None when that is not known.
+    `module` is the dotted name of the guilty module, when it is known. `averages` are those of
+    the weights, such as an EMA. `will_rerun` says that the step has been undone and can be run
+    again, so there are no gradients of it now. `autocast` says whether the step runs under
+    autocast, and `good_steps` how many the weights have come, in the count of the snapshots; None
+    when that is not known.
     """
 
     model: nn.Module | None
     optimizer: Optimizer
     scaler: Any = None
     schedulers: tuple[Any, ...] = ()
+    averages: tuple[Any, ...] = ()
     snapshots: SnapshotRing | None = None
     module: str | None = None
     will_rerun: bool = False
@@ -53,12 +55,13 @@ class Trouble:
 class Done:
     """The action has been taken.
 
-    `went_back_to` is the step of the snapshot that was restored; `undo` takes the action back,
-    where it lasts and can be taken back.
+    `went_back_to` is the step of the snapshot that was restored, `loaded_from` the checkpoint
+    that was loaded; `undo` takes the action back, where it lasts and can be taken back.
     """
 
     detail: str
     went_back_to: int | None = None
+    loaded_from: str | None = None
     undo: Callable[[], None] | None = None
 
 

@@ -17,5 +17,5 @@ def guilty_tensor(incident: Incident) -> TensorSummary | None:
         if report.has_nan and report.tensor_stats:
             names = {each.name for each in dataclasses.fields(TensorSummary)}
             stats = {key: value for key, value in report.tensor_stats.items() if key in names}
-            return TensorSummary(name=report.location, shape=report.tensor_shape, **stats)
+            return TensorSummary(name=report.location, shape=report.tensor_shape or (), **stats)
     return None

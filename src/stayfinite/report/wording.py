@@ -9,7 +9,8 @@ import unicodedata
 
 from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, RunResult, TensorSummary
 
-KINDS = {NaNType.NAN: "NaN", NaNType.POS_INF: "Inf", NaNType.NEG_INF: "-Inf", NaNType.NONE: "NaN"}
+# What was found is called NaN where nobody looked closely.
+KINDS = {**{kind: kind.word for kind in NaNType}, NaNType.NONE: NaNType.NAN.word}
 
 CONFIDENCE = {"proven": "proven by replay", "likely": "likely", "possible": "possible"}
 

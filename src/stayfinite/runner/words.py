@@ -25,7 +25,7 @@ def one_line(incident: Incident) -> str:
     """The incident in one line: which step and rank, what was seen, and where if that is known."""
     is_one_of_many = incident.rank > 0 or (incident.rank == 0 and incident.world > 1)
     rank = f", rank {incident.rank}" if is_one_of_many else ""
-    seen = ", ".join(f"{r.location} is {r.nan_type.value}" for r in incident.reports[:1])
+    seen = ", ".join(f"{r.location} is {r.nan_type.word}" for r in incident.reports[:1])
     others = len(incident.reports) - 1
     are = "is" if others == 1 else "are"
     more = f" and {count(others, 'more tensor')} {are} not finite" if others > 0 else ""

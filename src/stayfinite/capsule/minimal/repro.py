@@ -77,7 +77,7 @@ def _is_whole(birth: Birth) -> bool:
 def _about(capsule: Capsule, birth: Birth, small: Experiment) -> list[str]:
     origin = capsule.incident.origin
     where = f" at {origin.file}:{origin.line}" if origin is not None and origin.file else ""
-    kind = birth.nan_type.value
+    kind = birth.nan_type.word
     which = "The backward pass of " if small.gradient is not None else ""
     torch = capsule.versions.get("torch", "unknown")
     inputs = (

@@ -57,7 +57,7 @@ def parameters_found(optimizer: Optimizer) -> Finding:
     return Finding(named, optimizer, did=did, is_after_update=True)
 
 
-def statistics_found(bad: list[Named], optimizer: Optimizer) -> Finding:
+def statistics_found(bad: list[Named], optimizer: Optimizer | None) -> Finding:
     """Running statistics that have gone bad, though the weights may be fine."""
     named = [(f"buffers.{name}", tensor) for name, tensor in bad]
     did = "the running statistics had taken the bad values already"
@@ -101,7 +101,8 @@ def explained(
     origin = dataclasses.replace(origin, facts=facts, phase=_phase(origin, incident))
     locations = tuple(report.location for report in incident.reports)
     context = evidence.context(finding.optimizer, step=born, locations=locations)
-    is_undone = settings.is_undone or settings.on_nan == "recover"
+    done = "" if incident.outcome is None else incident.outcome.strategy
+    is_undone = settings.is_undone or done == "recover"
     diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))
     return dataclasses.replace(incident, step=born, origin=origin, diagnosis=diagnosis)
 

@@ -26,6 +26,7 @@ from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.evidence import Evidence, bad_statistics
 from stayfinite.guard.aside import Aside
+from stayfinite.guard.last_look import LastLook
 from stayfinite.guard.losses import Losses
 from stayfinite.incidents import (
     Finding,
@@ -40,7 +41,7 @@ from stayfinite.locate.arming import Tracing
 from stayfinite.records import Incident
 from stayfinite.settings import GuardSettings
 
-_MOST_INCIDENTS = 50
+MOST_INCIDENTS = 50
 
 
 class Watcher(StepListener):
@@ -67,7 +68,9 @@ class Watcher(StepListener):
         self._tracing = Tracing(self.evidence.entered)
         self._aside = Aside(self._tracing)
         self._attachment: Attachment | None = None
+        self.on_begin: Callable[[], None] | None = None  # told of the first backward pass
         self._losses = Losses(self.evidence)
+        self._last_look = LastLook(self.evidence)
         self._leaves: list[Tensor] | None = None
         self._incident_clock: int | None = None
         self._was_skipped = False
@@ -119,7 +122,7 @@ class Watcher(StepListener):
             return
         with contextlib.suppress(TrainingAbortedError), self._aside:
             attachment.flush()
-            if not self.incidents:
+            if not self.incidents and not self._last_look.is_over:
                 self._check_parameters(self.evidence.optimizers(), everything=True)
         with contextlib.suppress(TrainingAbortedError):
             attachment.remove()
@@ -153,6 +156,9 @@ class Watcher(StepListener):
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._aside:
+            passes = self.evidence.backward_passes
+            if not passes & (passes - 1):  # none so far, or a power of two
+                self._early_pass(roots)
             self._tracing.tick_for_backward(roots, arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
@@ -160,6 +166,14 @@ class Watcher(StepListener):
             for root in roots:
                 if root.numel() == 1:
                     self._judge_loss(root)
+
+    def _early_pass(self, roots: Sequence[Tensor]) -> None:
+        """Before any update: who is trained here, should there be no optimizer to ask."""
+        if not self.evidence.backward_passes and self.on_begin is not None:
+            self.on_begin()
+        if not self.evidence.has_stepped:
+            with self._aside:
+                self.evidence.trained.update(dict.fromkeys(leaves_of(roots), True))
 
     def _after_backward(self, result: Any) -> None:
         if self._leaves is not None:
@@ -172,6 +186,9 @@ class Watcher(StepListener):
 
     def _judge_loss(self, root: Tensor) -> None:
         if self.looks_at_loss and (bad := self._losses.bad_one(root)) is not None:
+            if not self.evidence.passes.bad:
+                self.evidence.passes.loss_before = self.evidence.loss
+            self.evidence.passes.bad += 1
             self._bad_loss(bad)
 
     def _bad_loss(self, loss: Tensor) -> None:
@@ -229,6 +246,8 @@ class Watcher(StepListener):
                 if looks and not vetoed:
                     self._look_after_update(optimizer)
             self._was_skipped = False
+            if vetoed or self.evidence.saw_bad:
+                self.evidence.was_bad(optimizer)
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on."""
@@ -271,7 +290,8 @@ class Watcher(StepListener):
 
     def _notice(self, finding: Finding) -> None:
         """Make an incident of bad tensors, tell of it, and stop if that is asked for."""
-        if len(self.incidents) >= _MOST_INCIDENTS:
+        self.evidence.saw_bad = True
+        if len(self.incidents) >= MOST_INCIDENTS:
             return
         strategy = "none" if self.crashed else self.settings.on_nan
         incident = self._incident(finding, strategy=strategy)
@@ -289,6 +309,7 @@ class Watcher(StepListener):
         return incident
 
     def _record(self, incident: Incident) -> None:
+        self.evidence.saw_bad = True
         self.incidents.append(incident)
         if self._on_incident is not None:
             self._on_incident(incident)

@@ -66,10 +66,11 @@ class Tally:
 class _Book:
     """The attempted updates of one optimizer."""
 
-    __slots__ = ("history", "tally")
+    __slots__ = ("history", "tally", "turn")
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
+        self.turn = 0  # when it stepped last, as the number of updates of all
         self.history = History()
 
 
@@ -84,7 +85,7 @@ class Evidence:
         self._last: tuple[Callable[[], Optimizer | None], _Book] = (lambda: None), _Book(Tally())
         self._passes = History()  # of losses, as long as no optimizer has stepped
         self._tallies: list[Tally] = []  # those of optimizers that are gone too
-        self._most = 0
+        self._most = self._updates = 0
         self.backward_passes = 0
         self.passes = Tally()  # counts the bad ones, in case that there is no optimizer
         self.saw_bad = False  # in the step that is under way
@@ -134,6 +135,11 @@ class Evidence:
                 return None
             self._last = weakref.ref(optimizer), book
         return self._last[1]
+
+    def last_turn(self, optimizer: Optimizer) -> int:
+        """When it stepped last, as the number of updates of all optimizers; 0 if it has not."""
+        book = self._books.get(optimizer)
+        return 0 if book is None else book.turn
 
     def due(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters whose turn it is to be looked at.
@@ -237,6 +243,8 @@ class Evidence:
             skipped=skipped,
         )
         book.tally.attempted(self.loss)
+        self._updates += 1
+        book.turn = self._updates
         if self._latest() is not optimizer:
             self._latest, self._turns = weakref.ref(optimizer), self._turns + 1
         self._most = max(self._most, book.tally.count)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stayfinite.detect.gradients import params_of
+from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.walk import Named
 from stayfinite.distributed import rank, world_size
@@ -69,7 +70,7 @@ def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incid
     named = [*finding.named, *evidence.bad_inputs.items()]
     did = "nothing was changed" if strategy == "warn" else finding.did
     return Incident(
-        step=_noticed_step(finding, evidence),
+        step=noticed_step(finding, evidence),
         rank=rank(),
         world=world_size(),
         time=time.time(),
@@ -91,7 +92,7 @@ def explained(
     Its step becomes the one in which the value was born.
     """
     tensors = [tensor for _, tensor in finding.named]
-    found = tracing.origin(tensors, folder=settings.folder)
+    found = tracing.origin(tensors, folder=settings.folder, of=finding.optimizer)
     origin = found[0] if found else origin_from_graph(tensors)
     if origin is None:
         return incident
@@ -125,7 +126,8 @@ def in_short(incident: Incident) -> str:
     return f"{where} is not finite{on_rank(incident)}" + (f" ({known})" if known else "")
 
 
-def _noticed_step(finding: Finding, evidence: Evidence) -> int:
+def noticed_step(finding: Finding, evidence: Evidence) -> int:
+    """Updates attempted before on its optimizer; without one, backward passes."""
     if finding.optimizer is None:
         return evidence.steps if evidence.has_stepped or not _optimizers_live() else 0
     # The update that made the parameters bad has been counted already.
@@ -134,4 +136,22 @@ def _noticed_step(finding: Finding, evidence: Evidence) -> int:
 
 def _optimizers_live() -> bool:
     """Whether there is one whose first update is still to come."""
-    return any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
+    return bool(_living_optimizers())
+
+
+def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:
+    """Whose update this loss is for: of those that it reaches, the one that has waited longest.
+
+    A generator's loss reaches the discriminator too, but that has just stepped.
+    """
+    leaves = set(map(id, leaves_of([loss])))
+    owners = [
+        optimizer
+        for optimizer in _living_optimizers()
+        if any(id(param) in leaves for param in params_of(optimizer))
+    ]
+    return min(owners, key=evidence.last_turn, default=None)
+
+
+def _living_optimizers() -> list[Optimizer]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]

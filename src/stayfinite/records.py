@@ -190,7 +190,8 @@ class ReadValue:
     """A NaN or Inf that the script itself read as a number, by `Tensor.item`, in one line.
 
     `step` is how many updates had been attempted the last time; `is_loss` says that the line
-    speaks of a loss, `in_evaluation` that gradients were switched off.
+    speaks of a loss, `in_evaluation` that the value has no graph, and `is_certain` that gradients
+    were off when it was read.
     """
 
     nan_type: NaNType
@@ -201,6 +202,7 @@ class ReadValue:
     step: int = 0
     is_loss: bool = False
     in_evaluation: bool = True
+    is_certain: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

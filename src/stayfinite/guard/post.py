@@ -14,7 +14,7 @@ from stayfinite.settings import GuardSettings
 
 _SHARED = (
     *("incidents", "evidence", "_tracing", "_aside", "_losses", "_afterwards"),
-    *("_last_look", "_on_incident", "on_begin"),
+    *("_last_look", "_on_incident", "on_begin", "on_bad_loss"),
 )
 _COPIED = ("scaler_skips", "stopped", "crashed", "_incident_clock", "_was_skipped")
 _STOP = RecoveryConfig(

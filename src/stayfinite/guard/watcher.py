@@ -34,6 +34,8 @@ from stayfinite.incidents import (
     gradients_found,
     in_short,
     incident_of,
+    noticed_step,
+    optimizer_behind,
     parameters_found,
     statistics_found,
 )
@@ -68,12 +70,14 @@ class Watcher(StepListener):
         self._tracing = Tracing(self.evidence.entered)
         self._aside = Aside(self._tracing)
         self._attachment: Attachment | None = None
+        self.on_bad_loss: Callable[[Tensor], None] | None = None
         self.on_begin: Callable[[], None] | None = None  # told of the first backward pass
         self._losses = Losses(self.evidence)
         self._last_look = LastLook(self.evidence)
         self._leaves: list[Tensor] | None = None
         self._incident_clock: int | None = None
         self._was_skipped = False
+        self._noticed: tuple[int, int] | None = None
 
     @property
     def steps(self) -> int:
@@ -189,10 +193,23 @@ class Watcher(StepListener):
             if not self.evidence.passes.bad:
                 self.evidence.passes.loss_before = self.evidence.loss
             self.evidence.passes.bad += 1
+            if self.on_bad_loss is not None:
+                self.on_bad_loss(bad)
             self._bad_loss(bad)
 
     def _bad_loss(self, loss: Tensor) -> None:
-        self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
+        optimizer = optimizer_behind(loss, self.evidence)
+        if optimizer is not None and self._has_harmed(optimizer):
+            self._notice(parameters_found(optimizer))
+        else:
+            self._notice(Finding([("loss", loss)], optimizer, did="the backward pass was not run"))
+
+    def _has_harmed(self, optimizer: Optimizer) -> bool:
+        """Whether its last update has made the parameters bad, and nobody has told of it."""
+        if not self.evidence.count(optimizer) or all_finite(params_of(optimizer)):
+            return False
+        reports = (report for incident in self.incidents for report in incident.reports)
+        return not any(report.location.startswith("parameters.") for report in reports)
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
         with self._aside:
@@ -240,7 +257,8 @@ class Watcher(StepListener):
         with self._aside:
             looks = self.settings.check_parameters and self._is_due(optimizer)
             self.evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
-            self._tracing.stepped(self.evidence.steps)
+            count = self.evidence.count(optimizer)
+            self._tracing.stepped(self.evidence.steps, of=optimizer, count=count)
             if not self._was_skipped:
                 self.evidence.skips_in_a_row = 0
                 if looks and not vetoed:
@@ -291,6 +309,8 @@ class Watcher(StepListener):
     def _notice(self, finding: Finding) -> None:
         """Make an incident of bad tensors, tell of it, and stop if that is asked for."""
         self.evidence.saw_bad = True
+        if self._is_told(finding):
+            return
         if len(self.incidents) >= MOST_INCIDENTS:
             return
         strategy = "none" if self.crashed else self.settings.on_nan
@@ -298,6 +318,17 @@ class Watcher(StepListener):
         self._record(incident)
         if self.settings.on_nan == "stop" and not self.crashed:
             self._stop(incident)
+
+    def _is_told(self, finding: Finding) -> bool:
+        """Whether the script goes on from a bad step of which this is only what follows.
+
+        There is one incident for a bad step.
+        """
+        if self.settings.on_nan != "warn":
+            return False
+        noticed = id(finding.optimizer), noticed_step(finding, self.evidence)
+        before, self._noticed = self._noticed, noticed
+        return before == noticed
 
     def _incident(self, finding: Finding, *, strategy: str) -> Incident:
         """What was found, explained as far as it can be here and now."""

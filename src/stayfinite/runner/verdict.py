@@ -66,13 +66,13 @@ def why_failed(record: ProcessRecord) -> str | None:
         return None
     bad, updates = after.bad_updates, after.updates
     if updates and bad >= updates:
-        return f"all {count(updates, 'step')} were bad" if updates > 1 else "the only step was bad"
+        return "no step was good"
     if 2 * bad > updates:
-        return f"{bad} of {count(updates, 'step')} were bad ({_percent(bad, updates)})"
+        return f"only {_share(updates - bad, updates)} were good"
     if after.bad_at_end:
         return _left_bad(after.bad_at_end)
     last = record.result.steps
-    losses = [v for v in after.read if v.in_evaluation and v.is_loss and v.step >= last]
+    losses = [v for v in after.read if _is_result(v, after) and v.step >= last]
     if losses:
         return (
             f"the loss in evaluation is {_KINDS[losses[0].nan_type]} at the end ({_at(losses[0])})"
@@ -107,18 +107,20 @@ def _how_recovered(
     records: list[ProcessRecord], result: RunResult, verdict: Verdict, ending: Ending
 ) -> str:
     done = Counter(i.outcome.strategy for i in result.incidents if i.outcome)
+    done.pop("none", None)
     by_strategy = ", ".join(f"{strategy} {times}" for strategy, times in done.items())
     if any(record.stopped for record in records):
         return f"gave up: {what_was_done(result.incidents[-1])}; exit code 3."
     if verdict.failure is not None:
-        failed = "nothing was recovered" if set(done) <= {"warn", "none"} else "recovery failed"
-        return f"{failed}: {verdict.failure} ({by_strategy}); exit code {ending.code}."
+        failed = "nothing was recovered" if set(done) <= {"warn"} else "recovery failed"
+        by = f" ({by_strategy})" if by_strategy else ""
+        return f"{failed}: {verdict.failure}{by}; exit code {ending.code}."
     if set(done) <= {"warn"}:
         return "nothing was recovered, because no torch optimizer makes these updates."
     worst = _worst(records)
     good = worst.updates - worst.bad_updates
-    share = f"{good} of {count(worst.updates, 'step')} were good ({_percent(good, worst.updates)})"
-    return f"training went on: {share}{_losses(worst)} ({by_strategy})."
+    share = _share(good, worst.updates)
+    return f"training went on: {share} were good{_losses(worst)} ({by_strategy})."
 
 
 def _worst(records: Iterable[ProcessRecord]) -> Aftermath:
@@ -243,6 +245,16 @@ def _left_bad(names: tuple[str, ...]) -> str:
     if len(names) == 1:
         return f"at the end {first} is not finite"
     return f"at the end {first} and {count(len(names) - 1, 'more tensor')} are not finite"
+
+
+def _is_result(value: ReadValue, after: Aftermath) -> bool:
+    """Whether it is a loss that the script evaluated, and not one that was left out of training."""
+    is_training = not value.is_certain and after.is_last_loss_bad
+    return value.in_evaluation and value.is_loss and not is_training
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {count(whole, 'step')} ({_percent(part, whole)})"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -205,6 +205,8 @@ class Watch:
         folder = self.plan.guard.get("folder")
         self._read = ValuesRead(steps=lambda: self.guard.steps if self.guard else 0, folder=folder)
         self._numbers = watch_numbers(self._read.saw)
+        if self.guard is not None:
+            self.guard.on_bad_loss = self._read.trains_on
 
     def _new_guard(self) -> Guard:
         from stayfinite.guard import Guard, GuardSettings

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.gradients import params_of
 from stayfinite.detect.known import known_norm
@@ -29,13 +30,47 @@ _SHARES = 4
 _EVERY_NORM, _SOME_NORMS = 16, 16  # after 16 steps only every sixteenth has its norm
 
 
+class Tally:
+    """How many updates of one optimizer were attempted, and how many of them were bad.
+
+    `loss` is that of the last good one, `loss_before` that of the last before the first bad one;
+    both may still be on a device.
+    """
+
+    __slots__ = ("_earlier", "bad", "count", "loss", "loss_before")
+
+    def __init__(self) -> None:
+        self.count = self.bad = 0
+        self.loss: Any = None
+        self.loss_before: Any = None
+        self._earlier: Any = None
+
+    def attempted(self, loss: Any) -> None:
+        """One more, with this loss."""
+        self.count += 1
+        self._earlier, self.loss = self.loss, loss
+
+    def was_bad(self) -> None:
+        """The last one; its loss is none that training has learnt from."""
+        self.loss = self._earlier
+        if not self.bad:
+            self.loss_before = self.loss
+        self.bad += 1
+
+    @property
+    def share(self) -> float:
+        """The part that was bad, from 0 to 1."""
+        return self.bad / self.count if self.count else 0.0
+
+
 class _Book:
     """The attempted updates of one optimizer."""
 
-    __slots__ = ("count", "history")
+    __slots__ = ("history", "tally", "turn")
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.turn = 0  # when it stepped last, as the number of updates of all
         self.history = History()
 
 
@@ -47,10 +82,14 @@ class Evidence:
         self._inputs: dict[str, deque[float]] = {}
         self._calls: dict[tuple[int, bool], int] = {}
         self._kinds: dict[tuple[str, bool], int] = {}
-        self._last: tuple[Callable[[], Optimizer | None], _Book] = (lambda: None), _Book()
+        self._last: tuple[Callable[[], Optimizer | None], _Book] = (lambda: None), _Book(Tally())
         self._passes = History()  # of losses, as long as no optimizer has stepped
-        self._most = 0
+        self._tallies: list[Tally] = []  # those of optimizers that are gone too
+        self._most = self._updates = 0
         self.backward_passes = 0
+        self.passes = Tally()  # counts the bad ones, in case that there is no optimizer
+        self.saw_bad = False  # in the step that is under way
+        self.trained: Any = WeakIdKeyDictionary()  # leaves of losses, before any update
         self.on_step: Callable[..., None] | None = None  # told of each attempted update
         self.loss: Any = None
         self.bad_loss: Any = None  # of the step that is under way
@@ -87,7 +126,7 @@ class Evidence:
 
     def count(self, optimizer: Optimizer) -> int:
         book = self._book_of(optimizer)
-        return book.count if book is not None else 0
+        return book.tally.count if book is not None else 0
 
     def _book_of(self, optimizer: Optimizer) -> _Book | None:
         if self._last[0]() is not optimizer:  # most often it is, and the dictionary is slow
@@ -96,6 +135,11 @@ class Evidence:
                 return None
             self._last = weakref.ref(optimizer), book
         return self._last[1]
+
+    def last_turn(self, optimizer: Optimizer) -> int:
+        """When it stepped last, as the number of updates of all optimizers; 0 if it has not."""
+        book = self._books.get(optimizer)
+        return 0 if book is None else book.turn
 
     def due(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters whose turn it is to be looked at.
@@ -112,8 +156,24 @@ class Evidence:
     def forget_counts(self) -> None:
         """Start again, in a process of its own."""
         self._books.clear()
-        self._last = (lambda: None), _Book()
+        self._tallies.clear()
+        self._last = (lambda: None), _Book(Tally())
         self._most = self.backward_passes = 0
+        self.passes, self.saw_bad = Tally(), False
+
+    def was_bad(self, optimizer: Optimizer) -> None:
+        """The update that was attempted last was bad."""
+        book = self._book_of(optimizer)
+        if book is not None:
+            book.tally.was_bad()
+        self.saw_bad = False
+
+    def worst_tally(self) -> Tally:
+        """Of the optimizer with the largest share of bad updates; without one, of the passes."""
+        if not self._tallies:
+            self.passes.count, self.passes.loss = self.backward_passes, self.loss
+            return self.passes
+        return max(self._tallies, key=lambda tally: (tally.share, tally.count))
 
     def first_look(self, optimizer: Optimizer) -> None:
         """Before an optimizer's first update: how large are its weights?"""
@@ -169,22 +229,25 @@ class Evidence:
         """Close the books on one attempted update."""
         book = self._book_of(optimizer)
         if book is None:
-            book = self._books[optimizer] = _Book()
+            self._tallies.append(Tally())
+            book = self._books[optimizer] = _Book(self._tallies[-1])
         if self.on_step is not None:
             self.on_step(optimizer, self, skipped=skipped)
         groups = optimizer.param_groups
         book.history.add(
-            step=book.count,
+            step=book.tally.count,
             loss=self.loss,
             grad_norm=self.grad_norm,
             learning_rate=groups[0].get("lr") if groups else None,
             scale=self.scale,
             skipped=skipped,
         )
-        book.count += 1
+        book.tally.attempted(self.loss)
+        self._updates += 1
+        book.turn = self._updates
         if self._latest() is not optimizer:
             self._latest, self._turns = weakref.ref(optimizer), self._turns + 1
-        self._most = max(self._most, book.count)
+        self._most = max(self._most, book.tally.count)
         self.grad_norm = self.bad_loss = None
         self.bad_inputs.clear()
         self._close_calls()
@@ -216,7 +279,7 @@ class Evidence:
         self, optimizer: Optimizer | None, *, step: int, locations: tuple[str, ...]
     ) -> Context:
         """All of it as plain values; reads what is still on a device."""
-        chosen = optimizer if optimizer is not None else self._at_work()
+        chosen = optimizer if optimizer is not None else self.at_work()
         book = self._books.get(chosen) if chosen is not None else None
         history = book.history if book is not None else self._passes
         steps = max(1, self.steps)
@@ -241,9 +304,9 @@ class Evidence:
 
     def _take_turns(self) -> bool:
         """Whether several optimizers step one after the other, again and again."""
-        return self._turns > 2 + min((book.count for book in self._books.values()), default=0)
+        return self._turns > 2 + min((book.tally.count for book in self._books.values()), default=0)
 
-    def _at_work(self) -> Optimizer | None:
+    def at_work(self) -> Optimizer | None:
         """The one that stepped last; LBFGS may go wrong inside its first update."""
         latest = self._latest()
         return latest if latest is not None else next(iter(self._met), None)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stayfinite.detect.gradients import params_of
+from stayfinite.detect.leaves import leaves_of
 from stayfinite.detect.reports import bad_reports
 from stayfinite.detect.walk import Named
 from stayfinite.distributed import rank, world_size
@@ -56,7 +57,7 @@ def parameters_found(optimizer: Optimizer) -> Finding:
     return Finding(named, optimizer, did=did, is_after_update=True)
 
 
-def statistics_found(bad: list[Named], optimizer: Optimizer) -> Finding:
+def statistics_found(bad: list[Named], optimizer: Optimizer | None) -> Finding:
     """Running statistics that have gone bad, though the weights may be fine."""
     named = [(f"buffers.{name}", tensor) for name, tensor in bad]
     did = "the running statistics had taken the bad values already"
@@ -68,7 +69,7 @@ def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incid
     named = [*finding.named, *evidence.bad_inputs.items()]
     did = "nothing was changed" if strategy == "warn" else finding.did
     return Incident(
-        step=_noticed_step(finding, evidence),
+        step=noticed_step(finding, evidence),
         rank=rank(),
         world=world_size(),
         time=time.time(),
@@ -92,7 +93,7 @@ def explained(
     from stayfinite.explain.rules import diagnose  # late: a healthy run needs no rules
 
     tensors = [tensor for _, tensor in finding.named]
-    found = tracing.origin(tensors, folder=settings.folder)
+    found = tracing.origin(tensors, folder=settings.folder, of=finding.optimizer)
     origin = found[0] if found else origin_from_graph(tensors)
     if origin is None:
         return incident
@@ -102,7 +103,8 @@ def explained(
     origin = dataclasses.replace(origin, facts=facts, phase=_phase(origin, incident))
     locations = tuple(report.location for report in incident.reports)
     context = evidence.context(finding.optimizer, step=born, locations=locations)
-    is_undone = settings.is_undone or settings.on_nan == "recover"
+    done = "" if incident.outcome is None else incident.outcome.strategy
+    is_undone = settings.is_undone or done == "recover"
     diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))
     return dataclasses.replace(incident, step=born, origin=origin, diagnosis=diagnosis)
 
@@ -125,7 +127,8 @@ def in_short(incident: Incident) -> str:
     return f"{where} is not finite{on_rank(incident)}" + (f" ({known})" if known else "")
 
 
-def _noticed_step(finding: Finding, evidence: Evidence) -> int:
+def noticed_step(finding: Finding, evidence: Evidence) -> int:
+    """Updates attempted before on its optimizer; without one, backward passes."""
     if finding.optimizer is None:
         return evidence.steps if evidence.has_stepped or not _optimizers_live() else 0
     # The update that made the parameters bad has been counted already.
@@ -134,4 +137,22 @@ def _noticed_step(finding: Finding, evidence: Evidence) -> int:
 
 def _optimizers_live() -> bool:
     """Whether there is one whose first update is still to come."""
-    return any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
+    return bool(_living_optimizers())
+
+
+def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:
+    """Whose update this loss is for: of those that it reaches, the one that has waited longest.
+
+    A generator's loss reaches the discriminator too, but that has just stepped.
+    """
+    leaves = set(map(id, leaves_of([loss])))
+    owners = [
+        optimizer
+        for optimizer in _living_optimizers()
+        if any(id(param) in leaves for param in params_of(optimizer))
+    ]
+    return min(owners, key=evidence.last_turn, default=None)
+
+
+def _living_optimizers() -> list[Optimizer]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]

@@ -19,6 +19,7 @@ Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "init"
 Confidence = Literal["proven", "likely", "possible"]
 HopKind = Literal["birth", "conversion", "spread", "constant", "allocation", "foreign"]
 Exit = Literal["finite", "incident", "script-error"]
+_IF_ANY = {"written": "if it is not the default"}
 
 
 class NaNType(Enum):
@@ -206,14 +207,61 @@ class Incident:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadValue:
+    """A NaN or Inf that the script itself read as a number, by `Tensor.item`, in one line.
+
+    `step` is how many updates had been attempted the last time; `is_loss` says that the line
+    speaks of a loss, `in_evaluation` that the value has no graph, and `is_certain` that gradients
+    were off when it was read.
+    """
+
+    nan_type: NaNType
+    file: str
+    line: int
+    code: str = ""
+    times: int = 1
+    step: int = 0
+    is_loss: bool = False
+    in_evaluation: bool = True
+    is_certain: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aftermath:
+    """How training stood at the end; a recovery is judged by it.
+
+    `updates` and `bad_updates` are those of the optimizer with the largest share of bad ones;
+    without an optimizer they are backward passes. `loss_before` is from before the first incident,
+    `loss_after` the last finite one. `bad_at_end` names what was not finite when the script had
+    ended, `unseen` says why that could not be looked at.
+    """
+
+    updates: int = 0
+    bad_updates: int = 0
+    loss_before: float | None = None
+    loss_after: float | None = None
+    is_last_loss_bad: bool = False
+    read: tuple[ReadValue, ...] = ()
+    bad_at_end: tuple[str, ...] = ()
+    unseen: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What `stayfinite run --json FILE` writes."""
+    """What `stayfinite run --json FILE` writes.
+
+    `recovered` is None where nothing was to be recovered from. `remarks` are sentences about what
+    is no incident: a NaN in evaluation, a process that was not heard to its end. Both are written
+    only where there is something to say.
+    """
 
     schema: int = SCHEMA
     incidents: tuple[Incident, ...] = ()
     skipped_by_scaler: int = 0
     steps: int = 0
     exit: Exit = "finite"
+    recovered: bool | None = field(default=None, metadata=_IF_ANY)
+    remarks: tuple[str, ...] = field(default=(), metadata=_IF_ANY)
 
 
 Record = TypeVar("Record")
@@ -222,7 +270,8 @@ Record = TypeVar("Record")
 def to_data(value: Any) -> Any:
     """The value as strict-JSON data: non-finite floats become "nan", "inf", "-inf"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        named = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {f.name: to_data(v) for f, v in named if f.metadata != _IF_ANY or v != f.default}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.gradients import Pairs, put_gradients
+from stayfinite.detect.gradients import Pairs, params_of, put_gradients
 from stayfinite.detect.leaves import leaves_of
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.guard.afterwards import Afterwards
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.guard.reporting import ReportingWatcher
 from stayfinite.guard.sharing import shared
+from stayfinite.guard.watcher import MOST_INCIDENTS
 from stayfinite.guard.window import Window
 from stayfinite.incidents import (
     Finding,
@@ -27,7 +29,7 @@ from stayfinite.incidents import (
     parameters_found,
 )
 from stayfinite.locate.names import one_look
-from stayfinite.records import Incident, Outcome
+from stayfinite.records import Aftermath, Incident, Outcome
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.recover.recovery import Recovery
@@ -36,6 +38,12 @@ from stayfinite.snapshot import RandomState
 
 if TYPE_CHECKING:
     from stayfinite.guard.replay import Replay
+
+_NO_VETO = Outcome(
+    strategy="warn",
+    detail="no torch optimizer makes this update, so it cannot be left out; the script goes on",
+)
+_TOO_LATE = "it was found when the script had ended, so nothing was undone"
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -115,11 +123,54 @@ class Guard(ReportingWatcher):
                 if job.trouble is not None:
                     job.undo()
                 job.settle()
-                if self._attachment is not None and self.incidents and not self.stopped:
+                is_over = self.stopped or self._last_look.is_over
+                if self._attachment is not None and self.incidents and not is_over:
                     self._check_parameters([job.parts.optimizer], everything=True)
         super().close()
         for job in self.jobs.values():
             job.close()
+
+    def end(self, modules: Mapping[str, nn.Module]) -> None:
+        """The script is over: look once at its weights, which nothing can put back any more.
+
+        `modules` are those that it has left behind, by the names of their variables.
+        """
+        look = self._last_look
+        if self._attachment is None or look.is_over:
+            return
+        look.is_over = True
+        with contextlib.suppress(TrainingAbortedError), self._aside:
+            self._attachment.flush()
+            for job in self.jobs.values():
+                if job.trouble is not None:
+                    job.undo()
+                job.settle()
+        if self.stopped or self.crashed:
+            return
+        with self._aside:
+            for finding in look.take(modules):
+                if not self.incidents:
+                    self._found_at_end(finding)
+            if self._losses.any_far_bad() and not self.incidents:
+                self._found_at_end(Finding([("loss", torch.tensor(torch.nan))]))
+
+    def _found_at_end(self, finding: Finding) -> None:
+        finding = dataclasses.replace(finding, did=_TOO_LATE)
+        self._record(self._incident(finding, strategy="none"))
+        self.stopped = self.settings.on_nan == "stop"
+
+    def aftermath(self) -> Aftermath:
+        """How training stands; reads what is still on a device."""
+        tally = self.evidence.worst_tally()
+        return Aftermath(
+            updates=tally.count,
+            bad_updates=tally.bad,
+            loss_before=_number(tally.loss_before),
+            loss_after=_number(tally.loss),
+            is_last_loss_bad=self._losses.is_last_bad(),
+            bad_at_end=tuple(self._last_look.bad),
+            unseen=self._last_look.unseen,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -133,11 +184,37 @@ class Guard(ReportingWatcher):
             return
         finding = Finding([("loss", loss)])
         leaves = leaves_of([loss])
-        for job in self.jobs.values():
-            if job.trouble is None and job.owns(leaves):
+        owners = [job for job in self.jobs.values() if job.owns(leaves)]
+        for job in owners:
+            if job.trouble is None:
                 job.trouble = finding
                 if self._window is not None:
                     self._window.saw(finding)
+        if not owners and not self._window and not self._is_optimized(leaves):
+            self._only_warn(finding)
+
+    def _is_optimized(self, leaves: list[Tensor]) -> bool:
+        """Whether an optimizer will be asked about these, though no job of ours has it."""
+        ours = set(map(id, leaves))
+        return any(
+            id(param) in ours for each in self.evidence.optimizers() for param in params_of(each)
+        )
+
+    def _only_warn(self, finding: Finding) -> None:
+        """There is no update that could be vetoed, so this is told, and nothing more."""
+        if len(self.incidents) < MOST_INCIDENTS:
+            incident = self._incident(finding, strategy="warn")
+            told = any(each.outcome == _NO_VETO for each in self.incidents)
+            done = incident.outcome if told else _NO_VETO
+            self._record(dataclasses.replace(incident, outcome=done))
+
+    def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
+        if self._window is None:
+            for job in self.jobs.values():
+                if job.trouble is not None:
+                    with self._aside:
+                        job.forget_trouble_if_gone()
+        super()._before_backward(roots, gradients)
 
     def _verdict(
         self, optimizer: Optimizer, gradients: list[Tensor], on_device: bool
@@ -173,7 +250,7 @@ class Guard(ReportingWatcher):
     @one_look()
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
-        if self.mended_harm(job, was_counted=False):  # the update is still to come
+        if self.mended_harm(job):
             return True
         incident = self._incident(finding_of(job, gradients), strategy="recover")
         job.undo()
@@ -289,12 +366,14 @@ class Guard(ReportingWatcher):
         elif self._tracing.is_on or self.evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)
 
-    def mended_harm(self, job: Job, *, was_counted: bool = True) -> bool:
-        """Whether parameters were bad, on any rank; they have been put back then."""
+    def mended_harm(self, job: Job) -> bool:
+        """Whether parameters were bad, on any rank; they have been put back then.
+
+        An update before this one has made them so.
+        """
         if not job.any_rank(not job.is_finite()):
             return False
-        found = parameters_found(job.parts.optimizer)
-        self._harmed(dataclasses.replace(found, is_after_update=was_counted))
+        self._harmed(parameters_found(job.parts.optimizer))
         return True
 
     def incident_now(self, finding: Finding, *, explain: bool) -> Incident:
@@ -302,3 +381,11 @@ class Guard(ReportingWatcher):
         if explain:
             return self._incident(finding, strategy="recover")
         return incident_of(finding, self.evidence, strategy="recover")
+
+
+def _number(loss: Any) -> float | None:
+    """A loss that may still be on a device; None if there is none, or it is not finite."""
+    if loss is None:
+        return None
+    value = float(loss)  # host sync
+    return value if math.isfinite(value) else None

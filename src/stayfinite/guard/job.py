@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.gradients import Pairs, params_of
+from stayfinite.detect.parts import plain_parts
 from stayfinite.detect.quick import surely_finite
 from stayfinite.detect.scan import all_finite
 from stayfinite.distributed import agree
@@ -267,6 +268,15 @@ class Job:
         """Whether any of the tensors is a parameter of this job."""
         ours = {id(param) for param in params_of(self.parts.optimizer)}
         return any(id(leaf) in ours for leaf in leaves)
+
+    def forget_trouble_if_gone(self) -> None:
+        """A bad loss does no harm when its gradients were thrown away, as a GAN's other step does.
+
+        Of a DTensor only the local part is looked at.
+        """
+        parts = (part for _, gradient in self.gradients() for part in plain_parts(gradient))
+        if not any(bool(part.any()) for part in parts):  # host sync; a NaN counts as any
+            self.trouble = None
 
     def gradients(self) -> Pairs:
         params = params_of(self.parts.optimizer)

@@ -13,6 +13,8 @@ from stayfinite.detect.scan import all_finite, nonfinite
 from stayfinite.detect.walk import named_tensors
 from stayfinite.evidence import Evidence
 
+_MOST_FAR = 64
+
 
 class Losses:
     """Judges losses as they were before a scaler multiplied them.
@@ -24,6 +26,7 @@ class Losses:
         self._evidence = evidence
         self._unscaled: Any = WeakIdKeyDictionary()
         self._far: list[Tensor] = []
+        self._is_last_bad: bool | Tensor = False
 
     def scaled(self, losses: Any, results: Any) -> None:
         """A scaler has made `results` of `losses`."""
@@ -37,14 +40,31 @@ class Losses:
         loss: Tensor = self._unscaled.get(root, root) if self._evidence.uses_scaler else root
         value = finite_number(loss)
         if value is not None:
+            self._is_last_bad = False
             self._evidence.saw_loss(value)
         elif loss.device.type != "cpu":
-            self._far.append(nonfinite([loss], exact_on_device=True))
-            self._evidence.saw_loss(loss.detach())
+            self._saw_far(loss)
         elif not all_finite([loss]):
+            self._is_last_bad = True
             self._evidence.bad_loss = loss.detach()
             return loss
         return None
+
+    def _saw_far(self, loss: Tensor) -> None:
+        flag = self._is_last_bad = nonfinite([loss], exact_on_device=True)
+        if len(self._far) >= _MOST_FAR:  # no optimizer asks for them, so they are not all kept
+            flag = torch.stack([*self._far, flag]).any()
+            self._far.clear()
+        self._far.append(flag)
+        self._evidence.saw_loss(loss.detach())
+
+    def is_last_bad(self) -> bool:
+        """Whether the loss of the last backward pass was bad."""
+        return bool(self._is_last_bad)  # host sync
+
+    def any_far_bad(self) -> bool:
+        """Whether one was bad that nobody has asked for; for the end, when no update comes."""
+        return any(map(bool, self._far))  # host sync
 
     def far_flags(self) -> list[Tensor]:
         """One for each loss that was far away: NaN where it was bad, else 0. Each is told once."""

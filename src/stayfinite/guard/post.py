@@ -12,7 +12,10 @@ from stayfinite.guard.job import Job
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.settings import GuardSettings
 
-_SHARED = ("incidents", "evidence", "_tracing", "_aside", "_losses", "_afterwards", "_on_incident")
+_SHARED = (
+    *("incidents", "evidence", "_tracing", "_aside", "_losses", "_afterwards"),
+    *("_last_look", "_on_incident", "on_begin", "on_bad_loss"),
+)
 _COPIED = ("scaler_skips", "stopped", "crashed", "_incident_clock", "_was_skipped")
 _STOP = RecoveryConfig(
     primary_strategy=RecoveryStrategy.ABORT, fallback_strategy=RecoveryStrategy.ABORT

@@ -26,6 +26,7 @@ from stayfinite.detect.walk import Named, named_tensors
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.evidence import Evidence, bad_statistics
 from stayfinite.guard.aside import Aside
+from stayfinite.guard.last_look import LastLook
 from stayfinite.guard.losses import Losses
 from stayfinite.incidents import (
     Finding,
@@ -33,6 +34,8 @@ from stayfinite.incidents import (
     gradients_found,
     in_short,
     incident_of,
+    noticed_step,
+    optimizer_behind,
     parameters_found,
     statistics_found,
 )
@@ -40,7 +43,7 @@ from stayfinite.locate.arming import Tracing
 from stayfinite.records import Incident
 from stayfinite.settings import GuardSettings
 
-_MOST_INCIDENTS = 50
+MOST_INCIDENTS = 50
 
 
 class Watcher(StepListener):
@@ -67,10 +70,14 @@ class Watcher(StepListener):
         self._tracing = Tracing(self.evidence.entered)
         self._aside = Aside(self._tracing)
         self._attachment: Attachment | None = None
+        self.on_bad_loss: Callable[[Tensor], None] | None = None
+        self.on_begin: Callable[[], None] | None = None  # told of the first backward pass
         self._losses = Losses(self.evidence)
+        self._last_look = LastLook(self.evidence)
         self._leaves: list[Tensor] | None = None
         self._incident_clock: int | None = None
         self._was_skipped = False
+        self._noticed: tuple[int, int] | None = None
 
     @property
     def steps(self) -> int:
@@ -123,7 +130,7 @@ class Watcher(StepListener):
             return
         with contextlib.suppress(TrainingAbortedError), self._aside:
             attachment.flush()
-            if not self.incidents:
+            if not self.incidents and not self._last_look.is_over:
                 self._check_parameters(self.evidence.optimizers(), everything=True)
         with contextlib.suppress(TrainingAbortedError):
             attachment.remove()
@@ -157,6 +164,9 @@ class Watcher(StepListener):
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._aside:
+            passes = self.evidence.backward_passes
+            if not passes & (passes - 1):  # none so far, or a power of two
+                self._early_pass(roots)
             self._tracing.tick_for_backward(roots, arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
@@ -164,6 +174,14 @@ class Watcher(StepListener):
             for root in roots:
                 if root.numel() == 1:
                     self._judge_loss(root)
+
+    def _early_pass(self, roots: Sequence[Tensor]) -> None:
+        """Before any update: who is trained here, should there be no optimizer to ask."""
+        if not self.evidence.backward_passes and self.on_begin is not None:
+            self.on_begin()
+        if not self.evidence.has_stepped:
+            with self._aside:
+                self.evidence.trained.update(dict.fromkeys(leaves_of(roots), True))
 
     def _after_backward(self, result: Any) -> None:
         if self._leaves is not None:
@@ -176,10 +194,26 @@ class Watcher(StepListener):
 
     def _judge_loss(self, root: Tensor) -> None:
         if self.looks_at_loss and (bad := self._losses.bad_one(root)) is not None:
+            if not self.evidence.passes.bad:
+                self.evidence.passes.loss_before = self.evidence.loss
+            self.evidence.passes.bad += 1
+            if self.on_bad_loss is not None:
+                self.on_bad_loss(bad)
             self._bad_loss(bad)
 
     def _bad_loss(self, loss: Tensor) -> None:
-        self._notice(Finding([("loss", loss)], did="the backward pass was not run"))
+        optimizer = optimizer_behind(loss, self.evidence)
+        if optimizer is not None and self._has_harmed(optimizer):
+            self._notice(parameters_found(optimizer))
+        else:
+            self._notice(Finding([("loss", loss)], optimizer, did="the backward pass was not run"))
+
+    def _has_harmed(self, optimizer: Optimizer) -> bool:
+        """Whether its last update has made the parameters bad, and nobody has told of it."""
+        if not self.evidence.count(optimizer) or all_finite(params_of(optimizer)):
+            return False
+        reports = (report for incident in self.incidents for report in incident.reports)
+        return not any(report.location.startswith("parameters.") for report in reports)
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
         with self._aside:
@@ -227,12 +261,15 @@ class Watcher(StepListener):
         with self._aside:
             looks = self.settings.check_parameters and self._is_due(optimizer)
             self.evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
-            self._tracing.stepped(self.evidence.steps)
+            count = self.evidence.count(optimizer)
+            self._tracing.stepped(self.evidence.steps, of=optimizer, count=count)
             if not self._was_skipped:
                 self.evidence.skips_in_a_row = 0
                 if looks and not vetoed:
                     self._look_after_update(optimizer)
             self._was_skipped = False
+            if vetoed or self.evidence.saw_bad:
+                self.evidence.was_bad(optimizer)
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on."""
@@ -275,13 +312,27 @@ class Watcher(StepListener):
 
     def _notice(self, finding: Finding) -> None:
         """Make an incident of bad tensors, tell of it, and stop if that is asked for."""
-        if len(self.incidents) >= _MOST_INCIDENTS:
+        self.evidence.saw_bad = True
+        if self._is_told(finding):
+            return
+        if len(self.incidents) >= MOST_INCIDENTS:
             return
         strategy = "none" if self.crashed else self.settings.on_nan
         incident = self._incident(finding, strategy=strategy)
         self._record(incident)
         if self.settings.on_nan == "stop" and not self.crashed:
             self._stop(incident)
+
+    def _is_told(self, finding: Finding) -> bool:
+        """Whether the script goes on from a bad step of which this is only what follows.
+
+        There is one incident for a bad step.
+        """
+        if self.settings.on_nan != "warn":
+            return False
+        noticed = id(finding.optimizer), noticed_step(finding, self.evidence)
+        before, self._noticed = self._noticed, noticed
+        return before == noticed
 
     def _incident(self, finding: Finding, *, strategy: str) -> Incident:
         """What was found, explained as far as it can be here and now."""
@@ -293,6 +344,7 @@ class Watcher(StepListener):
         return incident
 
     def _record(self, incident: Incident) -> None:
+        self.evidence.saw_bad = True
         self.incidents.append(incident)
         if self._on_incident is not None:
             self._on_incident(incident)

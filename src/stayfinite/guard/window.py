@@ -295,6 +295,7 @@ class Window:
     def _end(self, *, is_good: bool) -> None:
         self._trouble = None
         self._calls.clear()
+        self._guard.evidence.saw_bad = False  # the vetoed try has been counted
         self._job.end(is_good=is_good)
 
     def _drop(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stayfinite.detect.entrypoints import together
 from stayfinite.detect.hooks import Attachment
@@ -37,7 +39,7 @@ class Tracing:
         self._on_enter = on_enter
         self._tracer: Tracer | None = None
         self._ticks: deque[int] = deque(maxlen=_REMEMBERED)
-        self._steps: deque[int] = deque(maxlen=_REMEMBERED)
+        self._steps: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
         self._stance: Any = None
         self.keeps = False
         """Whether the inputs of the guilty operation are kept, for a capsule."""
@@ -104,10 +106,10 @@ class Tracing:
         if self._tracer is not None:
             self._tracer.facts.roots = roots  # until the next tick
 
-    def stepped(self, steps: int) -> None:
-        """An update is over; `steps` have been attempted so far."""
+    def stepped(self, steps: int, *, of: Optimizer, count: int) -> None:
+        """An update is over; the optimizer has attempted `count`, the busiest one `steps`."""
         self._ticks.append(self.clock)
-        self._steps.append(steps)
+        self._steps.append((steps, id(of), count))
 
     def clock_before(self, clock: int, *, steps: int) -> int:
         """The clock so many updates before."""
@@ -119,9 +121,12 @@ class Tracing:
             self._tracer.label([tensor], text)
 
     def origin(
-        self, tensors: Iterable[Tensor], *, folder: str | None
+        self, tensors: Iterable[Tensor], *, folder: str | None, of: Optimizer | None = None
     ) -> tuple[Origin, int | None] | None:
-        """Where the bad ones among the tensors began, and in which step; None if not traced."""
+        """Where the bad ones among the tensors began, and in which step; None if not traced.
+
+        Steps are those `of` an optimizer; of the busiest if it is not known.
+        """
         if self._tracer is None:
             return None
         from stayfinite.locate.keeping import KeepingTracer
@@ -131,7 +136,7 @@ class Tracing:
         if found is not None and isinstance(self._tracer, KeepingTracer):
             self.kept = self._tracer.kept(found[1])
             self.beginning = self._tracer.beginning
-        return (found[0], self._step_of(found[1])) if found else None
+        return (found[0], self._step_of(found[1], of)) if found else None
 
     def was_computed(self, tensor: Tensor) -> bool:
         """Whether the tensor is bad by a computation, and not because somebody wrote it so."""
@@ -142,7 +147,7 @@ class Tracing:
         event = guilty(ancestors(self._tracer.events_of([tensor])))
         return event is not None and event.kind in ("birth", "conversion")
 
-    def _step_of(self, event: Event) -> int | None:
+    def _step_of(self, event: Event, of: Optimizer | None) -> int | None:
         if event.kind in ("foreign", "allocation"):  # it was there before; what counts is its use
             return None
         # An update's own events carry the tick that it is booked under.
@@ -150,4 +155,7 @@ class Tracing:
         index = find(self._ticks, event.clock)
         if not self._ticks:  # no optimizer so far: the clock has ticked at backward passes only
             return max(0, event.clock - (event.phase == "backward"))
-        return self._steps[index - 1] if index else 0
+        if of is None:
+            return self._steps[index - 1][0] if index else 0
+        before = itertools.islice(reversed(self._steps), len(self._steps) - index, None)
+        return next((count for _, key, count in before if key == id(of)), 0)

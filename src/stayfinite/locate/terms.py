@@ -107,7 +107,7 @@ def _of_call(node: ast.Call, call: Call, frame: FrameType) -> list[Term]:
 def _of_loop(node: Node, value: ast.expr, call: Call, frame: FrameType) -> list[Term]:
     """`total = total + term` or `total += term`, for each of something."""
     loop = _loop_around(node, frame)
-    if loop is None or not _adds_to_itself(node, loop):
+    if loop is None or not _adds_to_itself(node, loop) or _begins_anew(node, loop):
         return []
     members = _members(loop.iter, frame)
     if len(members) > 1 and all(_flag(value) is not None for _, value in members):
@@ -131,6 +131,19 @@ def _adds_to_itself(node: Node, loop: ast.For) -> bool:
         and each.value is node
         and isinstance(node, ast.BinOp)
         and ast.dump(node.left) == ast.dump(each.targets[0]).replace("Store()", "Load()")
+        for each in ast.walk(loop)
+    )
+
+
+def _begins_anew(node: Node, loop: ast.For) -> bool:
+    """Whether the loop gives the sum a new value each time, so that it is not over the loop."""
+    target = node.target if isinstance(node, ast.AugAssign) else getattr(node, "left", None)
+    if not isinstance(target, ast.Name):
+        return False
+    return any(
+        isinstance(each, ast.Assign)
+        and each.value is not node
+        and any(isinstance(to, ast.Name) and to.id == target.id for to in each.targets)
         for each in ast.walk(loop)
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from stayfinite.runner.kinds import watch_for
 from stayfinite.runner.peers import end_peers, is_consequence, watch_group
 from stayfinite.runner.plan import ROOT, read_plan
 from stayfinite.runner.torchrun import watch_launcher
+from stayfinite.runner.verdict import signal_name
 from stayfinite.runner.watch import Watch
 from stayfinite.runner.words import one_line, say
 
@@ -63,10 +65,31 @@ def join(plan_path: str, key: str) -> None:
 
 def exit_code(watch: Watch, ending: Ending) -> int:
     """End the watch over a process that another one reports for; the result is its exit code."""
+    watch.code = ending.code
     watch.end()
     with step_aside("ending the other ranks"):
         end_peers(watch)
     return INCIDENT_CODE if watch.has_stopped else ending.code
+
+
+def deaths() -> dict[int, str]:
+    """The processes that this one started and a signal ended, other than by being asked to end."""
+    process: Any = sys.modules.get("multiprocessing.process")
+    started = [] if process is None else list(process._dangling)
+    asked = (-signal.SIGTERM, -signal.SIGINT)  # as a pool asks its workers
+    codes = {one.pid: one.exitcode for one in started if _is_own_child(one)}
+    return {
+        pid: signal_name(-code)
+        for pid, code in codes.items()
+        if code is not None and code < 0 and code not in asked
+    }
+
+
+def _is_own_child(process: Any) -> bool:
+    is_ours = getattr(process, "_parent_pid", None) == os.getpid()
+    return (
+        is_ours and getattr(process, "_popen", None) is not None and not _is_loader_worker(process)
+    )
 
 
 def _forked(watch: Watch) -> None:

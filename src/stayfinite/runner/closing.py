@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 
 from stayfinite.records import Exit, Incident, RunResult, to_json
@@ -15,12 +14,13 @@ from stayfinite.report.sinks import beside_bars
 from stayfinite.report.store.schema import RESULT
 from stayfinite.runner import ranks, tree
 from stayfinite.runner.aside import step_aside
-from stayfinite.runner.children import exit_code
+from stayfinite.runner.children import deaths, exit_code
 from stayfinite.runner.ending import INCIDENT_CODE, Ending, flush
 from stayfinite.runner.plan import write_atomically
 from stayfinite.runner.scene import Scene
+from stayfinite.runner.verdict import judge, last_line
 from stayfinite.runner.watch import Watch
-from stayfinite.runner.words import count, one_line, say, what_was_done
+from stayfinite.runner.words import one_line, say
 
 _MOST_SHOWN = 3
 
@@ -34,12 +34,24 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
         if scene.is_rank:
             records = ranks.heard_out(scene.plan.folder)
         result = tree.merged(records, only_first=scene.plan.stops)
-        if any(record.stopped for record in records):
+        verdict = judge(
+            records,
+            result,
+            recovers=scene.options.on_nan == "recover",
+            deaths=deaths(),
+            speaker=watch.pid,
+            is_last=not scene.is_rank,
+        )
+        failed = verdict.failure is not None and not code
+        if failed or any(record.stopped for record in records):
             code = INCIDENT_CODE
         if not scene.is_rank or ranks.speaks(records, watch):
-            result = dataclasses.replace(result, exit=_exit_of(result, ending))
+            result = verdict.of(dataclasses.replace(result, exit=_exit_of(result, ending)))
             result = _conclude(scene, records, result)
-            _say_last(scene, records, result, dataclasses.replace(ending, code=code))
+            ended = dataclasses.replace(ending, code=code)
+            for remark in result.remarks if result.incidents else ():
+                say(remark)
+            say(last_line(records, result, verdict, ended, scene.options.on_nan))
     ranks.leave(watch) if scene.is_rank else shutil.rmtree(scene.plan.folder, ignore_errors=True)
     return code
 
@@ -132,48 +144,3 @@ def _exit_of(result: RunResult, ending: Ending) -> Exit:
     if result.incidents:
         return "incident"
     return "script-error" if ending.code else "finite"
-
-
-def _say_last(
-    scene: Scene, records: list[tree.ProcessRecord], result: RunResult, ending: Ending
-) -> None:
-    if result.incidents and scene.plan.stops and ending.code != INCIDENT_CODE:
-        say(f"the script ended itself with exit code {ending.code}; a NaN was behind it.")
-    elif result.incidents:
-        say(_last_of_incident(scene, result, ending))
-    else:
-        say(f"{_how_it_ended(ending)}{_what_was_checked(records, result)}")
-
-
-def _last_of_incident(scene: Scene, result: RunResult, ending: Ending) -> str:
-    first = result.incidents[0]
-    if scene.plan.stops:
-        return f"the script was ended at step {first.step}; exit code 3."
-    found = count(len(result.incidents), "incident")
-    if scene.options.on_nan == "recover":
-        return f"{found} in {count(result.steps, 'step')}; {_in_the_end(result, ending)}"
-    return f"{found} in {count(result.steps, 'step')}; the script went on (--on-nan warn)."
-
-
-def _in_the_end(result: RunResult, ending: Ending) -> str:
-    if ending.code == INCIDENT_CODE:
-        return f"gave up: {what_was_done(result.incidents[-1])}; exit code 3."
-    done = Counter(i.outcome.strategy for i in result.incidents if i.outcome)
-    by_strategy = ", ".join(f"{strategy} {times}" for strategy, times in done.items())
-    return f"recovered from all of them ({by_strategy})."
-
-
-def _how_it_ended(ending: Ending) -> str:
-    if ending.interrupted:
-        return "interrupted; "
-    return f"the script ended with exit code {ending.code}; " if ending.code else ""
-
-
-def _what_was_checked(records: list[tree.ProcessRecord], result: RunResult) -> str:
-    if not any(record.saw_torch for record in records):
-        return "the script did not import torch, so nothing was checked."
-    if not result.steps:
-        return "no backward pass and no optimizer step was seen, so nothing was checked."
-    skipped = result.skipped_by_scaler
-    scaler = f" ({count(skipped, 'update')} skipped by the loss scaler)" if skipped else ""
-    return f"{count(result.steps, 'step')} checked, all finite{scaler}."

@@ -41,8 +41,6 @@ def confirmed(first: Incident, second: Incident) -> Incident:
         reports=second.reports or first.reports,
         origin=second.origin or first.origin,
         diagnosis=diagnosis,
-        # What was noticed earlier was done earlier.
-        outcome=second.outcome if _noticed(second) < first.step else first.outcome,
     )
 
 

@@ -126,7 +126,10 @@ def _run(first: _First, *, from_start: bool) -> Again:
         command=scene.plan.command,
         **holding(scene, first.records),
     )
-    is_undone = scene.plan.guard.get("on_nan") == "recover"
+    done = first.incident.outcome
+    is_undone = scene.plan.guard.get("on_nan") == "recover" and (
+        done is None or done.strategy not in ("warn", "none")
+    )
     plan = plan.with_guard(on_nan="stop", is_undone=is_undone, **how)
     plan.save()
     return run_again(scene, plan, seconds=first.duration)

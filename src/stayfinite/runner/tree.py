@@ -6,10 +6,10 @@ import contextlib
 import glob
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stayfinite.errors import RecordError
-from stayfinite.records import Incident, RunResult, from_json, to_json
+from stayfinite.records import Aftermath, Incident, RunResult, from_json, to_json
 from stayfinite.runner.audit import Effect
 from stayfinite.runner.plan import write_atomically
 
@@ -23,7 +23,8 @@ class ProcessRecord:
     `seconds` is the time from the start of the run to the first incident. `effects` are
     the things outside temporary folders that the process changed, `made` all paths that it made.
     `refused` is what it was about to change when its sandbox did not let it. `folder` is the one
-    that file names in its incidents are relative to.
+    that file names in its incidents are relative to. `has_begun` says that it trains, `ended` is
+    the exit code with which it ended, None as long as it has not.
     """
 
     pid: int
@@ -39,6 +40,9 @@ class ProcessRecord:
     made: tuple[str, ...] = ()
     refused: str | None = None
     folder: str | None = None
+    has_begun: bool = False
+    ended: int | None = None
+    aftermath: Aftermath = field(default_factory=Aftermath)
 
 
 def birth(pid: int) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from stayfinite.records import Incident, RunResult, from_data
+from stayfinite.records import Aftermath, Incident, RunResult, from_data
 from stayfinite.runner import tree
 from stayfinite.runner.aside import step_aside
 from stayfinite.runner.audit import Audit, Effect, Effects, Refusal
@@ -26,9 +26,13 @@ from stayfinite.runner.seeds import Seeds
 from stayfinite.runner.unheard import note_native_writers, note_stdin
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from stayfinite.detect.hooks import Attachment
     from stayfinite.guard import Guard
     from stayfinite.guard.post import Post
     from stayfinite.guard.recording import Recorder
+    from stayfinite.guard.values_read import ValuesRead
 
 Listener = Callable[["Watch", Incident], None]
 
@@ -46,7 +50,11 @@ class Watch:
         self.is_muted = False
         self._seconds: float | None = None
         self._rank: int | None = None
-        self._has_saved = self._has_ended = False
+        self._has_saved = self._has_ended = self._has_begun = False
+        self.code: int | None = None  # with which this process ends, once that is known
+        self._read: ValuesRead | None = None
+        self._numbers: Attachment | None = None
+        self._aftermath = Aftermath()
         keep = (os.getcwd(), str(plan.guard.get("folder") or os.getcwd()))
         self.effects = Effects(keep=keep, on_first=self.save)
         self._refused: str | None = None
@@ -108,6 +116,9 @@ class Watch:
             made=tuple(self.effects.made),
             refused=self._refused,
             folder=self.plan.guard.get("folder"),
+            has_begun=self._has_begun or self.in_group,
+            ended=self.code if self._has_ended else None,
+            aftermath=self._aftermath,
         )
 
     def _is_ended_by(self, result: RunResult) -> bool:
@@ -141,12 +152,31 @@ class Watch:
         if self._has_ended:
             return
         self._has_ended = True
+        with step_aside("looking at the end"):
+            self._look_at_the_end()
         with step_aside("closing the guard"):
+            if self._numbers is not None:
+                self._numbers.remove()
             if self._post is not None and not self.is_muted:
                 self._post.close()
                 if self.recorder is not None:
                     self.recorder.end(is_finite=not self._post.guard.incidents)
             if self._has_saved or (self.guard is not None and not self.is_muted):
+                self.save()
+
+    def _look_at_the_end(self) -> None:
+        guard = self.guard
+        if guard is None or self.is_muted or self.plan.repeat is not None:
+            return
+        guard.end(_modules_left())
+        read = () if self._read is None else self._read.told()
+        self._aftermath = dataclasses.replace(guard.aftermath(), read=read)
+
+    def _begin_training(self) -> None:
+        """The first backward pass: from here on this process has something to tell at its end."""
+        self._has_begun = True
+        if self.pid != self.plan.pid:
+            with step_aside("noting that training begins"):
                 self.save()
 
     def join_group(self) -> None:
@@ -166,7 +196,10 @@ class Watch:
         """Become the watch of a forked child: its own record, nothing of the parent's."""
         self.pid = os.getpid()
         self._seconds, self._rank = None, None
-        self._has_saved = self._has_ended = self.in_group = False
+        self._has_saved = self._has_ended = self._has_begun = self.in_group = False
+        self.code, self._aftermath = None, Aftermath()
+        if self._read is not None:
+            self._read.forget()
         self.effects.clear()
         self.seeds.forget_key()
         if self.guard is not None:
@@ -182,10 +215,22 @@ class Watch:
 
         if self.plan.capsule is not None:
             guard.keep_operations()
+        guard.on_begin = self._begin_training
         self._post = Post(guard, _attach_guard)
         self._begin_record(guard)
         if self.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
+            self._watch_numbers()
             join_frameworks()
+
+    def _watch_numbers(self) -> None:
+        from stayfinite.detect.numbers import watch_numbers
+        from stayfinite.guard.values_read import ValuesRead
+
+        folder = self.plan.guard.get("folder")
+        self._read = ValuesRead(steps=lambda: self.guard.steps if self.guard else 0, folder=folder)
+        self._numbers = watch_numbers(self._read.saw)
+        if self.guard is not None:
+            self.guard.on_bad_loss = self._read.trains_on
 
     def _new_guard(self) -> Guard:
         from stayfinite.guard import Guard, GuardSettings
@@ -236,6 +281,14 @@ def _attach_guard(guard: Guard) -> None:
     from stayfinite.guard.discover import recover_everything
 
     guard.attach(*([recover_everything(guard)] if guard.settings.on_nan == "recover" else ()))
+
+
+def _modules_left() -> dict[str, nn.Module]:
+    """The modules in the script's own variables, by name; those in functions are gone."""
+    from torch import nn
+
+    left = dict(vars(sys.modules["__main__"]))
+    return {name: value for name, value in left.items() if issubclass(type(value), nn.Module)}
 
 
 def rank() -> int:

@@ -39,4 +39,5 @@ def what_was_done(incident: Incident) -> str:
     outcome = incident.outcome
     if outcome is None:
         return "nothing was done"
-    return f"{outcome.strategy}: {outcome.detail}" if outcome.detail else outcome.strategy
+    strategy = "" if outcome.strategy == "none" else outcome.strategy
+    return ": ".join(filter(None, (strategy, outcome.detail))) or "nothing was done"

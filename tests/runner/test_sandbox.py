@@ -279,3 +279,35 @@ def test_one_kind_can_be_chosen_and_a_wrong_one_is_refused(monkeypatch) -> None:
     monkeypatch.setenv(sandbox.VARIABLE, "docker")
     with pytest.raises(ConfigError, match="it must be one of overlay, landlock, audit"):
         sandbox.allowed_kinds()
+
+
+ENTER = """
+import os, sys
+from stayfinite.runner import sandbox
+before = os.getuid(), os.getgid(), os.getcwd()
+assert sandbox.enter(sys.argv[1], kinds=("overlay",)) == "overlay"
+assert (os.getuid(), os.getgid(), os.getcwd()) == before
+for name in ("old.txt", "tree/leaf", "tree/new", "/tmp/" + sys.argv[2]):
+    with open(name, "w") as file: file.write("x")
+os.remove("precious.bin")
+with open(sys.argv[1] + "/answer", "w") as file: file.write("it went through")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="every test here is one without the rights of root")
+def test_without_the_rights_of_root_there_is_an_overlay_too(ours: Ours, name: str) -> None:
+    own = ours.root / "own"
+    own.mkdir()
+    before = tree_of(ours.project)
+    weaker = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    done = subprocess.run(
+        [*weaker, sys.executable, "-c", ENTER, str(own), name],
+        cwd=ours.project,
+        env={**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (own / "answer").read_text() == "it went through"
+    assert tree_of(ours.project) == before
+    assert not (Path("/tmp") / name).exists()

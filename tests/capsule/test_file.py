@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from capsules import small_capsule
 from torch import nn
 
-from stayfinite.capsule import read_capsule, write_capsule
-from stayfinite.capsule.contents import SourceFile
+from stayfinite.capsule import read_capsule, write_capsule, writing
+from stayfinite.capsule.contents import Capsule, SourceFile
+from stayfinite.capsule.packing import packed
 from stayfinite.capsule.sources import own_code
 from stayfinite.capsule.state import put_state, state_of
 from stayfinite.capsule.surroundings import environment, usable
 from stayfinite.capsule.unpacking import unpack
 from stayfinite.checkpoint.members import Members
 from stayfinite.errors import CapsuleError
-from stayfinite.records import TensorSummary
+from stayfinite.records import NaNReport, NaNType, TensorSummary
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
@@ -41,6 +44,27 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert read.state is not None
     assert read.state.tensors is not None
     assert read.state.tensors.keys() == {"model.weight"}
+
+
+def test_capsule_with_the_older_names_of_kinds_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = small_capsule()
+    report = NaNReport(True, NaNType.NEG_INF, "loss")
+    made = replace(made, incident=replace(made.incident, reports=(report,)))
+
+    def as_before(capsule: Capsule) -> Any:
+        tree, tensors = packed(capsule)
+        text = json.dumps(tree).replace('"pos_inf"', '"inf"').replace('"neg_inf"', '"-inf"')
+        return json.loads(text), tensors
+
+    monkeypatch.setattr(writing, "packed", as_before)
+    file = write_capsule(tmp_path / "a.capsule", made)
+    assert rb"\"nan_type\":\"inf\"" in file.read_bytes()
+    read = read_capsule(file)
+    assert read.birth is not None
+    assert read.birth.nan_type is NaNType.POS_INF
+    assert read.incident.reports == (report,)
 
 
 def test_only_the_owner_can_read_it(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_warning_changes_nothing() -> None:
 def test_giving_up_ends_training_with_the_weights_of_the_last_good_step() -> None:
     config = RecoveryConfig(primary_strategy="skip", max_consecutive_nans=3)
     net = made_net()
-    with pytest.raises(TrainingAbortedError, match="gave up"):
+    with pytest.raises(TrainingAbortedError, match="Training aborted due to NaN at step"):
         fit(net, batches(bad=[4, 5, 6, 7]), callback(config))
     assert lit.is_finite(net)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stayfinite.checkpoint.loading import Restored, restore_checkpoint
 from stayfinite.detect.gradients import params_of
 from stayfinite.detect.scan import all_finite
 from stayfinite.detect.walk import named_states
 from stayfinite.errors import CheckpointError
 from stayfinite.recover.rates import schedulers_of
 from stayfinite.recover.situation import Answer, Cannot, Done, Situation
+
+if TYPE_CHECKING:
+    from stayfinite.checkpoint.loading import Restored
 
 
 def load_from_disk(situation: Situation, place: str | os.PathLike[str]) -> Answer:
@@ -21,6 +23,9 @@ def load_from_disk(situation: Situation, place: str | os.PathLike[str]) -> Answe
     The optimizer, schedulers, scaler and averages get their states back where the file has them.
     Random states stay as they are: they would deliver the same batches once more.
     """
+    # Late: training that stays finite reads no checkpoint of ours.
+    from stayfinite.checkpoint.loading import restore_checkpoint
+
     model, optimizer = situation.model, situation.optimizer
     if model is None:
         return Cannot(f"it is not known which model {place} is for")

@@ -134,7 +134,9 @@ def _losses(after: Aftermath) -> str:
 
 def _how_many(records: list[ProcessRecord], result: RunResult) -> str:
     """Incidents are one for each bad step; of very many, only the first are kept."""
-    found, steps = len(result.incidents), count(result.steps, "step")
+    found = len(result.incidents)
+    # The step that ended the run has not been counted yet.
+    steps = count(max([result.steps, *(each.step + 1 for each in result.incidents)]), "step")
     bad = max((record.aftermath.bad_updates for record in records), default=0)
     if bad > found:
         return f"{bad} of {steps} were bad, the first {found} are reported"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import graph
 from torch.nn.modules import module
@@ -45,6 +45,7 @@ def attached() -> dict[str, Any]:
     return {
         **hooks,
         **functions,
+        "Tensor.item": Tensor.__dict__.get("item"),
         "stance": torch._dynamo.eval_frame._stance,
         "modes": torch._C._len_torch_dispatch_stack(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -32,4 +32,8 @@ def alike(later: Incident, first: Incident, known: Incident) -> Incident:
 
 
 def _seen(incident: Incident) -> set[tuple[str, NaNType]]:
-    return {(report.location, report.nan_type) for report in incident.reports if report.has_nan}
+    # The inputs of a model are looked at in traced steps only.
+    bad = (each for each in incident.reports if each.has_nan)
+    return {
+        (each.location, each.nan_type) for each in bad if not each.location.startswith("inputs.")
+    }

@@ -31,6 +31,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+# How to trace it is for whoever can: a run says which command does.
+_NOT_SEEN = (
+    "The operation that made the value was not seen: this step was not traced.",
+    "Trace the step, which shows the operation and its inputs.",
+)
+
+
 def diagnose(origin: Origin, context: Context) -> Diagnosis:
     """Why it happened; cause "unknown" with the evidence when no rule knows."""
     clue = Clue(origin, context)
@@ -45,12 +52,11 @@ def unknown(clue: Clue) -> Diagnosis:
         f"{item.name}: {item.dtype} {list(item.shape)}, from {item.min} to {item.max}"
         for item in clue.origin.inputs
     ]
+    why, fix = cause.why, cause.fix
+    if not clue.origin.exact:
+        why, fix = _NOT_SEEN
+    elif clue.expression:
+        why = f"`{clue.expression}` gave a non-finite value, and no rule knows why."
     return Diagnosis(
-        cause="unknown",
-        why=f"`{clue.expression}` gave a non-finite value, and no rule knows why."
-        if clue.expression
-        else cause.why,
-        fix=cause.fix,
-        confidence="possible",
-        evidence=tuple(inputs),
+        cause="unknown", why=why, fix=fix, confidence="possible", evidence=tuple(inputs)
     )

@@ -210,10 +210,10 @@ class Watcher(StepListener):
 
     def _has_harmed(self, optimizer: Optimizer) -> bool:
         """Whether its last update has made the parameters bad, and nobody has told of it."""
-        if not self.evidence.count(optimizer) or all_finite(params_of(optimizer)):
+        count = self.evidence.count(optimizer)
+        if not count or self._noticed == (id(optimizer), count - 1):
             return False
-        reports = (report for incident in self.incidents for report in incident.reports)
-        return not any(report.location.startswith("parameters.") for report in reports)
+        return not all_finite(params_of(optimizer))
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
         with self._aside:

@@ -101,15 +101,25 @@ def _recorded_in(scene: Scene) -> str | None:
 
 
 def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incident]:
-    """All of them; of those that were recovered from, each cause and line once."""
+    """All of them; of those that were recovered from, each cause and line once.
+
+    That is the first one whose operation was seen, if one was.
+    """
     if scene.options.on_nan != "recover":
         return list(incidents)
     first: dict[object, Incident] = {}
     for incident in incidents:
         origin, diagnosis = incident.origin, incident.diagnosis
         key = (diagnosis and diagnosis.cause, origin and origin.file, origin and origin.line)
-        first.setdefault(key, incident)
+        before = first.get(key)
+        is_better = before is not None and not _is_seen(before) and _is_seen(incident)
+        if before is None or is_better:
+            first[key] = incident
     return list(first.values())[:_MOST_SHOWN]
+
+
+def _is_seen(incident: Incident) -> bool:
+    return incident.origin is not None and incident.origin.exact
 
 
 def _write(scene: Scene, result: RunResult) -> None:

@@ -42,12 +42,10 @@ def look_again(
     if found is None or _is_exact(found[1]) or scene.options.trace:
         return result, []
     record, incident = found
-    if scene.is_rank:
-        return result, ["To find the exact operation, add --trace to `stayfinite run`."]
-    if (reason := why_not(scene, records)) is not None:
-        has_written = any(record.effects for record in records)
-        command = scene.again(*(["--trace"] if has_written else ["--second-run", "always"]))
-        return result, [f"{reason} To find the exact operation: {command}"]
+    reason = why_not(scene, records)
+    if scene.is_rank or reason is not None:
+        has_written = any(each.effects for each in records)
+        return _without(scene, incident, result, reason or "", has_written=has_written)
     duration = time.time() - scene.started
     first = _First(
         scene=scene, records=records, record=record, incident=incident, duration=duration
@@ -58,6 +56,28 @@ def look_again(
         better if old == incident else alike(old, incident, better) for old in result.incidents
     )
     return dataclasses.replace(result, incidents=incidents), notes
+
+
+def _without(
+    scene: Scene, first: Incident, result: RunResult, reason: str, *, has_written: bool
+) -> tuple[RunResult, list[str]]:
+    """What is known without a second run: steps that went bad like one whose operation was seen."""
+    seen = [incident for incident in result.incidents if _is_exact(incident)]
+    better = {
+        incident.step: next(
+            (new for one in seen if (new := alike(incident, one, one)) != incident), incident
+        )
+        for incident in result.incidents
+    }
+    result = dataclasses.replace(result, incidents=tuple(better.values()))
+    known = better.get(first.step, first).origin
+    if known is not None and known.file is not None:
+        return result, []
+    what = f"the exact operation of step {first.step}" if seen else "the exact operation"
+    if scene.is_rank:
+        return result, [f"To find {what}, add --trace to `stayfinite run`."]
+    command = scene.again(*(["--trace"] if has_written else ["--second-run", "always"]))
+    return result, [f"{reason} To find {what}: {command}"]
 
 
 def why_not(scene: Scene, records: list[ProcessRecord]) -> str | None:

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LinearLR
 
+import stayfinite
 from stayfinite import TrainingAbortedError
 from stayfinite.amp.scaler import DynamicLossScaler
 from stayfinite.recover.actions import act
@@ -178,6 +179,18 @@ def test_clip_drops_what_is_bad_and_keeps_the_rest() -> None:
     job.update()
     assert job.state() != before
     assert job.is_finite()
+
+
+def test_without_a_limit_clip_drops_what_is_bad_and_clips_nothing() -> None:
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.grad = torch.tensor([[float("inf"), 50.0, -3.0]])
+    manager = stayfinite.NaNRecoveryManager(
+        stayfinite.RecoveryConfig(primary_strategy="clip", grad_clip_value=None)
+    )
+    report = stayfinite.NaNReport(True, stayfinite.NaNType.POS_INF, "gradients.weight")
+    assert manager.recover(report, model, optimizer)
+    assert model.weight.grad.tolist() == [[0.0, 50.0, -3.0]]
 
 
 def test_clip_drops_whole_tensors_on_demand() -> None:

@@ -130,14 +130,16 @@ def in_short(incident: Incident) -> str:
 def noticed_step(finding: Finding, evidence: Evidence) -> int:
     """Updates attempted before on its optimizer; without one, backward passes."""
     if finding.optimizer is None:
-        return evidence.steps if evidence.has_stepped or not _optimizers_live() else 0
+        return evidence.steps if evidence.has_stepped or not _is_optimized(evidence) else 0
     # The update that made the parameters bad has been counted already.
     return max(0, evidence.count(finding.optimizer) - finding.is_after_update)
 
 
-def _optimizers_live() -> bool:
-    """Whether there is one whose first update is still to come."""
-    return bool(_living_optimizers())
+def _is_optimized(evidence: Evidence) -> bool:
+    """Whether an optimizer is there whose first update of what is trained is still to come."""
+    trained = set(map(id, evidence.trained))
+    params = (param for optimizer in _living_optimizers() for param in params_of(optimizer))
+    return any(not trained or id(param) in trained for param in params)
 
 
 def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:

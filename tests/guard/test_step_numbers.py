@@ -143,7 +143,8 @@ def test_the_share_of_bad_updates_is_that_of_the_worst_optimizer() -> None:
     guard.close()
     after = guard.aftermath()
     assert (after.updates, after.bad_updates) == (9, 1)
-    assert after.loss_before is not None and after.loss_after is not None
+    assert after.loss_before is not None
+    assert after.loss_after is not None
 
 
 def test_warnings_beyond_the_most_that_are_kept_are_still_counted() -> None:

@@ -43,9 +43,9 @@ def read(**facts: Any) -> ReadValue:
 @pytest.mark.parametrize(
     ("facts", "line"),
     [
-        ({"bad": 3, "loss_before": 3.2781, "loss_after": 0.206}, "3 incidents in 60 steps; training "
-         "went on: 57 of 60 steps (95%) were good, loss 3.278 before the first bad one, 0.206 at "
-         "the end (skip 3)."),
+        ({"bad": 3, "loss_before": 3.2781, "loss_after": 0.206}, "3 incidents in 60 steps; "
+         "training went on: 57 of 60 steps (95%) were good, loss 3.278 before the first bad one, "
+         "0.206 at the end (skip 3)."),
         ({"bad": 30}, "30 incidents in 60 steps; training went on: 30 of 60 steps (50%) were good "
          "(skip 30)."),
         ({"bad": 31}, "31 incidents in 60 steps; recovery failed: only 29 of 60 steps (48%) were "
@@ -56,10 +56,10 @@ def read(**facts: Any) -> ReadValue:
          "(skip 1); exit code 3."),
         ({"bad": 1, "bad_at_end": ("parameters.fc.weight",)}, "1 incident in 60 steps; recovery "
          "failed: at the end parameter fc.weight is not finite (skip 1); exit code 3."),
-        ({"bad": 1, "strategy": "warn"}, "1 incident in 60 steps; nothing was recovered, because no "
-         "torch optimizer makes these updates."),
-        ({"bad": 1, "strategy": "warn", "is_last_loss_bad": True}, "1 incident in 60 steps; nothing "
-         "was recovered: the last loss is not finite (warn 1); exit code 3."),
+        ({"bad": 1, "strategy": "warn"}, "1 incident in 60 steps; nothing was recovered, because "
+         "no torch optimizer makes these updates."),
+        ({"bad": 1, "strategy": "warn", "is_last_loss_bad": True}, "1 incident in 60 steps; "
+         "nothing was recovered: the last loss is not finite (warn 1); exit code 3."),
         ({"bad": 1, "is_last_loss_bad": True}, "1 incident in 60 steps; training went on: 59 of 60 "
          "steps (98%) were good (skip 1)."),
     ],
@@ -141,7 +141,9 @@ def test_a_worker_that_never_trained_is_no_remark() -> None:
 
 def test_more_bad_steps_than_incidents_are_counted() -> None:
     many = record(bad=50, steps=105, strategy="warn", bad_updates=95)
-    told = "95 of 105 steps were bad, the first 50 are reported; the script went on (--on-nan warn)."
+    told = (
+        "95 of 105 steps were bad, the first 50 are reported; the script went on (--on-nan warn)."
+    )
     assert said(many, on_nan="warn") == told
 
 

@@ -211,7 +211,8 @@ class Watcher(StepListener):
     def _has_harmed(self, optimizer: Optimizer) -> bool:
         """Whether its last update has made the parameters bad, and nobody has told of it."""
         count = self.evidence.count(optimizer)
-        if not count or self._noticed == (id(optimizer), count - 1):
+        whose, step = self._noticed or (0, 0)
+        if not count or (whose == id(optimizer) and step >= count - 1):
             return False
         return not all_finite(params_of(optimizer))
 

@@ -113,7 +113,7 @@ def summarised(
         script=run.info.script,
         steps=run.steps,
         exit=run.exit,
-        is_recovered=run.exit == "incident" and all(map(_is_recovered, run.incidents)),
+        is_recovered=_has_recovered(run),
         ranks=len(run.ranks),
         incidents=rows,
         bad_steps=len({row.step for row in rows}),
@@ -129,6 +129,13 @@ def summarised(
         worst_layers=layers,
         broken_lines=sum(rank.broken for rank in run.ranks),
     )
+
+
+def _has_recovered(run: Run) -> bool:
+    """Whether its incidents were recovered from, and training went on usefully."""
+    if run.exit != "incident" or (run.result is not None and run.result.recovered is False):
+        return False
+    return all(map(_is_recovered, run.incidents))
 
 
 def _is_recovered(incident: Incident) -> bool:

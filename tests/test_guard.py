@@ -356,3 +356,16 @@ def test_recommendations_know_the_norms_of_good_steps() -> None:
         train(net, optimizer, 3)
     assert guard.incidents
     assert any("norm" in text for text in map(str, guard.manager.get_recommendations()))
+
+
+def test_modules_on_the_meta_device_do_not_hinder_an_explanation() -> None:
+    shapes = torch.nn.Linear(2, 1, device="meta")  # as libraries use to find out shapes
+    weight = torch.nn.Parameter(torch.ones(2))
+    guard = Guard(GuardSettings(on_nan="warn", trace="start"))
+    guard.attach()
+    shapes(torch.ones(1, 2, device="meta"))
+    torch.log(weight.sum() - 2).backward()
+    guard.close()
+    (incident,) = guard.incidents
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == "log_of_zero"

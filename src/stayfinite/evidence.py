@@ -336,11 +336,11 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
 
 
 def weight_ranges(params: list[Tensor]) -> Ranges:
-    """(largest magnitude, standard deviation) of each parameter."""
+    """(largest magnitude, standard deviation) of each parameter that has values."""
     names = Names()
     ranges: Ranges = {}
     for param in params:
-        if param.is_floating_point() and param.numel():
+        if param.is_floating_point() and param.numel() and not param.is_meta:
             values = param.detach()
             name = names.tensor(param) or f"parameter {len(ranges)}"
             ranges[name] = largest(values), values.float().std(correction=0).item()

@@ -134,7 +134,8 @@ def _trend(clue: Clue) -> str:
         parts.append(f"loss from {number(clue.losses[0])} to {number(clue.losses[-1])}")
     if len(clue.norms) > 1:
         parts.append(f"gradient norm from {number(clue.norms[0])} to {number(clue.norms[-1])}")
-    return ", ".join(parts) or f"{len(clue.context.history)} steps"
+    steps = len(clue.context.history)
+    return ", ".join(parts) or f"{steps} step{'s' * (steps != 1)}"
 
 
 def exponential(clue: Clue) -> Diagnosis | None:

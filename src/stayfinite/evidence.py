@@ -166,7 +166,6 @@ class Evidence:
         book = self._book_of(optimizer)
         if book is not None:
             book.tally.was_bad()
-        self.saw_bad = False
 
     def worst_tally(self) -> Tally:
         """Of the optimizer with the largest share of bad updates; without one, of the passes."""

@@ -148,12 +148,12 @@ def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:
     A generator's loss reaches the discriminator too, but that has just stepped.
     """
     leaves = set(map(id, leaves_of([loss])))
-    owners = [
-        optimizer
-        for optimizer in _living_optimizers()
-        if any(id(param) in leaves for param in params_of(optimizer))
-    ]
-    return min(owners, key=evidence.last_turn, default=None)
+    owners: dict[frozenset[int], Optimizer] = {}
+    for optimizer in sorted(_living_optimizers(), key=evidence.count):
+        reached = frozenset(leaves.intersection(map(id, params_of(optimizer))))
+        if reached:
+            owners[reached] = optimizer  # a wrapper has the same ones, and never steps itself
+    return min(owners.values(), key=evidence.last_turn, default=None)
 
 
 def _living_optimizers() -> list[Optimizer]:

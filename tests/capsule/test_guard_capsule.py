@@ -181,7 +181,7 @@ def other():
     found = {each["what"]: each for each in json.loads(done.output)["compared"]}
     assert found["operation"]["same"]
     assert found["value"]["same"]
-    assert found["value"]["here"] == "inf in 1 of 5"
+    assert found["value"]["here"] == "Inf in 1 of 5"
     assert done.exit_code == 1  # the line is another one: the step is not the same code
     refused = CliRunner().invoke(main, [*words, "capsule_factory:other"])
     assert refused.exit_code == 2

@@ -189,9 +189,10 @@ def test_clock_so_many_updates_before(
     updates: list[int], clock: int, steps: int, before: int
 ) -> None:
     tracing = Tracing(silent)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     for count, tick in enumerate(updates):
         tracing.clock = tick
-        tracing.stepped(count + 1)
+        tracing.stepped(count + 1, of=optimizer, count=count + 1)
     assert tracing.clock_before(clock, steps=steps) == before
 
 

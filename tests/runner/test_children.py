@@ -53,7 +53,7 @@ def test_forked_ranks_are_stopped_together_and_traced_again(scripts):
     done = scripts.watched("train.py", "fork", options=["--json", "out.json"])
     assert (done.code, done.out) == (3, b"[-15, 3]\n"), done.err.decode()
     assert b"Traceback" not in done.err
-    assert done.ours[0].startswith("step 2, rank 1: loss is nan")
+    assert done.ours[0].startswith("step 2, rank 1: loss is NaN")
     assert done.ours[0].endswith("ending the run.")
     assert done.ours[1].startswith("running the script again")
     assert done.ours[2] == "the script was ended at step 2; exit code 3."

@@ -116,7 +116,7 @@ def test_warning_leaves_the_script_alone(scripts):
     done = run(scripts, "bad", "--on-nan", "warn", "--second-run", "never")
     assert done.code == 0
     assert done.out == b"nan\n"
-    assert done.ours[0].startswith("step 3: loss is nan")
+    assert done.ours[0].startswith("step 3: loss is NaN")
     assert done.ours[0].endswith("; the script goes on.")
     assert "--second-run always train.py bad" in done.ours[-3]
     assert done.ours[-2] == "At the end parameter layer.weight and 1 more tensor are not finite."

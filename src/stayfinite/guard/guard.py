@@ -250,7 +250,7 @@ class Guard(ReportingWatcher):
     @one_look()
     def _answer(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
-        if self.mended_harm(job):
+        if self.mended_harm(job, was_counted=False):  # the update is still to come
             return True
         incident = self._incident(finding_of(job, gradients), strategy="recover")
         job.undo()
@@ -366,14 +366,12 @@ class Guard(ReportingWatcher):
         elif self._tracing.is_on or self.evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)
 
-    def mended_harm(self, job: Job) -> bool:
-        """Whether parameters were bad, on any rank; they have been put back then.
-
-        An update before this one has made them so.
-        """
+    def mended_harm(self, job: Job, *, was_counted: bool = True) -> bool:
+        """Whether parameters were bad, on any rank; they have been put back then."""
         if not job.any_rank(not job.is_finite()):
             return False
-        self._harmed(parameters_found(job.parts.optimizer))
+        found = parameters_found(job.parts.optimizer)
+        self._harmed(dataclasses.replace(found, is_after_update=was_counted))
         return True
 
     def incident_now(self, finding: Finding, *, explain: bool) -> Incident:

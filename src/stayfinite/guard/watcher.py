@@ -269,8 +269,14 @@ class Watcher(StepListener):
                 if looks and not vetoed:
                     self._look_after_update(optimizer)
             self._was_skipped = False
-            if vetoed or self.evidence.saw_bad:
+            if vetoed or (self.evidence.saw_bad and not self._has_trained()):
                 self.evidence.was_bad(optimizer)
+            self.evidence.saw_bad = False
+
+    def _has_trained(self) -> bool:
+        """Whether what was finite in the last bad step was used all the same."""
+        outcome = self.incidents[-1].outcome if self.incidents else None
+        return outcome is not None and outcome.strategy == "clip"
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on."""

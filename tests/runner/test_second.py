@@ -183,3 +183,12 @@ def test_origin_outside_the_traced_part_is_foreign():
     assert is_foreign(Incident(step=1))
     assert not is_foreign(None)
     assert not is_foreign(EXACT)
+
+
+def test_no_advice_is_given_for_what_was_seen(tmp_path):
+    seen = dataclasses.replace(
+        EXACT, step=2, origin=dataclasses.replace(EXACT.origin, file="train.py")
+    )
+    result = RunResult(incidents=(seen,))
+    asked = scene(tmp_path, second_run="never")
+    assert second.look_again(asked, [record(seen)], result) == (result, [])

@@ -38,10 +38,9 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stayfinite.checkpoint import load_checkpoint, save_checkpoint
-from stayfinite.checkpoint.checking import check
-from stayfinite.checkpoint.format import parallel
-from stayfinite.checkpoint.format.digests import digest
+from stayfinite.checkpoint import load_checkpoint, save_checkpoint, stream
+from stayfinite.checkpoint.format import digest
+from stayfinite.checkpoint.inspect import check
 
 BAR = 0.8
 CHECK = "stayfinite check"
@@ -240,7 +239,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="for torch, and for our reading")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    parallel.MOST_THREADS = options.threads
+    stream.MOST_THREADS = options.threads
     with tempfile.TemporaryDirectory() as folder:
         rows = measure_all(options.megabytes, options.rounds, Path(folder))
     if options.json:

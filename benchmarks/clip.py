@@ -28,10 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from workloads import workload
 
 from stayfinite.clip import clip_gradients
-from stayfinite.detect.gradients import gradients_of
-from stayfinite.detect.known import known_norm
-from stayfinite.detect.quick import surely_finite
+from stayfinite.detect.finite import known_norm, surely_finite
 from stayfinite.prevent.clipping import AdaptiveClipper
+from stayfinite.training import gradients_of
 
 MODES = ("robust", "percentile", "zscore", "per_unit", "per_tensor")
 MOST_CLIPPED = 0.5  # percent of the steps of a clean training, by default

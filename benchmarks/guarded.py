@@ -23,8 +23,8 @@ from rich.table import Table
 from workloads import workload
 
 import stayfinite
-from stayfinite.guard.guard import Guard
-from stayfinite.guard.watcher import Watcher
+from stayfinite.guard.answers import Guard
+from stayfinite.guard.guard import Watcher
 
 BARS = {"gpt": 1.0, "cnn": 1.0, "mlp": 8.0}
 ENTRIES = (

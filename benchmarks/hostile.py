@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stayfinite.detect.gradients import gradients_of
+from stayfinite.training import gradients_of
 
 BATCH = 32
 INPUTS = 8

@@ -29,8 +29,8 @@ from guarded import ENTRIES
 from rich.console import Console
 from rich.table import Table
 
-from stayfinite.integrations import clipping
-from stayfinite.integrations.calls import RecordedCalls
+from stayfinite.integrations import shared
+from stayfinite.integrations.shared import RecordedCalls
 
 BAR = 1.0
 Entries = list[tuple[Any, str]]
@@ -56,8 +56,7 @@ def of_lightning() -> Entries:
 
 
 def of_transformers() -> Entries:
-    from stayfinite.integrations.transformers import StayFiniteCallback
-    from stayfinite.integrations.transformers_trainer import Losses, WatchedTrainer
+    from stayfinite.integrations.transformers import Losses, StayFiniteCallback, WatchedTrainer
 
     return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (Losses, "saw")]
 
@@ -121,7 +120,7 @@ def seconds(
 
 def ours(framework: Framework, rounds: int, steps: int) -> dict[str, float]:
     """Microseconds of ours for each step, and what that is of the rest of the step."""
-    entries = [*ENTRIES, (clipping, "_would_spread"), *framework.entries()]
+    entries = [*ENTRIES, (shared, "_would_spread"), *framework.entries()]
     found = []
     for _ in range(rounds):
         meter = Meter()

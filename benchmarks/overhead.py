@@ -30,8 +30,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import Workload, workload
 
-from stayfinite.detect.gradients import gradients_of
 from stayfinite.detect.hooks import StepListener, watch_steps
+from stayfinite.training import gradients_of
 
 BARS = {"gpt": 0.5, "cnn": 0.5, "mlp": 3.0}
 BLOCKS = {"gpt": 1, "cnn": 2, "mlp": 50}

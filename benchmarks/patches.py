@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from stayfinite.explain.patch.apply import apply, parse
+from stayfinite.patch.edit import apply, parse
 
 _LOSS = re.compile(r"loss[ =:]+(\S+)")
 Row = dict[str, Any]

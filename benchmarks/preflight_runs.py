@@ -66,7 +66,7 @@ def _serve(folder: Path, scripts: list[str]) -> None:
     import torch.utils.checkpoint
     import torch.utils.data
 
-    import stayfinite.prevent.preflight.script  # noqa: F401
+    import stayfinite.prevent.preflight.rehearsal  # noqa: F401
 
     torch.set_num_threads(1)
     for number, script in enumerate(scripts):

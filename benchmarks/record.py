@@ -23,10 +23,9 @@ from rich.table import Table
 from workloads import workload
 
 import stayfinite
-from stayfinite.guard.recording import Recorder
+from stayfinite.guard.recorder import Recorder
 from stayfinite.report.store.reading import read_run
-from stayfinite.report.store.schema import RunInfo, StepRow
-from stayfinite.report.store.writer import StoreWriter
+from stayfinite.report.store.writer import RunInfo, StepRow, StoreWriter
 
 BARS = {"gpt": 0.2, "cnn": None, "mlp": None}
 EVERY = 16

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from stayfinite.detect.scan import all_finite, nonfinite
+from stayfinite.detect.finite import all_finite, nonfinite
 
 BARS = {torch.float32: 1.3, torch.bfloat16: 1.7, torch.float16: 1.7}
 OURS = "stayfinite"

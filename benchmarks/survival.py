@@ -28,7 +28,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from stayfinite.detect.scan import all_finite
+from stayfinite.detect.finite import all_finite
 from stayfinite.errors import TrainingAbortedError
 
 CAPTION = (

@@ -23,28 +23,43 @@ FLOORS = (
     {"amp", "integrations", "testing"},
     {"tracing"},
     {"guard"},
-    {"incidents", "capsule"},
-    {"evidence", "recover", "prevent"},
+    {"capsule"},
+    {"recover", "prevent"},
     {"checkpoint"},
-    {"explain", "report"},
+    {"explain", "patch", "report"},
     {"locate"},
     {"clip", "snapshot"},
     {"detect"},
-    {"distributed", "records", "settings"},
+    {"distributed", "living", "nested", "training"},
+    {"causes", "files", "safely", "text"},
+    {"records", "settings"},
     {"errors"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # Each needs its reason.
 UPWARD = {
-    ("detect.detector", "locate.replay"),  # NaNDetector.find_nan_source, when it is called
+    ("detect.detector", "locate.search"),  # NaNDetector.find_nan_source, when it is called
     ("errors", "records"),  # types only: an error carries the record of what happened
 }
 
 # The package itself finds its public names by table; `python -m` starts the cli.
 DOORS = {"", "__main__"}
 
-TORCH_FREE = ("cli", "errors", "explain", "records", "report", "runner")
+TORCH_FREE = (
+    "causes",
+    "cli",
+    "errors",
+    "explain",
+    "files",
+    "patch",
+    "records",
+    "report",
+    "runner",
+    "safely",
+    "settings",
+    "text",
+)
 
 PUBLIC = [
     "AMPConfig",

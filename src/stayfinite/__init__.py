@@ -28,8 +28,8 @@ _HOME = {
     "check_tensor": "detect.tools",
     "attach_nan_hooks": "detect.tools",
     "enable_nan_hooks": "detect.tools",
-    "BadBatch": "locate.batches",
-    "find_first_bad_batch": "locate.batches",
+    "BadBatch": "locate.search",
+    "find_first_bad_batch": "locate.search",
     "first_bad_checkpoint": "checkpoint",
     "trace": "tracing",
     "Guard": "guard",
@@ -48,7 +48,7 @@ _HOME = {
     "CheckpointError": "errors",
     "SnapshotError": "errors",
     "TrainingSetupError": "errors",
-    "Recovery": "recover.recovery",
+    "Recovery": "recover.advice",
     "Checkpoint": "checkpoint",
     "Problem": "checkpoint",
     "latest_good": "checkpoint",
@@ -62,27 +62,27 @@ _HOME = {
     "safe_acos": "prevent.ops",
     "safe_atan2": "prevent.ops",
     "log1mexp": "prevent.ops",
-    "safe_norm": "prevent.norms",
-    "masked_softmax": "prevent.masked",
-    "masked_mean": "prevent.masked",
+    "safe_norm": "prevent.ops",
+    "masked_softmax": "prevent.losses",
+    "masked_mean": "prevent.losses",
     "stable_bce": "prevent.losses",
     "focal": "prevent.losses",
     "dice": "prevent.losses",
     "dfl_loss": "prevent.losses",
-    "kl": "prevent.distributions",
-    "info_nce": "prevent.distributions",
-    "giou": "prevent.boxes",
-    "ciou": "prevent.boxes",
+    "kl": "prevent.losses",
+    "info_nce": "prevent.losses",
+    "giou": "prevent.losses",
+    "ciou": "prevent.losses",
     "clamp_activations": "prevent.clamp",
     "ActivationClamp": "prevent.clamp",
     "init_head": "prevent.init",
     "check_init": "prevent.init",
     "InitProblem": "prevent.init",
     "TrainingState": "snapshot",
-    "preflight": "prevent.preflight.checking",
+    "preflight": "prevent.preflight.preflight",
     "Risk": "prevent.risks",
     "check_data": "prevent.data.check",
-    "AdaptiveClipper": "prevent.clipping.clipper",
+    "AdaptiveClipper": "prevent.clipping",
 }
 
 __all__ = sorted(["__version__", *_HOME])
@@ -117,34 +117,34 @@ if TYPE_CHECKING:
     from stayfinite.errors import TrainingSetupError as TrainingSetupError
     from stayfinite.guard import Guard as Guard
     from stayfinite.guard.watch import watch as watch
-    from stayfinite.locate.batches import BadBatch as BadBatch
-    from stayfinite.locate.batches import find_first_bad_batch as find_first_bad_batch
-    from stayfinite.prevent.boxes import ciou as ciou
-    from stayfinite.prevent.boxes import giou as giou
+    from stayfinite.locate.search import BadBatch as BadBatch
+    from stayfinite.locate.search import find_first_bad_batch as find_first_bad_batch
     from stayfinite.prevent.clamp import ActivationClamp as ActivationClamp
     from stayfinite.prevent.clamp import clamp_activations as clamp_activations
-    from stayfinite.prevent.clipping.clipper import AdaptiveClipper as AdaptiveClipper
+    from stayfinite.prevent.clipping import AdaptiveClipper as AdaptiveClipper
     from stayfinite.prevent.data.check import check_data as check_data
-    from stayfinite.prevent.distributions import info_nce as info_nce
-    from stayfinite.prevent.distributions import kl as kl
     from stayfinite.prevent.init import InitProblem as InitProblem
     from stayfinite.prevent.init import check_init as check_init
     from stayfinite.prevent.init import init_head as init_head
+    from stayfinite.prevent.losses import ciou as ciou
     from stayfinite.prevent.losses import dfl_loss as dfl_loss
     from stayfinite.prevent.losses import dice as dice
     from stayfinite.prevent.losses import focal as focal
+    from stayfinite.prevent.losses import giou as giou
+    from stayfinite.prevent.losses import info_nce as info_nce
+    from stayfinite.prevent.losses import kl as kl
+    from stayfinite.prevent.losses import masked_mean as masked_mean
+    from stayfinite.prevent.losses import masked_softmax as masked_softmax
     from stayfinite.prevent.losses import stable_bce as stable_bce
-    from stayfinite.prevent.masked import masked_mean as masked_mean
-    from stayfinite.prevent.masked import masked_softmax as masked_softmax
-    from stayfinite.prevent.norms import safe_norm as safe_norm
     from stayfinite.prevent.ops import log1mexp as log1mexp
     from stayfinite.prevent.ops import safe_acos as safe_acos
     from stayfinite.prevent.ops import safe_atan2 as safe_atan2
     from stayfinite.prevent.ops import safe_div as safe_div
     from stayfinite.prevent.ops import safe_log as safe_log
+    from stayfinite.prevent.ops import safe_norm as safe_norm
     from stayfinite.prevent.ops import safe_pow as safe_pow
     from stayfinite.prevent.ops import safe_sqrt as safe_sqrt
-    from stayfinite.prevent.preflight.checking import preflight as preflight
+    from stayfinite.prevent.preflight.preflight import preflight as preflight
     from stayfinite.prevent.risks import Risk as Risk
     from stayfinite.records import Diagnosis as Diagnosis
     from stayfinite.records import Incident as Incident
@@ -153,11 +153,11 @@ if TYPE_CHECKING:
     from stayfinite.records import Origin as Origin
     from stayfinite.records import Outcome as Outcome
     from stayfinite.records import TensorSummary as TensorSummary
+    from stayfinite.recover.advice import Recovery as Recovery
     from stayfinite.recover.config import RecoveryConfig as RecoveryConfig
     from stayfinite.recover.config import RecoveryStrategy as RecoveryStrategy
     from stayfinite.recover.config import Rung as Rung
     from stayfinite.recover.manager import NaNRecoveryManager as NaNRecoveryManager
-    from stayfinite.recover.recovery import Recovery as Recovery
     from stayfinite.snapshot import TrainingState as TrainingState
     from stayfinite.tracing import trace as trace
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from stayfinite.detect.walk import named_tensors
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
+from stayfinite.nested import named_tensors
 from stayfinite.records import Incident
 from stayfinite.report.terminal import as_text
 

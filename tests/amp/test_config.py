@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stayfinite.amp.config import AMPConfig, NaNDetectionConfig
-from stayfinite.amp.config_files import build
+from stayfinite.amp.config import AMPConfig, NaNDetectionConfig, build
 from stayfinite.errors import ConfigError
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 

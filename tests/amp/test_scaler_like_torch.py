@@ -19,8 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, Optimizer
 
-from stayfinite.amp.limits import LARGEST_SCALE, SMALLEST_SCALE
-from stayfinite.amp.scaler import DynamicLossScaler
+from stayfinite.amp.scaler import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "detect"))  # for optimizer_variants
 

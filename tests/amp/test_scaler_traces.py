@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from scaling import Training
 from torch.amp.grad_scaler import GradScaler
 
-from stayfinite.amp.limits import LARGEST_SCALE, SMALLEST_SCALE, is_power_of_two
-from stayfinite.amp.scaler import DynamicLossScaler
+from stayfinite.amp.scaler import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, is_power_of_two
 
 EVENTS_IN_A_TRACE = 200
 SHORT = 16

@@ -25,8 +25,7 @@ from training import (
     trainer_of,
 )
 
-from stayfinite.amp.events import Callback, LogEvent
-from stayfinite.amp.progress import ProgressBar
+from stayfinite.amp.loop import Callback, LogEvent, ProgressBar
 from stayfinite.amp.trainer import AMPTrainer
 from stayfinite.errors import TrainingAbortedError
 

@@ -14,14 +14,12 @@ import torch
 from capsules import small_capsule
 from torch import nn
 
-from stayfinite.capsule import read_capsule, write_capsule, writing
-from stayfinite.capsule.contents import Capsule, SourceFile
-from stayfinite.capsule.packing import packed
-from stayfinite.capsule.sources import own_code
-from stayfinite.capsule.state import put_state, state_of
-from stayfinite.capsule.surroundings import environment, usable
-from stayfinite.capsule.unpacking import unpack
-from stayfinite.checkpoint.members import Members
+from stayfinite.capsule import file as file_module
+from stayfinite.capsule import read_capsule, write_capsule
+from stayfinite.capsule.contents import Capsule, SourceFile, packed
+from stayfinite.capsule.file import unpack
+from stayfinite.capsule.make import environment, own_code, put_state, state_of, usable
+from stayfinite.checkpoint.modules import Members
 from stayfinite.errors import CapsuleError
 from stayfinite.records import NaNReport, NaNType, TensorSummary
 
@@ -58,7 +56,7 @@ def test_capsule_with_the_older_names_of_kinds_is_read(
         text = json.dumps(tree).replace('"pos_inf"', '"inf"').replace('"neg_inf"', '"-inf"')
         return json.loads(text), tensors
 
-    monkeypatch.setattr(writing, "packed", as_before)
+    monkeypatch.setattr(file_module, "packed", as_before)
     file = write_capsule(tmp_path / "a.capsule", made)
     assert rb"\"nan_type\":\"inf\"" in file.read_bytes()
     read = read_capsule(file)

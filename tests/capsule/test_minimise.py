@@ -17,14 +17,13 @@ from torch import Tensor, nn
 import stayfinite
 from stayfinite.capsule import write_capsule
 from stayfinite.capsule.contents import Birth, Capsule, CodeReference, Operation
-from stayfinite.capsule.making import birth_of
-from stayfinite.capsule.minimal.operators import operator
-from stayfinite.capsule.minimal.repro import Repro, minimised
+from stayfinite.capsule.make import birth_of
+from stayfinite.capsule.minimal import Repro, minimised, operator
 from stayfinite.cli import main
-from stayfinite.detect.leaves import leaves_of
 from stayfinite.errors import CapsuleError
-from stayfinite.locate.events import ancestors, guilty
-from stayfinite.locate.keeping import KeepingTracer
+from stayfinite.living import leaves_of
+from stayfinite.locate.capture import KeepingTracer
+from stayfinite.locate.provenance import ancestors, guilty
 from stayfinite.records import Incident, NaNType
 
 

@@ -17,12 +17,10 @@ from stayfinite.capsule import read_capsule
 from stayfinite.cli import main
 from stayfinite.records import Incident, RunResult, TensorSummary
 from stayfinite.runner.capsules import deliver, wish_of
-from stayfinite.runner.options import RunOptions
-from stayfinite.runner.plan import Plan
-from stayfinite.runner.scene import Scene
+from stayfinite.runner.options import RunOptions, Scene
+from stayfinite.runner.plan import Plan, ProcessRecord
 from stayfinite.runner.script import Target
 from stayfinite.runner.seeds import write_seeds
-from stayfinite.runner.tree import ProcessRecord
 
 CASES = Path(__file__).parents[1] / "cases"
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])

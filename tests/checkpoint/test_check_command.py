@@ -20,7 +20,7 @@ from torch import nn
 
 import stayfinite
 from stayfinite.checkpoint import save_checkpoint
-from stayfinite.checkpoint.checking import check, size_on_disk
+from stayfinite.checkpoint.inspect import check, size_on_disk
 from stayfinite.cli import main
 from stayfinite.cli.check import command
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
-from stayfinite.checkpoint.format.digests import PIECE, digest
+from stayfinite.checkpoint.format import PIECE, digest
 from stayfinite.errors import CheckpointError
 
 # The same ones each time.

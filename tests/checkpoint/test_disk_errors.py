@@ -17,7 +17,7 @@ from checkpoints import Job, fingerprint
 from torch import nn
 
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
-from stayfinite.checkpoint.generations import generations
+from stayfinite.checkpoint.folder import generations
 from stayfinite.errors import CheckpointError
 
 CALLS = ("open", "write", "fchmod", "fsync", "close", "preadv", "link", "replace", "unlink", "stat")

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stayfinite.checkpoint.format.held import hold, with_tensors
-from stayfinite.checkpoint.format.values import decode, encode
+from stayfinite.checkpoint.values import decode, encode, hold, with_tensors
 from stayfinite.errors import CheckpointError
 
 

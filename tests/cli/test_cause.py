@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from stayfinite.causes import CAUSES
 from stayfinite.cli import main
 from stayfinite.cli.cause import INSTALLED
-from stayfinite.explain.causes import CAUSES
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from recorded_runs import record
 
 from stayfinite.cli import main
-from stayfinite.explain.patch.patch import unified
+from stayfinite.patch.edit import unified
 from stayfinite.records import Diagnosis, Incident, Origin
 
 BEFORE = "import torch\n\n\ndef nll(p):\n    return -torch.log(p).mean()\n"

@@ -17,8 +17,7 @@ import stayfinite
 from stayfinite.cli.preflight import command
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import from_data
-from stayfinite.runner.preflight import PreflightOptions
-from stayfinite.runner.risk_table import show
+from stayfinite.runner.preflight_run import PreflightOptions, show
 
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 

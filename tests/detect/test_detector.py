@@ -278,9 +278,9 @@ def test_checking_changes_nothing() -> None:
 
 def test_find_nan_source_hands_everything_to_locate(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    module = types.ModuleType("stayfinite.locate.replay")
+    module = types.ModuleType("stayfinite.locate.search")
     module.find_source = lambda *args, **kwargs: seen.append((args, kwargs))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "stayfinite.locate.replay", module)
+    monkeypatch.setitem(sys.modules, "stayfinite.locate.search", module)
     model = nn.Linear(1, 1)
     assert NaNDetector.find_nan_source(model, GOOD, targets=NAN, loss_fn=max) is None
     assert seen == [((model, GOOD), {"targets": NAN, "loss_fn": max})]

@@ -13,7 +13,7 @@ from as_before import torch_as_before as torch_as_before
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stayfinite.detect.numbers import watch_numbers
+from stayfinite.detect.hooks import watch_numbers
 
 VALUES = [
     torch.tensor(1.5),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tensor_kinds import DENSE, FP8, WIDE, kinds_for, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stayfinite.detect.parts import PIECE, pieces
-from stayfinite.detect.scan import summarize
+from stayfinite.detect.memory import PIECE, pieces
+from stayfinite.detect.summary import summarize
 from stayfinite.records import NaNType
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stayfinite
-from stayfinite.explain.causes import CAUSES
+from stayfinite.causes import CAUSES
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "causes"

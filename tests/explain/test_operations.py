@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Normal
 from torch.nn import functional
 
-from stayfinite.explain.causes import CAUSES
+from stayfinite.causes import CAUSES
 
 INF = math.inf
 ZERO, ONE = torch.zeros(3), torch.ones(3)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stayfinite.explain.causes import CAUSES
-from stayfinite.explain.clue import Clue
-from stayfinite.explain.history import Context, OptimizerFacts, StepFacts
+from stayfinite.causes import CAUSES
+from stayfinite.explain.clue import Clue, Context, OptimizerFacts, StepFacts
 from stayfinite.explain.rules import RULES, diagnose
 from stayfinite.records import Hop, Origin, TensorSummary
 

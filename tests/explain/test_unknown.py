@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stayfinite.explain.history import Context
+from stayfinite.explain.clue import Context
 from stayfinite.explain.rules import diagnose
 from stayfinite.records import Origin
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 from stayfinite.guard import Guard, GuardSettings
-from stayfinite.guard import last_look as looking
+from stayfinite.guard import guard as looking
 from stayfinite.guard.discover import recover_everything
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ranks import answers
 
+from stayfinite.report.run_summary import summary_of
 from stayfinite.report.store.reading import read_run
-from stayfinite.report.summary import summary_of
 
 TRAINING = """
 import os, stayfinite
@@ -63,7 +63,7 @@ def run(*, bad, ours=True, fault=None, run_dir=None):
 
 
 SCENES = """
-import datetime, stayfinite.distributed, stayfinite.guard.sharing as sharing
+import datetime, stayfinite.distributed, stayfinite.guard.job as sharing
 
 said = {
     "one": run(bad=[1], run_dir=os.path.join(folder, "run")),

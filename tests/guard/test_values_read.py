@@ -10,9 +10,9 @@ import torch
 from as_before import torch_as_before as torch_as_before
 from torch import nn
 
-from stayfinite.detect.numbers import watch_numbers
+from stayfinite.detect.hooks import watch_numbers
 from stayfinite.guard import Guard, GuardSettings
-from stayfinite.guard.values_read import ValuesRead
+from stayfinite.guard.read_values import ValuesRead
 from stayfinite.records import ReadValue
 
 BAD = torch.tensor(math.nan)

@@ -382,8 +382,8 @@ class TestHarm:
     @pytest.mark.parametrize(
         "name",
         [
-            "integrations.calls.user_place",
-            "guard.window.Window.step",
+            "integrations.shared.user_place",
+            "guard.step.Window.step",
             "guard.job.Job.begin",
             "guard.job.Job.end",
         ],
@@ -399,7 +399,7 @@ class TestHarm:
             raise RuntimeError("a mistake of ours")
 
         monkeypatch.setattr(f"stayfinite.{name}", fails)
-        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        monkeypatch.setattr("stayfinite.integrations.shared._said", set())
         training = Training(batches(4))
         with training.watch() as guard:
             training.run(guard if given else None)

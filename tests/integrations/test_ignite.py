@@ -365,7 +365,7 @@ class TestHarm:
         [
             "integrations.ignite.watch_loop",
             "integrations.ignite._Steps._told",
-            "guard.window.Window.step",
+            "guard.step.Window.step",
             "guard.job.Job.begin",
             "guard.job.Job.end",
         ],
@@ -377,7 +377,7 @@ class TestHarm:
             raise RuntimeError("a mistake of ours")
 
         monkeypatch.setattr(f"stayfinite.{name}", fails)
-        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        monkeypatch.setattr("stayfinite.integrations.shared._said", set())
         training = Training(batches(4))
         training.watched()
         assert training.run().bytes() == Training(batches(4)).run().bytes()

@@ -26,7 +26,7 @@ from lit import BAD, batches, callback, fit, made_net, state, without
 
 import stayfinite
 from stayfinite.errors import ConfigError
-from stayfinite.integrations import lightning_guard, lightning_tools
+from stayfinite.integrations import lightning, lightning_guard
 from stayfinite.integrations.lightning import NaNTools, StayFinite, equip
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_failure_of_ours_does_not_end_training(
         raise ZeroDivisionError("our bug")
 
     monkeypatch.setattr(lightning_guard.LightningGuard, "end_batch", fails)
-    monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+    monkeypatch.setattr("stayfinite.integrations.shared._said", set())
     with caplog.at_level(logging.ERROR, logger="stayfinite"):
         watched = fit(made_net(), batches(), callback())
     assert state(watched) == state(fit(made_net(), batches()))
@@ -284,7 +284,7 @@ def test_tools_of_a_debugger() -> None:
     assert "layers (Layers): BAD, from finite input" in printed.getvalue()
     net.disable_nan_hooks()
     net.clamp_activations = True
-    assert net.clamp_activations == lightning_tools.LIMIT
+    assert net.clamp_activations == lightning.LIMIT
     net.clamp_activations = 0.5
     assert float(net.layers.inner(batches(1)[0]).detach().abs().max()) <= 0.5
     net.clamp_activations = False
@@ -303,4 +303,4 @@ def test_module_without_the_tools_can_be_given_them() -> None:
 
 
 def test_examples_in_docstrings_run() -> None:
-    assert doctest.testmod(lightning_tools).failed == 0
+    assert doctest.testmod(lightning).failed == 0

@@ -18,7 +18,7 @@ import torch
 import stayfinite
 from stayfinite import Incident
 from stayfinite.errors import ConfigError
-from stayfinite.integrations.background import Background
+from stayfinite.files import Background
 from stayfinite.integrations.logs import LoggingSink
 from stayfinite.integrations.webhook import WebhookSink
 from stayfinite.report import sinks as report_sinks

@@ -443,12 +443,12 @@ class TestHarm:
         "name",
         [
             "transformers._calling_trainer",
-            "transformers_trainer.guard_over",
-            "transformers_trainer.WatchedTrainer._begin",
-            "transformers_trainer.WatchedTrainer.step_ended",
-            "transformers_trainer.WatchedTrainer.may_save",
-            "transformers_trainer.Losses.saw",
-            "transformers_trainer.Losses.added_to",
+            "transformers.guard_over",
+            "transformers.WatchedTrainer._begin",
+            "transformers.WatchedTrainer.step_ended",
+            "transformers.WatchedTrainer.may_save",
+            "transformers.Losses.saw",
+            "transformers.Losses.added_to",
         ],
     )
     def test_error_of_ours_is_only_logged(
@@ -462,7 +462,7 @@ class TestHarm:
             raise RuntimeError("a mistake of ours")
 
         monkeypatch.setattr(f"stayfinite.integrations.{name}", fails)
-        monkeypatch.setattr("stayfinite.integrations.harmless._said", set())
+        monkeypatch.setattr("stayfinite.integrations.shared._said", set())
         made, saving = batches(2), {"save_strategy": "steps", "save_steps": 2}
         run = Run(tmp_path, made, quiet(), **saving).train()
         assert run.bytes() == Run(tmp_path, made).train().bytes()

@@ -117,7 +117,7 @@ def test_bad_complex_value_is_found() -> None:
     assert origin(step).facts["expression"] == "turned / 0.0"
 
 
-@pytest.mark.parametrize("part", ["ops.learn", "tracer.is_bad", "tracer.written_by"])
+@pytest.mark.parametrize("part", ["operators.learn", "tracer.is_bad", "tracer.written_by"])
 def test_failure_of_our_own_is_logged_once_and_the_step_goes_on(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,17 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stayfinite.prevent.boxes import ciou, giou
-from stayfinite.prevent.distributions import info_nce, kl
-from stayfinite.prevent.losses import dfl_loss, dice, focal, stable_bce
-from stayfinite.prevent.masked import masked_mean, masked_softmax
-from stayfinite.prevent.norms import safe_norm
+from stayfinite.prevent.losses import (
+    ciou,
+    dfl_loss,
+    dice,
+    focal,
+    giou,
+    info_nce,
+    kl,
+    masked_mean,
+    masked_softmax,
+    stable_bce,
+)
 from stayfinite.prevent.ops import (
     log1mexp,
     safe_acos,
     safe_atan2,
     safe_div,
     safe_log,
+    safe_norm,
     safe_pow,
     safe_sqrt,
 )

@@ -15,8 +15,7 @@ from torch.optim import SGD
 
 import stayfinite
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.prevent.clipping import AdaptiveClipper, Percentile, PerTensor, Robust, ZScore
-from stayfinite.prevent.clipping.clipper import Mode
+from stayfinite.prevent.clipping import AdaptiveClipper, Mode, Percentile, PerTensor, Robust, ZScore
 
 NAN, INF = math.nan, math.inf
 MODES: tuple[Mode, ...] = ("robust", "percentile", "zscore", "per_unit", "per_tensor")

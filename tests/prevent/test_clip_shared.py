@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import stayfinite
-from stayfinite.detect.known import known_norm, note_finite
-from stayfinite.detect.scan import SMALL
+from stayfinite.detect.finite import SMALL, known_norm, note_finite
 from stayfinite.prevent.clipping import AdaptiveClipper
 
 NAN = math.nan

@@ -14,8 +14,7 @@ from torch.optim import SGD
 
 import stayfinite
 from stayfinite.errors import ConfigError
-from stayfinite.prevent.clipping import AdaptiveClipper, PerTensor
-from stayfinite.prevent.clipping.clipper import Mode
+from stayfinite.prevent.clipping import AdaptiveClipper, Mode, PerTensor
 
 MODES: tuple[Mode, ...] = ("robust", "percentile", "zscore", "per_unit", "per_tensor")
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -12,17 +12,25 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from stayfinite.prevent.boxes import ciou, giou
-from stayfinite.prevent.distributions import info_nce, kl
-from stayfinite.prevent.losses import dfl_loss, dice, focal, stable_bce
-from stayfinite.prevent.masked import masked_mean, masked_softmax
-from stayfinite.prevent.norms import safe_norm
+from stayfinite.prevent.losses import (
+    ciou,
+    dfl_loss,
+    dice,
+    focal,
+    giou,
+    info_nce,
+    kl,
+    masked_mean,
+    masked_softmax,
+    stable_bce,
+)
 from stayfinite.prevent.ops import (
     log1mexp,
     safe_acos,
     safe_atan2,
     safe_div,
     safe_log,
+    safe_norm,
     safe_pow,
     safe_sqrt,
 )

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.prevent.curves import EPS, eps_of, steepest
 from stayfinite.prevent.ops import (
+    EPS,
+    eps_of,
     log1mexp,
     safe_acos,
     safe_atan2,
@@ -25,6 +26,7 @@ from stayfinite.prevent.ops import (
     safe_log,
     safe_pow,
     safe_sqrt,
+    steepest,
 )
 
 Number = Any  # an mpmath number

@@ -16,10 +16,9 @@ from torch.optim.lr_scheduler import LinearLR
 import stayfinite
 from stayfinite import TrainingAbortedError
 from stayfinite.amp.scaler import DynamicLossScaler
-from stayfinite.recover.actions import act
+from stayfinite.recover.actions import Cannot, Done, Situation, Trouble, act
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
-from stayfinite.recover.precision import is_raised
-from stayfinite.recover.situation import Cannot, Done, Situation, Trouble
+from stayfinite.recover.float32 import is_raised
 from stayfinite.snapshot import SnapshotRing, TrainingState
 
 SKIP, SCALE = RecoveryStrategy.SKIP_STEP, RecoveryStrategy.REDUCE_SCALE

@@ -17,14 +17,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 
 from stayfinite.amp.scaler import DynamicLossScaler
-from stayfinite.detect.gradients import gradients_of
-from stayfinite.detect.scan import all_finite
-from stayfinite.detect.walk import named_states, named_weights
+from stayfinite.detect.finite import all_finite
+from stayfinite.nested import named_states, named_weights
+from stayfinite.recover.actions import Situation
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
+from stayfinite.recover.float32 import is_raised
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.recover.precision import is_raised
-from stayfinite.recover.situation import Situation
 from stayfinite.snapshot import SnapshotRing, TrainingState
+from stayfinite.training import gradients_of
 
 Kind = Literal[
     "loss", "element", "all gradients", "scale", "rate", "precision", "weight", "momentum"

@@ -16,14 +16,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-from stayfinite import NonFiniteError
-from stayfinite.clip import gradients as clip
+from stayfinite import NonFiniteError, clip
 from stayfinite.recover import config, policy
 from stayfinite.recover import manager as manager_module
+from stayfinite.recover.actions import Situation
+from stayfinite.recover.advice import Recovery
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
-from stayfinite.recover.manager import NaNRecoveryManager, Recovery
-from stayfinite.recover.precision import is_raised
-from stayfinite.recover.situation import Situation
+from stayfinite.recover.float32 import is_raised
+from stayfinite.recover.manager import NaNRecoveryManager
 
 SKIP, SCALE = RecoveryStrategy.SKIP_STEP, RecoveryStrategy.REDUCE_SCALE
 CLIP, RESET = RecoveryStrategy.CLIP_GRADIENTS, RecoveryStrategy.RESET_MODEL

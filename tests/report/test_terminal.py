@@ -21,9 +21,8 @@ from stayfinite.records import (
     RunResult,
     TensorSummary,
 )
-from stayfinite.report.columns import infinities
-from stayfinite.report.terminal import closing_line, render, show
-from stayfinite.report.wording import headline
+from stayfinite.report.terminal import render, show
+from stayfinite.text import closing_line, headline, infinities
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("forward", "backward", "data", "optimizer", "unknown")

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from recorded_runs import record
 
-from stayfinite.amp.telling import incident_line
-from stayfinite.capsule.comparing import compared
-from stayfinite.explain.causes import CAUSES
-from stayfinite.explain.samples import named_evidence
+from stayfinite.amp.loop import incident_line
+from stayfinite.capsule.reproduces import compared
+from stayfinite.causes import CAUSES
+from stayfinite.explain.rules import named_evidence
 from stayfinite.integrations.webhook import _slack
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType, Origin
-from stayfinite.report.dashboard.incidents import incident_view
+from stayfinite.report.dashboard.views import incident_view
 from stayfinite.report.html.page import page_of
 from stayfinite.report.store.reading import read_run
 from stayfinite.report.terminal import as_text
-from stayfinite.runner.words import one_line
+from stayfinite.text import one_line
 
 KINDS = [(NaNType.POS_INF, "Inf"), (NaNType.NEG_INF, "-Inf")]
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from stayfinite.errors import ConfigError, SandboxError
-from stayfinite.runner import sandbox, tree
-from stayfinite.runner.again import end, refusal, start, why_unheld
-from stayfinite.runner.options import RunOptions
+from stayfinite.runner import plan as plan_module
+from stayfinite.runner import sandbox
+from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Plan
-from stayfinite.runner.scene import Scene
 from stayfinite.runner.script import Target
+from stayfinite.runner.second_run import end, refusal, start, why_unheld
 
 # Each changes something in the working folder, in the temporary one, or elsewhere.
 WRITERS = {
@@ -227,7 +227,9 @@ def test_a_refused_write_ends_the_run_and_is_told(ours: Ours, kind: str) -> None
     assert "before" in output
     assert "after" not in output
     assert "Traceback" not in output
-    assert refusal(tree.load(plan.folder)) == f"wrote {ours.project.resolve()}/old.txt"
+    assert (
+        refusal(plan_module.load_records(plan.folder)) == f"wrote {ours.project.resolve()}/old.txt"
+    )
 
 
 @pytest.mark.parametrize("kind", sandbox.KINDS)
@@ -256,7 +258,7 @@ def test_without_the_interpreter_alone_a_library_of_native_code_is_not_loaded(ou
     built.write_bytes(b"not a library, and never looked into")
     _, plan = ours.run(source, kind="audit")
     words = "uses xxsubtype_of_a_stranger, which may write files by itself"
-    assert refusal(tree.load(plan.folder)) == words
+    assert refusal(plan_module.load_records(plan.folder)) == words
 
 
 def test_a_run_that_nothing_holds_is_not_made(ours: Ours) -> None:

@@ -24,12 +24,12 @@ FOR_INCIDENTS = (
     "stayfinite.capsule",
     "stayfinite.checkpoint",
     "stayfinite.explain.experiments",
-    "stayfinite.explain.patch",
+    "stayfinite.patch",
     "stayfinite.explain.rules",
-    "stayfinite.guard.proving",
+    "stayfinite.guard.replay",
     "stayfinite.locate.tracer",
     "stayfinite.report.html",
-    "stayfinite.runner.trials",
+    "stayfinite.runner.prove",
 )
 
 
@@ -51,7 +51,7 @@ def test_script_that_only_imports_torch_gets_no_more_of_it(scripts):
     plain = imports_of(scripts.plain, "train.py")
     watched = imports_of(scripts.watched, "train.py")
     assert "torch._dynamo" not in plain
-    assert "stayfinite.guard.guard" in watched
+    assert "stayfinite.guard.answers" in watched
     assert too_much(watched - plain) == []
 
 

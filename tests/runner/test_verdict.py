@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from stayfinite.records import Aftermath, Incident, NaNType, Outcome, ReadValue, RunResult, to_data
-from stayfinite.runner import tree
-from stayfinite.runner.ending import Ending
-from stayfinite.runner.tree import ProcessRecord
+from stayfinite.runner import plan
+from stayfinite.runner.plan import ProcessRecord
+from stayfinite.runner.script import Ending
 from stayfinite.runner.verdict import judge, last_line
 
 
@@ -29,7 +29,7 @@ def record(bad: int = 0, steps: int = 60, *, pid: int = 1, **facts: Any) -> Proc
 
 
 def said(*records: ProcessRecord, on_nan: str = "recover", **how: Any) -> str:
-    result = tree.merged(list(records), only_first=on_nan == "stop")
+    result = plan.merged_result(list(records), only_first=on_nan == "stop")
     verdict = judge(list(records), result, recovers=on_nan == "recover", speaker=1, **how)
     code = 3 if verdict.failure or (on_nan == "stop" and result.incidents) else 0
     return last_line(list(records), result, verdict, Ending(code=code), on_nan)
@@ -129,7 +129,7 @@ def test_all_finite_is_not_said_when_a_process_was_not_heard_to_its_end() -> Non
 
 
 def test_a_rank_that_still_runs_beside_this_one_is_no_remark() -> None:
-    beside = record(pid=os.getpid(), born=tree.birth(os.getpid()) or "", ended=None)
+    beside = record(pid=os.getpid(), born=plan.birth_of_process(os.getpid()) or "", ended=None)
     assert said(record(), beside).endswith(f"but process {os.getpid()} was still running.")
     assert said(record(), beside, is_last=False) == "60 steps checked, all finite."
 
@@ -158,7 +158,7 @@ def test_json_has_remarks_and_result_only_where_there_are_any() -> None:
         "schema", "incidents", "skipped_by_scaler", "steps", "exit"
     }  # fmt: skip
     records = [record(bad=1, read=(read(),))]
-    result = tree.merged(records, only_first=False)
+    result = plan.merged_result(records, only_first=False)
     result = judge(records, result, recovers=True).of(result)
     assert result.recovered
     (remark,) = to_data(result)["remarks"]

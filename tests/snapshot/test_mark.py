@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from stayfinite.snapshot import TrainingState
-from stayfinite.snapshot.tensors import SMALL
+from stayfinite.snapshot.mark import SMALL
 
 UNTOUCHED = ("parameters", "optimizer", "ema", "loader")
 

@@ -17,10 +17,8 @@ from stayfinite.capsule.contents import (
     SourceFile,
     State,
 )
-from stayfinite.checkpoint.format.digests import SIZE, digest, joint_digest
-from stayfinite.checkpoint.format.sealed import MARK, SEAL, Stamp
-from stayfinite.checkpoint.format.tally import Tally
-from stayfinite.detect.scan import summarize
+from stayfinite.checkpoint.format import MARK, SEAL, SIZE, Stamp, Tally, digest, joint_digest
+from stayfinite.detect.summary import summarize
 from stayfinite.records import Incident, NaNType, Origin
 
 STAMP = 40

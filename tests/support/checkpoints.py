@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint
-from stayfinite.checkpoint.format.values import encode
+from stayfinite.checkpoint.values import encode
 
 IS_PROOF = settings.default.max_examples >= 5_000
 """With --hypothesis-profile=prove faults come in their whole number, else a part of them."""

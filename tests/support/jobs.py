@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from stayfinite import NaNReport, NaNType
-from stayfinite.detect.walk import named_states, named_weights
+from stayfinite.nested import named_states, named_weights
 
 NAN, INF = math.nan, math.inf
 

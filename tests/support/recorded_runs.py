@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stayfinite.records import Incident, RunResult, to_json
-from stayfinite.report.store.schema import RESULT, End, LayerRow, RunInfo, StepRow
-from stayfinite.report.store.writer import StoreWriter
+from stayfinite.report.store.writer import RESULT, End, LayerRow, RunInfo, StepRow, StoreWriter
 
 INFO = RunInfo(
     started=1_700_000_000.0,

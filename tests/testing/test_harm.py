@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.errors import ConfigError
-from stayfinite.testing.harm import Harm
+from stayfinite.testing import Harm
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 KINDS = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -11,10 +11,10 @@ from injections import STEPS, Job
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from stayfinite.detect.hooks import StepListener, watch_steps
-from stayfinite.detect.repeats import run_again
+from stayfinite import testing
+from stayfinite.detect.hooks import StepListener, run_again, watch_steps
 from stayfinite.errors import ConfigError
-from stayfinite.testing import inject, injection
+from stayfinite.testing import inject
 
 
 class Veto(StepListener):
@@ -200,7 +200,7 @@ def test_a_module_that_never_ran_is_an_error() -> None:
 
 
 def test_the_example_in_the_docstring_runs() -> None:
-    tried = doctest.testmod(injection)
+    tried = doctest.testmod(testing)
     assert (tried.failed, tried.attempted > 0) == (0, True)
 
 

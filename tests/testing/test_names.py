@@ -10,8 +10,7 @@ import torch
 from injections import Job
 
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.testing import inject
-from stayfinite.testing.names import ops_named
+from stayfinite.testing import inject, ops_named
 
 MESSAGES: list[tuple[dict[str, Any], str]] = [
     (

@@ -2,38 +2,121 @@
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from stayfinite.amp.counts import CountingScaler, HysteresisMode
-from stayfinite.amp.limits import (
-    check_backoff_factor,
-    check_bounds,
-    check_choices,
-    check_count,
-    check_growth_factor,
-    device_type,
-    is_power_of_two,
-    narrowed,
-)
-from stayfinite.amp.stepping import (
-    SpoiledGradients,
-    is_called_when_bad,
-    last_look,
-    nothing_left_behind,
-)
-from stayfinite.detect.gradients import gradients_of
+from stayfinite.detect.finite import all_finite, nonfinite, surely_finite
 from stayfinite.detect.hooks import tell_skipped
-from stayfinite.detect.quick import surely_finite
-from stayfinite.detect.scan import nonfinite
+from stayfinite.detect.veto import LateFlag, is_ready, obeys_flag
 from stayfinite.errors import ConfigError, RecordError, TrainingAbortedError
+from stayfinite.training import gradients_of
+
+HysteresisMode: TypeAlias = Literal["interval", "consecutive"]
+
+
+class CountingScaler(GradScaler):
+    """torch's scaler with two more counts, kept and saved as it keeps and saves its own.
+
+    `_tolerance` is how many overflows are left until one lowers the scale, `_at_floor` how many
+    in a row no lower scale could have prevented.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+        *,
+        hysteresis: int,
+        hysteresis_mode: HysteresisMode,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self.hysteresis = hysteresis
+        self.hysteresis_mode = hysteresis_mode
+        self._init_tolerance, self._init_at_floor = hysteresis, 0
+        self._tolerance: Tensor | None = None
+        self._at_floor: Tensor | None = None
+        self._late: LateFlag | None = None
+
+    @property
+    def overflows_at_floor(self) -> int:
+        """Overflows in a row with the scale at min_scale; waits for the device."""
+        return self._init_at_floor if self._at_floor is None else int(self._at_floor.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's scaler saves, and our two counts; torch can load it. Empty if disabled."""
+        if not self._enabled:
+            return {}
+        left = self._init_tolerance if self._tolerance is None else int(self._tolerance.item())
+        ours = {"_hysteresis_tracker": left, "_overflows_at_floor": self.overflows_at_floor}
+        return {**super().state_dict(), **ours}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, ours or that of torch.amp.GradScaler."""
+        super().load_state_dict(state_dict)
+        left = state_dict.get("_hysteresis_tracker", self.hysteresis)
+        self._init_tolerance = min(left, self.hysteresis)
+        self._init_at_floor = state_dict.get("_overflows_at_floor", 0)
+        self._late = None
+        if self._tolerance is not None and self._at_floor is not None:
+            self._tolerance.fill_(self._init_tolerance)
+            self._at_floor.fill_(self._init_at_floor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        counts = CountingScaler.state_dict(self)
+        return {
+            **super().__getstate__(),
+            "_init_tolerance": counts.get("_hysteresis_tracker", self.hysteresis),
+            "_init_at_floor": counts.get("_overflows_at_floor", 0),
+            "_tolerance": None,
+            "_at_floor": None,
+            "_late": None,
+        }
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._tolerance = torch.full((), self._init_tolerance, dtype=torch.int32, device=dev)
+        self._at_floor = torch.full((), self._init_at_floor, dtype=torch.int32, device=dev)
+
+    def _absorbs(self, is_bad: Tensor) -> Tensor:
+        """Whether this step was an overflow that leaves the scale alone; counts the step."""
+        left, growth_tracker = self._tolerance, self._growth_tracker
+        assert left is not None
+        left.sub_(is_bad.int()).clamp_(min=0)
+        is_absorbed = is_bad & (left > 0)
+        is_restored = is_bad.logical_not()
+        if self.hysteresis_mode == "interval":
+            is_restored &= growth_tracker == 0  # a whole interval has just been completed
+        left.masked_fill_(is_restored, self.hysteresis)
+        return is_absorbed
+
+    def _count_at_floor(self, is_overflow: Tensor) -> int:
+        """Count a step and give the count; off the cpu that of the step before, without waiting."""
+        count = self._at_floor
+        assert count is not None
+        count.add_(1).mul_(is_overflow)
+        if count.is_cpu:
+            return int(count.item())
+        known, self._late = self._late, LateFlag(count.clone())
+        return 0 if known is None else known.read()
+
 
 OnFloor: TypeAlias = "Literal['warn', 'abort'] | Callable[[DynamicLossScaler], None]"
 
@@ -270,3 +353,147 @@ class DynamicLossScaler(CountingScaler):
             "scale": self._within_bounds(state["scale"]),
             "_growth_tracker": min(state["_growth_tracker"], state["growth_interval"] - 1),
         }
+
+
+# The inverses of these are ordinary float32 numbers too; torch divides by multiplying with them.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+_MODES = ("interval", "consecutive")
+
+
+def check_growth_factor(factor: float) -> None:
+    """Raise ConfigError unless the scale grows by it."""
+    if not 1.0 < factor < math.inf:
+        raise ConfigError(
+            f"growth_factor is {factor}; it must be a finite number above 1. "
+            "For a scale that never grows, set max_scale to init_scale."
+        )
+
+
+def check_backoff_factor(factor: float) -> None:
+    """Raise ConfigError unless the scale falls by it and stays above 0."""
+    if not 0.0 < factor < 1.0:
+        raise ConfigError(
+            f"backoff_factor is {factor}; it must lie between 0 and 1. "
+            "For a scale that never falls, set min_scale to init_scale."
+        )
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise ConfigError unless it counts something."""
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"{name} is {count}; it must be a whole number, at least 1.")
+
+
+def check_bounds(init_scale: float, low: float, high: float) -> None:
+    """Raise ConfigError unless SMALLEST_SCALE <= low <= init_scale <= high <= LARGEST_SCALE."""
+    if not SMALLEST_SCALE <= low <= high <= LARGEST_SCALE:
+        raise ConfigError(
+            f"min_scale is {low} and max_scale is {high}; they must be in this order, "
+            "between 2**-126 and 2**126."
+        )
+    if not low <= init_scale <= high:
+        raise ConfigError(
+            f"init_scale is {init_scale}; it must lie between min_scale ({low}) "
+            f"and max_scale ({high})."
+        )
+
+
+def check_choices(hysteresis_mode: str, on_floor: object) -> None:
+    """Raise ConfigError unless both are known."""
+    if hysteresis_mode not in _MODES:
+        choices = " or ".join(map(repr, _MODES))
+        raise ConfigError(f"hysteresis_mode is {hysteresis_mode!r}; it must be {choices}.")
+    if on_floor not in ("warn", "abort") and not callable(on_floor):
+        raise ConfigError(f"on_floor is {on_floor!r}; it must be 'warn', 'abort' or a callable.")
+
+
+def device_type(device: str | torch.device | None) -> str:
+    """The kind of device; of None, the accelerator's if there is one."""
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if found is None else found.type
+    if isinstance(device, (str, torch.device)):
+        return torch.device(device).type
+    raise ConfigError(f"device is {device!r}; it must be a device such as 'cuda', or None.")
+
+
+def narrowed(low: float, high: float, *steps: float) -> tuple[float, float]:
+    """The bounds, at powers of two if all of `steps` are: then a scale stays one that is one.
+
+    Else they are rounded to what a scale can be, a float32.
+    """
+    if steps and all(map(is_power_of_two, steps)):
+        return 2.0 ** math.ceil(math.log2(low)), 2.0 ** math.floor(math.log2(high))
+    return ctypes.c_float(low).value, ctypes.c_float(high).value
+
+
+def is_power_of_two(number: float) -> bool:
+    """Whether it is 2**n for a whole n, of either sign."""
+    return math.frexp(number)[0] == 0.5
+
+
+_GIVEN = ("grad_scale", "found_inf")
+
+
+class SpoiledGradients(Exception):
+    """Raised through optimizer.step() before it has changed anything."""
+
+
+@contextmanager
+def last_look(optimizer: Optimizer) -> Iterator[None]:
+    """Let optimizer.step() raise SpoiledGradients if its own pre-hooks made a gradient bad.
+
+    Without such hooks, or with none but ours, nothing is attached and nothing is looked at.
+    """
+    if not _has_hooks(optimizer):
+        yield
+        return
+    handle = optimizer.register_step_pre_hook(_refuse)  # the last one registered runs last
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def nothing_left_behind(optimizer: Optimizer) -> Iterator[None]:
+    """Where a fused step() raises, torch leaves the scale on it: the next step divides twice."""
+    before = {key: value for key, value in vars(optimizer).items() if key in _GIVEN}
+    try:
+        yield
+    except BaseException:
+        for key in _GIVEN:
+            vars(optimizer).pop(key, None)
+        vars(optimizer).update(before)
+        raise
+
+
+def is_called_when_bad(optimizer: Optimizer) -> bool:
+    """Whether torch calls it with a flag that says "bad", and it might not obey.
+
+    torch's own fused ones obey once all their state exists: before, SGD keeps an uninitialised
+    momentum buffer. One that takes the scaler itself, the older way, is left to its own means.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        return False
+    return not (obeys_flag(optimizer) and is_ready(optimizer))
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if own is None:  # not torch's kind of optimizer
+        return False
+    hooks = [*_global_optimizer_pre_hooks.values(), *own.values()]
+    return any(not _is_ours(hook) for hook in hooks)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("stayfinite.")
+
+
+def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not is_dynamo_compiling() and not all_finite(gradients_of(optimizer)):  # host sync
+        raise SpoiledGradients

@@ -5,34 +5,56 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from stayfinite.amp import checkpoints
-from stayfinite.amp.config import AMPConfig
-from stayfinite.amp.devices import on_device, place
-from stayfinite.amp.evaluation import Evaluation, evaluate
-from stayfinite.amp.events import EpochEvent
-from stayfinite.amp.fitting import Epoch, length_of, run_epochs
-from stayfinite.amp.followers import Followers, SchedulerEvery
-from stayfinite.amp.losses import Losses, LossFunction, losses_of
-from stayfinite.amp.precision import autocast_for, scaler_for
-from stayfinite.amp.rates import set_learning_rate
-from stayfinite.amp.telling import Teller, incident_line
-from stayfinite.amp.update import Accumulation, Done, Setup, Update
-from stayfinite.amp.validation import require_kinds, require_ready
-from stayfinite.amp.watching import watch_chosen
+from stayfinite.amp.config import AMPConfig, NaNDetectionConfig
+from stayfinite.amp.loop import (
+    Epoch,
+    EpochEvent,
+    Evaluation,
+    Followers,
+    SchedulerEvery,
+    Teller,
+    evaluate,
+    incident_line,
+    length_of,
+    run_epochs,
+    set_learning_rate,
+)
+from stayfinite.amp.update import (
+    Accumulation,
+    Done,
+    Losses,
+    LossFunction,
+    Setup,
+    Update,
+    autocast_for,
+    bad_states,
+    bad_weights,
+    losses_of,
+    require_kinds,
+    require_ready,
+    scaler_for,
+)
+from stayfinite.checkpoint import load_checkpoint, save_checkpoint
 from stayfinite.detect.detector import NaNDetector
 from stayfinite.errors import CheckpointError, NonFiniteError, TrainingAbortedError
-from stayfinite.guard.guard import Guard
+from stayfinite.guard.answers import Guard
+from stayfinite.guard.job import Job, Parts
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, NaNReport
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.settings import GuardSettings
 
 logger = logging.getLogger("stayfinite")
 
@@ -197,14 +219,14 @@ class AMPTrainer:
         Gradients of a window that is under way are not saved: it begins again after `load`.
         """
         counts = {"epoch": self.epoch, "updates": self.step}
-        checkpoints.save(self._saved(), Path(path), counts=counts)
+        save(self._saved(), Path(path), counts=counts)
 
     def load(self, path: str | Path) -> None:
         """Go on from a file that `save` wrote; CheckpointError if it cannot be used.
 
         All is checked before anything is changed. The file is read without running code in it.
         """
-        counts = checkpoints.load(self._saved(), Path(path))
+        counts = load(self._saved(), Path(path))
         self.epoch = counts["epoch"]
         self._window.load_state_dict({"updates": counts["updates"], "batches": 0, "size": 1})
         if self.guard is not None:  # a new one has no snapshots of what was left behind
@@ -274,8 +296,8 @@ class AMPTrainer:
         except (NonFiniteError, CheckpointError) as error:
             logger.error("%s", error)
 
-    def _saved(self) -> checkpoints.Saved:
-        return checkpoints.Saved(
+    def _saved(self) -> Saved:
+        return Saved(
             model=self.model,
             optimizer=self.optimizer,
             scheduler=tuple(self._followers.all_schedulers()),
@@ -304,3 +326,90 @@ class AMPTrainer:
 def _let_go(guard: Guard) -> None:
     guard.close()
     guard.manager.undo_raised_precision()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Who has a state that is saved."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: tuple[Any, ...] = ()
+    scaler: Any = None
+    ema: Any = None
+
+    def first_bad(self) -> NaNReport | None:
+        bad = [*bad_weights(self.model), *bad_states(self.optimizer)]
+        bad += bad_weights(self.ema) if isinstance(self.ema, nn.Module) else []
+        return bad[0] if bad else None
+
+
+def save(saved: Saved, path: Path, *, counts: Mapping[str, int]) -> None:
+    """Write the state; NonFiniteError if it is bad, and then nothing is written."""
+    try:
+        save_checkpoint(path, **vars(saved), step=counts["updates"], extra={"counts": dict(counts)})
+    except NonFiniteError as error:
+        error.report = saved.first_bad()
+        raise
+
+
+def load(saved: Saved, path: Path) -> dict[str, int]:
+    """Load all that was saved, and give the counts; checked before anything is changed.
+
+    A file that a trainer did not write begins with its step, and with epoch 0.
+    """
+    loaded = load_checkpoint(path, **vars(saved))
+    known = loaded.extra.get("counts", {}) if isinstance(loaded.extra, dict) else {}
+    return {"epoch": 0, "updates": loaded.step or 0, **known}
+
+
+def watch_chosen(
+    model: nn.Module,
+    optimizer: Optimizer,
+    checks: NaNDetectionConfig,
+    *,
+    scaler: Any,
+    schedulers: Sequence[Any],
+    ema: Any,
+    on_incident: Callable[[Incident], None],
+) -> Guard:
+    """The guard, attached."""
+    settings = GuardSettings(
+        on_nan="recover",
+        folder=os.getcwd(),
+        check_loss=checks.check_loss,
+        check_gradients=checks.check_gradients,
+        check_parameters=checks.check_parameters,
+        check_every=checks.detection_interval,
+    )
+    guard = Guard(settings, on_incident=on_incident, only=optimizer)
+    parts = Parts(
+        optimizer=optimizer,
+        modules=(model,),
+        schedulers=tuple(schedulers),
+        scaler=scaler,
+        emas=() if ema is None else (ema,),
+    )
+    guard.add(Job(parts, checks.recovery, NaNRecoveryManager(checks.recovery)))
+    guard.attach()
+    return guard
+
+
+def place(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """Where the model is, after it was moved to the device that is asked for, if any."""
+    if device is not None:
+        model.to(device)  # in place: an optimizer keeps its parameters
+    tensor = next(model.parameters(), next(model.buffers(), None))
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all its tensors on the device; the batch itself if they are there."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=True)
+        # A batch of a library of its own, such as a BatchEncoding.
+        return value.to(device) if callable(getattr(value, "to", None)) else value
+
+    return tree_map(moved, batch)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 import stayfinite
-from stayfinite.cli._refusal import Refused
+from stayfinite.cli._common import Refused
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -27,7 +27,7 @@ def command(name: str | None) -> None:
 
     NAME is a cause, such as log_of_zero; without it, all of them are listed.
     """
-    from stayfinite.explain.causes import CAUSES
+    from stayfinite.causes import CAUSES
 
     if name is None:
         width = max(map(len, CAUSES))

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stayfinite.cli._models import model_from
-from stayfinite.cli._options import options_of
-from stayfinite.cli._refusal import Refused
+from stayfinite.cli._common import Refused, model_from, options_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stayfinite.checkpoint.checking import Check
+    from stayfinite.checkpoint.inspect import Check
 
 GOOD, PROBLEMS, UNREADABLE = 0, 1, 2
 _SHOWN = 50
@@ -75,7 +73,7 @@ def _exit_code(result: Check) -> int:
 
 def _checkpoints_inside(place: Path) -> list[Path]:
     """Those of a folder that is none itself, oldest first."""
-    from stayfinite.checkpoint.folders import checkpoints_in, is_checkpoint_folder
+    from stayfinite.checkpoint.folder import checkpoints_in, is_checkpoint_folder
 
     try:
         return checkpoints_in(place) if place.is_dir() and not is_checkpoint_folder(place) else []
@@ -84,7 +82,7 @@ def _checkpoints_inside(place: Path) -> list[Path]:
 
 
 def _checked(checkpoint: Path, options: CheckOptions) -> Check:
-    from stayfinite.checkpoint.checking import check, size_on_disk
+    from stayfinite.checkpoint.inspect import check, size_on_disk
 
     model = None if options.model is None else model_from(options.model)
     against = None if options.against is None else Path(options.against)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._runs import run_at
+from stayfinite.cli._common import run_at
 
 
 @click.command("compare")
@@ -21,12 +21,12 @@ def command(before: Path, after: Path, as_json: bool) -> None:
     different in options, versions and code.
     """
     from stayfinite.records import to_json
-    from stayfinite.report.comparison import compare
+    from stayfinite.report.run_summary import compare
 
     found = compare(run_at(before), run_at(after))
     if as_json:
         click.echo(to_json(found, indent=1))
         return
-    from stayfinite.report.tables import as_comparison, console
+    from stayfinite.report.run_tables import as_comparison, console
 
     console().print(as_comparison(found))

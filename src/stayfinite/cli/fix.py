@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stayfinite.cli._refusal import Refused
-from stayfinite.cli._runs import run_at
+from stayfinite.cli._common import Refused, run_at
 from stayfinite.errors import PatchError
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def _patched(run: Run) -> tuple[Incident, Diagnosis, str]:
 
 
 def _why_none(run: Run) -> str:
-    from stayfinite.report.wording import plain
+    from stayfinite.text import plain
 
     if not run.incidents:
         return f"{run.path} has no incident, so there is nothing to fix (it is {run.exit})."
@@ -69,8 +68,8 @@ def _why_none(run: Run) -> str:
 def _show(incident: Incident, diagnosis: Diagnosis, patch: str) -> None:
     from rich.text import Text
 
-    from stayfinite.report.tables import console
-    from stayfinite.report.wording import plain, visible
+    from stayfinite.report.run_tables import console
+    from stayfinite.text import plain, visible
 
     origin = incident.origin
     place = f"{origin.file}:{origin.line}, " if origin is not None and origin.file else ""
@@ -90,8 +89,8 @@ def _style(line: str) -> str:
 
 
 def _write(run: Run, patch: str, *, ask: bool) -> None:
-    from stayfinite.explain.patch.apply import apply, parse
-    from stayfinite.explain.patch.writing import keep_copy, replace_text
+    from stayfinite.files import keep_copy, replace_text
+    from stayfinite.patch.edit import apply, parse
 
     diff = parse(patch)
     path = _inside(run, diff.name)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._refusal import Refused
-from stayfinite.cli._runs import run_at
+from stayfinite.cli._common import Refused, run_at
 
 
 @click.command("html")
@@ -24,8 +23,8 @@ def command(run: Path | None, output: Path | None, no_source: bool) -> None:
 
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
     """
-    from stayfinite.explain.causes import CAUSES
-    from stayfinite.recover.recorded import recommended
+    from stayfinite.causes import CAUSES
+    from stayfinite.recover.advice import recommended
     from stayfinite.report.html.page import page_of
 
     found = run_at(run)

@@ -15,9 +15,9 @@ def command(folder: Path | None, as_json: bool) -> None:
 
     FOLDER is where they are; without it, stayfinite-runs.
     """
-    from stayfinite.report.store.environment import RUNS
+    from stayfinite.report.run_summary import summary_of
     from stayfinite.report.store.reading import read_run, runs_in
-    from stayfinite.report.summary import summary_of
+    from stayfinite.report.store.writer import RUNS
 
     place = Path(RUNS) if folder is None else folder
     found = [summary_of(read_run(path)) for path in runs_in(place)]
@@ -26,7 +26,7 @@ def command(folder: Path | None, as_json: bool) -> None:
 
         click.echo(to_json([_entry(each) for each in found], indent=1))
     elif found:
-        from stayfinite.report.tables import as_list, console
+        from stayfinite.report.run_tables import as_list, console
 
         console().print(as_list(found))
     else:
@@ -34,7 +34,7 @@ def command(folder: Path | None, as_json: bool) -> None:
 
 
 def _entry(summary: object) -> dict[str, object]:
-    from stayfinite.report.summary import RunSummary
+    from stayfinite.report.run_summary import RunSummary
 
     assert isinstance(summary, RunSummary)
     return {

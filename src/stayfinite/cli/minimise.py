@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stayfinite.cli._options import options_of
-from stayfinite.cli._refusal import Refused
+from stayfinite.cli._common import Refused, options_of
 from stayfinite.errors import CapsuleError
 
 if TYPE_CHECKING:
-    from stayfinite.capsule.minimal.repro import Repro
+    from stayfinite.capsule.minimal import Repro
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ def command(capsule: Path, output: Path | None, **options: Any) -> None:
 
 def _minimised(path: Path) -> Repro:
     from stayfinite.capsule import read_capsule
-    from stayfinite.capsule.minimal.repro import minimised
+    from stayfinite.capsule.minimal import minimised
 
     try:
         return minimised(read_capsule(path))

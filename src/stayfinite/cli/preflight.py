@@ -6,10 +6,9 @@ from typing import Any
 
 import click
 
-from stayfinite.cli._options import options_of
-from stayfinite.cli._refusal import Refused
+from stayfinite.cli._common import Refused, options_of
 from stayfinite.errors import ConfigError
-from stayfinite.runner.preflight import PreflightOptions
+from stayfinite.runner.preflight_run import PreflightOptions
 from stayfinite.runner.script import Target
 
 
@@ -30,7 +29,7 @@ def command(target: str, args: tuple[str, ...], is_module: bool, **options: Any)
     optimizers and first batch are said on stderr, each with a fix. The exit code is 0 when there
     is none, 1 when there are, and 2 when the script failed or never trained.
     """
-    from stayfinite.runner.preflight import preflight
+    from stayfinite.runner.preflight_run import preflight
 
     try:
         chosen = PreflightOptions(**options)

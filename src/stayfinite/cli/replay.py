@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stayfinite.cli._options import options_of
-from stayfinite.cli._refusal import Refused
+from stayfinite.cli._common import Refused, options_of
 from stayfinite.errors import CapsuleError
 
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
-    from stayfinite.capsule.comparing import Point
-    from stayfinite.runner.replaying import Replayed
+    from stayfinite.capsule.reproduces import Point
+    from stayfinite.runner.capsules import Replayed
 
 REPRODUCES, OTHERWISE = 0, 1
 
@@ -54,7 +53,7 @@ def command(capsule: Path, **options: Any) -> None:
     cannot be used.
     """
     from stayfinite.capsule import read_capsule
-    from stayfinite.capsule.comparing import compared, reproduces
+    from stayfinite.capsule.reproduces import compared, reproduces
 
     chosen = ReplayOptions(**options)
     try:
@@ -74,12 +73,12 @@ def command(capsule: Path, **options: Any) -> None:
 
 def _replayed(capsule: Capsule, path: Path, options: ReplayOptions) -> Replayed:
     if options.model is not None:
-        from stayfinite.cli._models import replay_model
+        from stayfinite.cli._common import replay_model
 
         return replay_model(capsule, options.model)
     if not options.trust:
         raise CapsuleError(_what_would_run(capsule, path))
-    from stayfinite.runner.replaying import replay
+    from stayfinite.runner.capsules import replay
 
     return replay(capsule, path, seconds=options.seconds)
 
@@ -98,7 +97,7 @@ def _what_would_run(capsule: Capsule, path: Path) -> str:
 
 
 def _show(capsule: Capsule, done: Replayed, points: list[Point], same: bool) -> None:
-    from stayfinite.capsule.surroundings import differences
+    from stayfinite.capsule.make import differences
 
     widths = [max(len(cell) for cell in column) for column in _columns(points)]
     for point in points:

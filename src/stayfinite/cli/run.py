@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from stayfinite.cli._options import options_of
-from stayfinite.cli._refusal import Refused
+from stayfinite.cli._common import Refused, options_of
 from stayfinite.errors import ConfigError
 from stayfinite.runner.options import RunOptions
 from stayfinite.runner.script import Target

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._runs import run_at
+from stayfinite.cli._common import run_at
 
 
 @click.command("show")
@@ -18,12 +18,12 @@ def command(run: Path | None, as_json: bool) -> None:
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
     """
     from stayfinite.records import to_json
-    from stayfinite.report.summary import summary_of
+    from stayfinite.report.run_summary import summary_of
 
     summary = summary_of(run_at(run))
     if as_json:
         click.echo(to_json(summary, indent=1))
         return
-    from stayfinite.report.tables import as_summary, console
+    from stayfinite.report.run_tables import as_summary, console
 
     console().print(as_summary(summary))

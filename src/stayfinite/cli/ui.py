@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._refusal import Refused
+from stayfinite.cli._common import Refused
 from stayfinite.errors import ConfigError, PackageError
 
 
@@ -25,8 +25,8 @@ def command(run_dirs: tuple[Path, ...], port: int | None, no_open: bool) -> None
     served on this machine only, and only to whoever has the address that is printed. Nothing can
     be changed there. Ctrl-C ends it.
     """
-    from stayfinite.report.dashboard.serving import check_packages, serve
-    from stayfinite.report.store.environment import RUNS
+    from stayfinite.report.dashboard.server import check_packages, serve
+    from stayfinite.report.store.writer import RUNS
 
     missing = [str(path) for path in run_dirs if not path.is_dir()]
     if missing:
@@ -47,8 +47,8 @@ def command(run_dirs: tuple[Path, ...], port: int | None, no_open: bool) -> None
 
 
 def _report_of(path: Path) -> str:
-    from stayfinite.explain.causes import CAUSES
-    from stayfinite.recover.recorded import recommended
+    from stayfinite.causes import CAUSES
+    from stayfinite.recover.advice import recommended
     from stayfinite.report.html.page import page_of
     from stayfinite.report.store.reading import read_run
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.history import CheckHistory
-from stayfinite.detect.reports import (
-    bad_reports,
-    clean_report,
-    report_on,
-    require_model,
-    require_tensor,
-)
-from stayfinite.detect.terms import note_terms
-from stayfinite.detect.walk import (
+from stayfinite.detect.finite import all_finite, classify
+from stayfinite.detect.summary import shape_of, summarize
+from stayfinite.errors import ConfigError, InputError
+from stayfinite.nested import (
     Named,
     is_container,
     named_gradients,
@@ -27,8 +22,7 @@ from stayfinite.detect.walk import (
     named_tensors,
     named_weights,
 )
-from stayfinite.errors import ConfigError, InputError
-from stayfinite.records import NaNReport, Origin
+from stayfinite.records import NaNReport, NaNType, Origin, to_data
 
 # Names given to check_tensor that are counted apart; a loop may make up a new one every step.
 _MOST_NAMES = 10_000
@@ -173,7 +167,7 @@ class NaNDetector:
         >>> source, source.origin.op
         ('2', 'aten.sqrt.default')
         """
-        from stayfinite.locate.replay import find_source
+        from stayfinite.locate.search import find_source
 
         origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
         return None if origin is None else NaNSource(_name_of(origin), origin)
@@ -231,3 +225,153 @@ def _at_least(name: str, value: Any, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
     return value
+
+
+@dataclass
+class CheckHistory:
+    """Counts over checks; a check is one call that looked, and a hit is one that found something.
+
+    Checks of the same step (or of one that is over) count as one step in the streaks.
+    """
+
+    checks: int = 0
+    skipped: int = 0
+    hits: int = 0
+    by_type: Counter[str] = field(default_factory=Counter)
+    by_location: Counter[str] = field(default_factory=Counter)
+    first_bad_step: int | None = None
+    last_bad_step: int | None = None
+    longest_streak: int = 0
+    _step: int = -1
+    _is_bad_step: bool = False
+    _streak_before: int = 0
+
+    def looked(self, step: int, bad: Sequence[NaNReport]) -> None:
+        self.checks += 1
+        if step > self._step:
+            self._streak_before = self.streak
+            self._step, self._is_bad_step = step, False
+        if bad:
+            self._hit(step, bad)
+
+    def _hit(self, step: int, bad: Sequence[NaNReport]) -> None:
+        self.hits += 1
+        self.by_type.update(report.nan_type.value for report in bad)
+        self.by_location.update(report.location for report in bad)
+        self._is_bad_step = True
+        self.longest_streak = max(self.longest_streak, self.streak)
+        self.last_bad_step = step
+        if self.first_bad_step is None:
+            self.first_bad_step = step
+
+    @property
+    def streak(self) -> int:
+        """Bad steps in a row, up to now."""
+        return self._streak_before + 1 if self._is_bad_step else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "checks": self.checks,
+            "skipped": self.skipped,
+            "hits": self.hits,
+            "hit_rate": self.hits / self.checks if self.checks else 0.0,
+            "hits_by_type": dict(self.by_type),
+            "hits_by_location": dict(self.by_location),
+            "first_bad_step": self.first_bad_step,
+            "last_bad_step": self.last_bad_step,
+            "current_streak": self.streak,
+            "longest_streak": self.longest_streak,
+        }
+
+
+_ACTIONS = {
+    "loss": "Do not call backward() on it; find what made it with NaNDetector.find_nan_source().",
+    "gradients": "Skip this optimizer step, or the weights turn bad too; "
+    "find what made it with NaNDetector.find_nan_source().",
+    "parameters": "Load the last good checkpoint: training cannot heal a bad weight.",
+    "buffers": "Load the last good checkpoint, or reset the running statistics of this layer.",
+    "optimizer": "Load the last good checkpoint: the next step would write it into the weights.",
+    "inputs": "Leave this sample out, and check how the data was loaded and normalized.",
+}
+_OTHER = "Call stayfinite.check_tensor() on the tensors that it was computed from."
+
+
+def report_on(location: str, tensor: Tensor) -> NaNReport:
+    """What is wrong with this tensor, if anything; a bad one is described."""
+    if all_finite([tensor]):
+        return clean_report(location, tensor)
+    return _bad_report(location, tensor, described=True)
+
+
+def clean_report(location: str, tensor: Tensor) -> NaNReport:
+    return NaNReport(
+        has_nan=False, nan_type=NaNType.NONE, location=location, tensor_shape=shape_of(tensor)
+    )
+
+
+def bad_reports(named: Iterable[Named], *, described: int | None = None) -> list[NaNReport]:
+    """Reports on the bad tensors only; at most `described` of them (None: all) with statistics."""
+    named = list(named)
+    if all_finite(tensor for _, tensor in named):
+        return []
+    bad = [(location, tensor) for location, tensor in named if not all_finite([tensor])]
+    limit = len(bad) if described is None else described
+    return [
+        _bad_report(location, tensor, described=number < limit)
+        for number, (location, tensor) in enumerate(bad)
+    ]
+
+
+def _bad_report(location: str, tensor: Tensor, *, described: bool) -> NaNReport:
+    stats: dict[str, Any] | None = to_data(summarize(location, tensor)) if described else None
+    if stats is not None:
+        stats = {key: stats[key] for key in stats if key not in ("name", "shape")}
+    kind = classify(tensor)
+    return NaNReport(
+        has_nan=True,
+        nan_type=kind,
+        location=location,
+        tensor_shape=shape_of(tensor),
+        tensor_stats=stats,
+        suggested_action=f"{location} holds {kind.word}. {_action(location)}",
+    )
+
+
+def _action(location: str) -> str:
+    return _ACTIONS.get(location.partition(".")[0], _OTHER)
+
+
+def require_tensor(value: Any, call: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    raise InputError(f"{call} got a {type(value).__name__}; it accepts a torch.Tensor.")
+
+
+def require_model(value: Any, call: str) -> nn.Module:
+    if not isinstance(value, nn.Module):
+        raise InputError(f"{call} got a {type(value).__name__}; it accepts a torch.nn.Module.")
+    if next(value.parameters(), None) is None:
+        raise InputError(
+            f"{call} got a {type(value).__name__} without parameters; "
+            "give it the model that is trained."
+        )
+    return value
+
+
+_latest: dict[str, Tensor] = {}
+
+
+def note_terms(terms: Mapping[str, Any]) -> None:
+    """These make up the loss of the step that is under way; what is no number is left out."""
+    for name, term in terms.items():
+        if isinstance(term, Tensor) and term.numel() == 1:
+            _latest[name] = term.detach().reshape(())
+
+
+def take_terms() -> dict[str, Any] | None:
+    """What was noted since the last call; None for nothing."""
+    if not _latest:
+        return None
+    terms = dict(_latest)
+    _latest.clear()
+    return terms

@@ -1,25 +1,37 @@
-"""All that attaches to torch: hooks around every optimizer's step, and around GradScaler.step."""
+"""All that attaches to torch, and its removal.
+
+These are hooks around every optimizer's step and around GradScaler.step, and wrappers of the
+functions that every backward pass goes through.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, ClassVar, Protocol, Self
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd import graph
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from stayfinite.detect.gradients import Pairs
-from stayfinite.detect.quick import surely_finite
-from stayfinite.detect.scan import all_finite, nonfinite
+from stayfinite.detect.finite import all_finite, nonfinite, surely_finite
 from stayfinite.detect.veto import StepAside, WatchedOptimizer
 from stayfinite.errors import InputError, TrainingAbortedError
+from stayfinite.training import Pairs
 
 
 class StepListener(Protocol):
@@ -282,3 +294,203 @@ class _CallCount:
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             self._handle.remove()
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def wrapped(owner: Any, name: str, wrap: Wrap) -> Attachment:
+    """Put `wrap(original)` in the place of `owner.name`; removal puts the original back.
+
+    If somebody wrapped it again in the meantime, ours stays inside and does nothing more.
+    """
+    original = getattr(owner, name)
+    active = [True]
+    watching = wrap(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (watching if active[0] else original)(*args, **kwargs)
+
+    def remove() -> None:
+        active[0] = False
+        if getattr(owner, name) is call:
+            setattr(owner, name, original)
+
+    setattr(owner, name, call)
+    return Attachment(remove)
+
+
+def together(*attachments: Attachment) -> Attachment:
+    """Several attachments as one; the last attached is removed first."""
+
+    def flush() -> None:
+        for attachment in attachments:
+            attachment.flush()
+
+    def remove() -> None:
+        with contextlib.ExitStack() as all_of_them:  # one that raises does not keep the others
+            for attachment in attachments:
+                all_of_them.callback(attachment.remove)
+
+    return Attachment(remove, flush=flush)
+
+
+def watch_backward(
+    before: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
+    after: Callable[[Any], None],
+) -> Attachment:
+    """Call `before(roots, their gradients)` and `after(result)` around every backward pass.
+
+    Tensor.backward, autograd.backward, autograd.grad and torch.func.grad all come through
+    the same engine entry. Passes inside a pass (checkpointing) are not told.
+    """
+    passes = threading.local()
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(roots: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
+            if getattr(passes, "depth", 0) or torch.compiler.is_compiling():
+                return original(roots, gradients, *args, **kwargs)
+            tensors = [root for root in roots if isinstance(root, Tensor)]
+            before(tensors, gradients)
+            passes.depth = 1
+            try:
+                result = original(roots, gradients, *args, **kwargs)
+            finally:
+                passes.depth = 0
+            after(result)
+            return result
+
+        return run
+
+    return together(
+        wrapped(graph, "_engine_run_backward", wrap),
+        wrapped(torch.autograd, "_engine_run_backward", wrap),
+    )
+
+
+def watch_scaling(scaled: Callable[[GradScaler, Any, Any], None]) -> Attachment:
+    """Call `scaled(scaler, losses, scaled losses)` after every GradScaler.scale."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(self: GradScaler, outputs: Any) -> Any:
+            result = original(self, outputs)
+            scaled(self, outputs, result)
+            return result
+
+        return scale
+
+    return wrapped(GradScaler, "scale", wrap)
+
+
+def watch_loading(loading: Callable[[Any, Mapping[str, Any]], None]) -> Attachment:
+    """Call `loading(module or optimizer, state_dict)` before a state dict is loaded."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            loading(self, state_dict)
+            return original(self, state_dict, *args, **kwargs)
+
+        return load_state_dict
+
+    return together(
+        wrapped(nn.Module, "load_state_dict", wrap),
+        wrapped(torch.optim.Optimizer, "load_state_dict", wrap),
+    )
+
+
+def watch_buffers(registered: Callable[[nn.Module, str, Tensor | None], None]) -> Attachment:
+    """Call `registered(module, name, buffer)` whenever a module gets a buffer."""
+    return Attachment(register_module_buffer_registration_hook(registered).remove)
+
+
+_RUNNING: ContextVar[bool] = ContextVar("stayfinite_run_again", default=False)
+
+
+@contextlib.contextmanager
+def run_again() -> Iterator[None]:
+    """A block that repeats a step which was counted already, to look at it or to try it anew."""
+    token = _RUNNING.set(True)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def is_run_again() -> bool:
+    """Whether the step that runs now was counted before."""
+    return _RUNNING.get()
+
+
+Told = Callable[[Tensor, float, FrameType], None]
+
+logger = logging.getLogger("stayfinite")
+
+
+def watch_numbers(told: Told) -> Attachment:
+    """Call `told(tensor, value, caller's frame)` when `Tensor.item` gives a NaN or an Inf.
+
+    The host waits there anyway, so looking costs one call and no device wait. Formatting and
+    printing a tensor of one element come through `item` too; `float(tensor)` does not.
+    """
+    _Numbers.listeners.append(told)
+    if len(_Numbers.listeners) == 1:
+        _Numbers.attach()
+    return Attachment(functools.partial(_Numbers.forget, told))
+
+
+class _Numbers:
+    listeners: ClassVar[list[Told]] = []
+    wrapper: ClassVar[Any] = None
+    above: ClassVar[Any] = None  # what was in its place, if anything was
+
+    @classmethod
+    def attach(cls) -> None:
+        original: Any = Tensor.item
+
+        def item(self: Tensor, /) -> Any:
+            value = original(self)
+            # A float that is not finite; an int is not, nor a symbol while a graph is exported.
+            if type(value) is float and value - value != 0:
+                cls.tell(self, value, sys._getframe(1))
+            return value
+
+        _leave_to_interpreter(item.__code__)
+        functools.update_wrapper(item, original)
+        cls.above = Tensor.__dict__.get("item")
+        cls.wrapper = item
+        setattr(Tensor, "item", item)  # noqa: B010  mypy knows it as a method
+
+    @classmethod
+    def tell(cls, tensor: Tensor, value: float, frame: FrameType) -> None:
+        for told in tuple(cls.listeners):
+            try:
+                told(tensor, value, frame)
+            except Exception:  # our bug is never their crash
+                cls.listeners.remove(told)
+                logger.exception("stayfinite failed while a value was read; it looks no more")
+
+    @classmethod
+    def forget(cls, told: Told) -> None:
+        if told in cls.listeners:
+            cls.listeners.remove(told)
+        if cls.listeners or Tensor.__dict__.get("item") is not cls.wrapper:
+            return
+        if cls.above is None:
+            del Tensor.item  # it is inherited
+        else:
+            setattr(Tensor, "item", cls.above)  # noqa: B010
+        cls.wrapper = cls.above = None
+
+
+def _leave_to_interpreter(code: Any) -> None:
+    """Keep torch.compile from compiling our frame where its graph breaks at `item`.
+
+    `torch.compiler.disable` would do, but it imports torch._dynamo.
+    """
+    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    try:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # another version of torch
+        logger.debug("torch.compile may compile our frame around Tensor.item")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from stayfinite.detect.parts import is_readable, pieces, plain_parts, undisturbed
+from stayfinite.detect.memory import is_readable, pieces, plain_parts, undisturbed
 from stayfinite.records import TensorSummary
 
 # float64 values near the end of their range are made smaller before they are squared.

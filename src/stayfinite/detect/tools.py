@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from stayfinite.detect.reports import bad_reports, report_on, require_model, require_tensor
-from stayfinite.detect.scan import all_finite, summarize
-from stayfinite.detect.walk import named_gradients, named_tensors
+from stayfinite.detect.detector import bad_reports, report_on, require_model, require_tensor
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.summary import summarize
 from stayfinite.errors import InputError, NonFiniteError
+from stayfinite.nested import named_gradients, named_tensors
 from stayfinite.records import TensorSummary
 
 logger = logging.getLogger("stayfinite")

@@ -1,10 +1,10 @@
-"""What happens around one optimizer's step: judge the gradients, and hide the bad ones from it."""
+"""Around one optimizer's step: its gradients are judged, and bad ones are hidden from it."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -12,22 +12,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, Optimizer
 
-from stayfinite.detect.flags import (
-    BAD,
-    FINE,
-    InstalledFlag,
-    LateFlag,
-    is_capturing,
-    is_ready,
-    obeys_flag,
-    with_scaler,
-)
-from stayfinite.detect.gradients import HiddenGradients, gradients_of, pairs_of, params_of
-from stayfinite.detect.lbfgs import LBFGSCopy
+from stayfinite.detect.finite import all_finite
 from stayfinite.errors import TrainingAbortedError
+from stayfinite.training import HiddenGradients, gradients_of, pairs_of, params_of
 
 if TYPE_CHECKING:
     from stayfinite.detect.hooks import StepListener
+
 
 Closure: TypeAlias = Callable[..., Any]
 
@@ -289,3 +280,155 @@ def _steps_above(optimizer: Optimizer) -> int:
             count += any(value is optimizer for value in frame.f_locals.values())
         frame = frame.f_back
     return count
+
+
+# These hand `optimizer.found_inf` to a fused kernel, which then leaves everything as it was.
+_OBEDIENT = frozenset(
+    {"torch.optim.adam", "torch.optim.adamw", "torch.optim.sgd", "torch.optim.adagrad"}
+)
+
+FINE, BAD, SKIPPED_BY_SCALER = 0, 1, 2  # and 3: both
+
+
+def obeys_flag(optimizer: Optimizer) -> bool:
+    """Whether it is fused, and its step() one of torch's that read `found_inf`, not its own."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and type(optimizer).step.__module__ in _OBEDIENT
+
+
+def is_ready(optimizer: Optimizer) -> bool:
+    """Whether a flag alone leaves this step without any trace.
+
+    All groups must be fused (the other kernels refuse a flag), and all state must exist:
+    on a first step fused SGD would keep an uninitialised momentum buffer.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not _has_state(optimizer.state, group):
+            return False
+    return True
+
+
+def _has_state(states: Any, group: dict[str, Any]) -> bool:
+    if group.get("momentum", 1) == 0:  # plain SGD keeps none
+        return True
+    for param in group["params"]:
+        if param.grad is not None:
+            state = states.get(param)
+            if not state or state.get("momentum_buffer", state) is None:
+                return False
+    return True
+
+
+def with_scaler(optimizer: Optimizer, flag: Tensor) -> Tensor:
+    """FINE, BAD or SKIPPED_BY_SCALER, on the device, where a GradScaler drives this step.
+
+    A GradScaler leaves `grad_scale` and `found_inf` on an optimizer that supports them. What it
+    found itself it also skips itself; a scale of 0 it does not find, and it makes NaN of all.
+    """
+    given = vars(optimizer)
+    if "grad_scale" not in given:
+        return flag
+    found, scale = given.get("found_inf"), given["grad_scale"]
+    if scale is not None:
+        flag = flag | (scale == 0).to(flag.device, non_blocking=True)
+    if found is None:
+        return flag
+    is_skip: Tensor = (found > 0).to(flag.device, non_blocking=True)
+    return flag + SKIPPED_BY_SCALER * is_skip
+
+
+class LateFlag:
+    """An answer on its way from the device to the host."""
+
+    __slots__ = ("_arrived", "_flag")
+
+    def __init__(self, flag: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._flag = flag
+        if flag.is_cuda:  # a read would wait for all queued work; this copy only for its own
+            self._flag = flag.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.current_stream(flag.device).record_event()
+
+    def read(self) -> int:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._flag.item())  # host sync
+
+
+class InstalledFlag:
+    """`optimizer.found_inf`, set for the length of one step."""
+
+    __slots__ = ("_before", "_flag")
+
+    def __init__(self, optimizer: Optimizer, flag: Tensor) -> None:
+        # Above 1 a fused kernel would take back more than the one step it counted.
+        self._flag = (flag > 0).float() if flag.dtype != torch.bool else flag.float()
+        self._before: Tensor | None = vars(optimizer).get("found_inf")
+        if self._before is not None:
+            before = self._before.to(self._flag.device, non_blocking=True)
+            self._flag = torch.maximum(self._flag, before)
+        optimizer.found_inf = self._flag  # type: ignore[attr-defined]
+
+    def take_away(self, optimizer: Optimizer) -> None:
+        given = vars(optimizer)
+        if given.get("found_inf") is not self._flag:
+            return  # a later step has set its own
+        if self._before is None:
+            del given["found_inf"]
+        else:
+            given["found_inf"] = self._before
+
+
+def is_capturing(tensors: list[Tensor]) -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing may be read."""
+    return bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class LBFGSCopy:
+    """Parameters and state of an LBFGS, which moves through several points within one step.
+
+    A line search may look at a point that is not finite and turn back, so what counts is
+    the first gradient and the point where it ends.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._params = [(p, p.detach().clone()) for p in params_of(optimizer)]
+        self._states = {p: _copy_state(s) for p, s in optimizer.state.items()}
+        self._bad_points: list[list[Tensor]] = []
+
+    def note_bad_point(self, optimizer: Optimizer) -> None:
+        """The gradients here are bad: the step must not end here."""
+        self._bad_points.append([p.detach().clone() for p in params_of(optimizer)])
+
+    def ends_badly(self, optimizer: Optimizer) -> bool:
+        """Whether parameters or state are non-finite now, or the gradients at this point were."""
+        params = params_of(optimizer)
+        if any(all(map(torch.equal, params, point)) for point in self._bad_points):
+            return True
+        values = [value for state in optimizer.state.values() for value in _flat(state.values())]
+        numbers = [torch.tensor(v) if isinstance(v, float) else v for v in values]
+        return not all_finite([*params, *numbers])  # host sync
+
+    def restore(self, optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            for param, value in self._params:
+                param.copy_(value)
+        optimizer.state.clear()
+        for param, state in self._states.items():
+            optimizer.state[param].update(_copy_state(state))
+
+
+def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors inside its lists are never written to, only replaced."""
+    return {key: _copy_value(value) for key, value in state.items()}
+
+
+def _copy_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, list) else [value]

@@ -1,21 +1,22 @@
-"""From an Origin to a Diagnosis: rules are tried in order, the first answer wins."""
+"""From an Origin to a Diagnosis: rules are tried in order, the first answer wins.
+
+With the evidence that names samples, files and terms.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
-from stayfinite.explain.causes import CAUSES
-from stayfinite.explain.clue import Clue
-from stayfinite.explain.domain import DOMAIN_RULES
-from stayfinite.explain.dynamics import DYNAMICS_RULES
-from stayfinite.explain.gradients import GRADIENT_RULES
-from stayfinite.explain.history import Context
-from stayfinite.explain.precision import PRECISION_RULES
-from stayfinite.explain.samples import named_evidence
-from stayfinite.explain.sources import SOURCE_RULES
-from stayfinite.explain.updates import UPDATE_RULES
-from stayfinite.records import Diagnosis, Origin
+from stayfinite.causes import CAUSES
+from stayfinite.explain.clue import Clue, Context, number
+from stayfinite.explain.rules_data import SOURCE_RULES
+from stayfinite.explain.rules_divergence import DYNAMICS_RULES
+from stayfinite.explain.rules_domain import DOMAIN_RULES
+from stayfinite.explain.rules_gradient import GRADIENT_RULES, PRECISION_RULES
+from stayfinite.explain.rules_update import UPDATE_RULES
+from stayfinite.records import Diagnosis, NaNType, Origin
 
 Rule = Callable[[Clue], Diagnosis | None]
 
@@ -60,3 +61,131 @@ def unknown(clue: Clue) -> Diagnosis:
     return Diagnosis(
         cause="unknown", why=why, fix=fix, confidence="possible", evidence=tuple(inputs)
     )
+
+
+_DATA_CAUSES = frozenset(
+    ["bad_input_data", "bad_label", "unnormalized_input", "bn_stats_poisoned", "ctc_infeasible"]
+)
+_MOST = 8
+
+
+def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
+    """Which samples and files, and which terms of the loss; nothing if none is to blame."""
+    is_data = origin.phase == "data" or diagnosis.cause in _DATA_CAUSES
+    samples = origin.facts.get("samples")
+    said = [_of_samples(samples, is_data=is_data)] if samples else []
+    if diagnosis.cause in ("unnormalized_input", "bad_input_data") and origin.phase != "data":
+        said.append(_of_largest(origin.facts.get("largest_input")))
+    said += [_of_sum(each) for each in origin.facts.get("sums", ())]
+    if not origin.facts.get("sums"):
+        said.append(_of_term(origin.facts.get("term")))
+    return tuple(sentence for sentence in said if sentence)
+
+
+def _of_samples(facts: dict[str, Any], *, is_data: bool) -> str | None:
+    if "reading" in facts:
+        return _while_read(facts)
+    if "table" in facts:
+        return _of_table(facts) if is_data else None
+    count, size = facts.get("row_count"), facts.get("size")
+    is_some = count is not None and size is not None and 0 < count < size
+    if not is_some and not is_data:
+        return None  # every row is bad, and that is not the data's doing
+    subject = _rows(facts) if is_some else _whole_batch(facts)
+    return None if subject is None else f"{subject}{_from_files(facts, is_data=is_data)}"
+
+
+def _while_read(facts: dict[str, Any]) -> str:
+    where = f" ({_row_of_batch(facts)})" if facts.get("row_count") == 1 else ""
+    files = _from_files(facts, is_data=True) or " as it is read"
+    return f"it is bad in sample {facts['reading']} of the dataset{where}{files}"
+
+
+def _rows(facts: dict[str, Any]) -> str:
+    rows = facts["rows"]
+    batch = f"batch {facts['batch']}"
+    where = f"{_list('row', rows, facts['row_count'])} of {facts['size']} in {batch}"
+    samples = facts.get("samples")
+    if samples is None:
+        return f"it is bad in {where} of the loader, and in no other row"
+    named = _list("sample", samples, facts["row_count"])
+    return f"it is bad in {named} of the dataset {facts['dataset']} ({where}), and in no other row"
+
+
+def _row_of_batch(facts: dict[str, Any]) -> str:
+    return f"row {facts['rows'][0]} of {facts['size']} in batch {facts['batch']}"
+
+
+def _whole_batch(facts: dict[str, Any]) -> str | None:
+    samples = facts.get("samples")
+    if samples is None:
+        return f"it is batch {facts['batch']} of the loader"
+    named = _list("sample", samples, facts.get("size", len(samples)))
+    return f"the batch has {named} of the dataset {facts['dataset']} (batch {facts['batch']})"
+
+
+def _of_table(facts: dict[str, Any]) -> str | None:
+    count, shape = facts.get("row_count"), facts["table"]
+    files = _from_files(facts, is_data=True)
+    if not count:
+        return f"the value came in here{files}" if files else None
+    if count == shape[0] > 1:
+        return f"all {count} rows of the tensor {shape} hold bad values{files}"
+    rows = _list("row", facts["rows"], count)
+    return f"{rows} of the tensor {shape} {'is' if count == 1 else 'are'} bad{files}"
+
+
+def _from_files(facts: dict[str, Any], *, is_data: bool) -> str:
+    if facts.get("files"):
+        return f", read from {' and '.join(facts['files'])}"
+    last = facts.get("last_file")
+    if last is None or not is_data:
+        return ""
+    kind = "the only file" if facts.get("only_file") else "the last file"
+    return f"; {kind} read before it was {last}"
+
+
+def _of_largest(facts: dict[str, Any] | None) -> str | None:
+    if not facts:
+        return None
+    where = f"{facts['path']}{facts['index']}"
+    whose = f", sample {facts['sample']} of the dataset" if "sample" in facts else ""
+    return f"the largest input of this step is {number(facts['value'])} at {where}{whose}"
+
+
+def _of_sum(facts: dict[str, Any]) -> str:
+    terms = facts["terms"]
+    bad = [name for name, flag in terms if flag]
+    kinds = sorted({NaNType(flag).word for _, flag in terms if flag})
+    verb = "is" if len(bad) == 1 else "are"
+    line = f"line {facts['where'][1]}"
+    if len(terms) == 1:
+        return f"of the terms of the loss that are added up at {line}, {bad[0]} is {kinds[0]}"
+    only = "only " if all(flag is not None for _, flag in terms) else ""
+    names = ", ".join(name for name, _ in terms)
+    said = f"of the terms of the loss ({names}) {only}{_and(bad)} {verb} {' or '.join(kinds)}"
+    return f"{said} ({line})"
+
+
+def _of_term(facts: dict[str, Any] | None) -> str | None:
+    terms = facts["terms"] if facts else []
+    if facts is None or {is_reached for _, is_reached in terms} != {True, False}:
+        return None
+    guilty = [name for name, is_reached in terms if is_reached]
+    names = ", ".join(name for name, _ in terms)
+    verb = "leads" if len(guilty) == 1 else "lead"
+    said = f"of the terms of the loss ({names}) only {_and(guilty)} {verb} to this operation"
+    return f"{said} (line {facts['where'][1]})"
+
+
+def _list(what: str, items: list[Any], count: int) -> str:
+    if count == 1:
+        return f"{what} {items[0]}"
+    shown = [str(item) for item in items[:_MOST]]
+    if count > len(shown):
+        return f"{what}s {', '.join(shown)} and {count - len(shown)} more"
+    return f"{what}s {_and(shown)}"
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

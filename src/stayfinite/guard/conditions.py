@@ -1,16 +1,23 @@
-"""Other conditions for steps that are run again: clipping, the loss scale."""
+"""What an experiment changes of a step: clipping, loss scale, batch, precision, domains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
-from stayfinite.detect.entrypoints import together
-from stayfinite.detect.gradients import params_of
-from stayfinite.detect.hooks import Attachment
+from stayfinite.detect.hooks import Attachment, together
+from stayfinite.locate.source import user_place
+from stayfinite.nested import children
+from stayfinite.snapshot.batches import rebuilt
+from stayfinite.training import params_of
 
 
 def clip_updates(optimizers: Iterable[Optimizer], *, max_norm: float) -> Attachment:
@@ -27,3 +34,239 @@ def multiply_scale(scaler: Any, by: float) -> None:
     """Another loss scale from now on."""
     state = scaler.state_dict()
     scaler.load_state_dict({**state, "scale": state["scale"] * by})
+
+
+_LEAVES = (Tensor, np.ndarray)
+
+
+class Split:
+    """A nested batch whose tensors and arrays all have the samples in their first dimension.
+
+    Lists of as many other things, such as captions, go with them; so do lists of samples, as
+    detectors take them. `rows` is 0 where that is not so, and `why_not` says why.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        lists = _sample_lists(batch)
+        leaves = [] if lists else list(_leaves(batch))
+        sizes = {len(each) for each in lists} or {leaf.shape[0] for leaf in leaves if leaf.ndim}
+        self._by_lists = bool(lists)
+        self.rows = sizes.pop() if len(sizes) == 1 else 0
+        self.why_not: str | None = None
+        if sizes:
+            self.why_not = "its tensors do not agree on how many samples there are"
+        elif not self.rows:
+            self.why_not = "there is no tensor in it"
+
+    @property
+    def values(self) -> int:
+        """How many floating-point numbers one row has."""
+        if self._by_lists or not self.rows:
+            return 0
+        return sum(leaf[0].numel() for leaf in self._floats(self._batch))
+
+    def only(self, rows: Sequence[int]) -> Any:
+        """The batch with these rows, copied, in this order."""
+        if self._by_lists:
+            return rebuilt(type(self._batch)(_picked(b, rows) for b in self._batch), _copied)
+        return self._taken(self._batch, list(rows))
+
+    def with_values(self, batch: Any, low: int, high: int, donor: int) -> Any:
+        """`batch`, of copies, where these values of the first row are those of the donor."""
+        given = [leaf[donor].reshape(-1) for leaf in self._floats(self._batch)]
+        offset = 0
+        for leaf, other in zip(self._floats(batch), given, strict=True):
+            start, end = max(low - offset, 0), min(high - offset, other.numel())
+            if start < end:
+                leaf[0].view(-1)[start:end] = other[start:end]
+            offset += other.numel()
+        return batch
+
+    def _floats(self, batch: Any) -> list[Tensor]:
+        found = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        return [leaf for leaf in found if leaf.is_floating_point()]
+
+    def _taken(self, value: Any, rows: list[int]) -> Any:
+        if isinstance(value, list) and self._goes_along(value):
+            return _picked(value, rows)
+        if isinstance(value, list):
+            return type(value)(self._taken(item, rows) for item in value)
+        return rebuilt(_with_lists(value, self, rows), lambda leaf: _rows_of(leaf, rows))
+
+    def _goes_along(self, value: Sequence[Any]) -> bool:
+        return len(value) == self.rows and not any(_leaves(item) for item in value)
+
+
+def _with_lists(value: Any, split: Split, rows: list[int]) -> Any:
+    """The value with the lists directly in it cut; what is deeper stays."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _picked(item, rows)
+        if isinstance(item, (list, tuple)) and split._goes_along(item)
+        else item
+        for key, item in value.items()
+    }
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf.copy()
+
+
+def _rows_of(leaf: Any, rows: list[int]) -> Any:
+    if not leaf.ndim:
+        return _copied(leaf)
+    if isinstance(leaf, np.ndarray):
+        return leaf[rows]
+    taken = leaf.detach()[torch.tensor(rows, device=leaf.device)].contiguous()
+    return taken.requires_grad_(leaf.requires_grad)
+
+
+def _picked(value: Any, rows: Sequence[int]) -> Any:
+    return type(value)(value[row] for row in rows)
+
+
+def _sample_lists(batch: Any) -> list[Any]:
+    """The lists of a batch that is nothing but lists of samples; empty for others."""
+    if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields") or not batch:
+        return []
+    is_so = all(isinstance(item, list) and len(item) > 1 for item in batch)
+    return list(batch) if is_so and _leaves(batch) else []
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, _LEAVES):
+        return [value]
+    return [leaf for _, item in children(value) for leaf in _leaves(item)]
+
+
+def in_float64(batch: Any) -> Any:
+    """The batch with its floating-point tensors in float64."""
+    return rebuilt(batch, lambda leaf: _raised(leaf, torch.float64))
+
+
+def in_float32(batch: Any) -> Any:
+    """The batch with its 16-bit tensors in float32."""
+    return rebuilt(batch, lambda leaf: _raised(leaf, torch.float32) if leaf.itemsize == 2 else leaf)
+
+
+def _raised(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+    return leaf
+
+
+Keep = Callable[[Tensor], Tensor]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _small(tensor: Tensor) -> float:
+    return 1e-3 if tensor.dtype in _HALF else 1e-6
+
+
+def _positive(tensor: Tensor) -> Tensor:
+    return tensor.clamp_min(_small(tensor))
+
+
+def _not_zero(tensor: Tensor) -> Tensor:
+    small = _small(tensor)
+    away = torch.where(tensor < 0, -small, small).to(tensor.dtype)
+    return torch.where(tensor.detach().abs() < small, away, tensor)
+
+
+def _above_minus_one(tensor: Tensor) -> Tensor:
+    return tensor.clamp_min(_small(tensor) - 1.0)
+
+
+def _inside_zero_and_one(tensor: Tensor) -> Tensor:
+    return tensor.clamp(_small(tensor), 1.0 - _small(tensor))
+
+
+def _below_overflow(tensor: Tensor) -> Tensor:
+    return tensor.clamp_max(8.0 if tensor.dtype is torch.float16 else 60.0)
+
+
+def _inside_one(tensor: Tensor) -> Tensor:
+    edge = 1.0 - _small(tensor)
+    return tensor.clamp(-edge, edge)
+
+
+def _above_minus_inf(tensor: Tensor) -> Tensor:
+    return tensor.clamp_min(torch.finfo(tensor.dtype).min)
+
+
+Rules = dict[str, tuple[int, Keep]]
+"""By the name of a function: which argument is guarded, and how."""
+
+
+def _rules(index: int, keep: Keep, *names: str) -> Rules:
+    return {name: (index, keep) for name in names}  # noqa: C420  (fromkeys loses the type)
+
+
+_LOGS = {
+    **_rules(0, _positive, "log", "log2", "log10"),
+    **_rules(0, _above_minus_one, "log1p"),
+    **_rules(0, _inside_zero_and_one, "logit"),
+}
+_ROOTS = _rules(0, _positive, "sqrt", "rsqrt")
+_DIVISIONS = {
+    **_rules(1, _not_zero, "div", "true_divide", "__truediv__", "divide"),
+    **_rules(0, _not_zero, "reciprocal", "__rtruediv__", "__rdiv__"),
+}
+_POWERS = _rules(0, _positive, "pow", "__pow__", "float_power")
+_EXPONENTIALS = _rules(0, _below_overflow, "exp", "expm1", "cosh", "sinh")
+_ANGLES = _rules(0, _inside_one, "acos", "asin", "arccos", "arcsin", "atanh", "erfinv")
+_SOFTMAXES = _rules(0, _above_minus_inf, "softmax", "log_softmax", "logsumexp")
+
+KEPT_FOR: dict[str, Rules] = {
+    "log_of_zero": _LOGS,
+    "log_of_negative": _LOGS,
+    "gumbel_log_zero": _LOGS,
+    "kl_of_zero": {**_LOGS, **_DIVISIONS},
+    "sqrt_of_negative": _ROOTS,
+    "sqrt_grad_at_zero": _ROOTS,
+    "division_by_zero": _DIVISIONS,
+    "cosine_zero_vector": _DIVISIONS,
+    "pow_of_negative": _POWERS,
+    "pow_grad_at_zero": _POWERS,
+    "exp_overflow": _EXPONENTIALS,
+    "acos_domain": _ANGLES,
+    "softmax_all_masked": _SOFTMAXES,
+}
+"""By cause: the functions that its fix guards."""
+
+
+class KeptInside(TorchFunctionMode):
+    """While active, the functions that belong to the cause are guarded on one line of a file.
+
+    `applied` counts how often that was done.
+    """
+
+    def __init__(self, cause: str, *, file: str, line: int) -> None:
+        super().__init__()
+        self._kept = KEPT_FOR[cause]
+        self._file, self._line = os.path.realpath(file), line
+        self.applied = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        rule = self._kept.get(getattr(func, "__name__", ""))
+        if rule is not None and self._is_here():
+            args = self._guarded(args, *rule)
+        return func(*args, **(kwargs or {}))
+
+    def _is_here(self) -> bool:
+        place = user_place(sys._getframe(2))
+        if place is None or place.line != self._line:
+            return False
+        return os.path.realpath(place.code.co_filename) == self._file
+
+    def _guarded(self, args: tuple[Any, ...], index: int, keep: Keep) -> tuple[Any, ...]:
+        if index >= len(args) or not isinstance(args[index], Tensor):
+            return args
+        if not args[index].is_floating_point():
+            return args
+        self.applied += 1
+        return (*args[:index], keep(args[index]), *args[index + 1 :])

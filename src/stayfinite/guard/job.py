@@ -1,9 +1,12 @@
-"""One training job under watch, and how a bad step of it is undone."""
+"""One optimizer's training under watch: what belongs to it, and how a bad step of it is undone."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +17,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stayfinite.detect.gradients import Pairs, params_of
-from stayfinite.detect.parts import plain_parts
-from stayfinite.detect.quick import surely_finite
-from stayfinite.detect.scan import all_finite
-from stayfinite.distributed import agree
+from stayfinite.detect.finite import all_finite, surely_finite
+from stayfinite.detect.memory import plain_parts
+from stayfinite.distributed import agree, heard, most_certain, tell
 from stayfinite.errors import NonFiniteError
-from stayfinite.guard.parts import Parts as Parts
-from stayfinite.guard.uninitialised import give_values
-from stayfinite.incidents import Finding, gradients_found
-from stayfinite.records import Incident
-from stayfinite.recover.actions import act
+from stayfinite.guard.evidence import Finding, gradients_found
+from stayfinite.records import Incident, from_json, to_json
+from stayfinite.recover.actions import Done, Situation, Trouble, act
+from stayfinite.recover.advice import Recovery
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.recover.recovery import Recovery
-from stayfinite.recover.situation import Done, Situation, Trouble
 from stayfinite.snapshot import Mark, Snapshot, SnapshotRing, TrainingState
+from stayfinite.training import Pairs, params_of
 
 if TYPE_CHECKING:
     from stayfinite.guard.replay import Replay
+
 
 _LARGE = 1 << 20  # elements of a model whose parameters are looked at in turns
 _FOLLOWING = ("param_groups", "scheduler", "scaler", "ema")  # what a loop updates after its step
@@ -293,3 +293,86 @@ def finding_of(job: Job, gradients: Pairs) -> Finding:
     bad = [(name, gradient) for name, gradient in found.named if not all_finite([gradient])]
     before = job.trouble.named if job.trouble is not None else []
     return dataclasses.replace(found, named=[*before, *bad])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What belongs to one optimizer's training; all but the optimizer may be missing."""
+
+    optimizer: Optimizer
+    modules: tuple[nn.Module, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    scaler: Any = None
+    emas: tuple[Any, ...] = ()
+    loader: Any = None
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self.modules[0] if self.modules else None
+
+    def state(self) -> TrainingState:
+        return TrainingState(
+            self.modules,
+            self.optimizer,
+            scheduler=self.schedulers,
+            scaler=self.scaler,
+            ema=self.emas,
+            loader=self.loader,
+        )
+
+
+def give_values(params: Iterable[Tensor]) -> str | None:
+    """Give each small random values, always the same; what was done, None without parameters."""
+    generator, given = torch.Generator().manual_seed(0), 0
+    for param in params:
+        given += 1
+        bound = 1 / math.sqrt(max(1, param[0].numel())) if param.dim() else 1.0
+        values = torch.rand(param.shape, generator=generator) * 2 * bound - bound
+        with torch.no_grad():
+            param.copy_(values)
+    return f"{given} uninitialised parameters were given small random values" if given else None
+
+
+logger = logging.getLogger("stayfinite")
+_numbers = itertools.count(1)  # of the whole process: what an earlier guard told is not heard again
+
+
+def shared(job: Job, incident: Incident) -> Incident:
+    """The incident of the rank where it began; this rank's own if it began here too.
+
+    Its rank is -1 if no rank knows. All ranks of the job must ask together.
+    """
+    if not job.is_distributed or incident.world == 1:
+        return incident
+    topic, certainty = f"incident {next(_numbers)}", _certainty(incident)
+    if certainty:
+        _tell(topic, incident)
+    rank, highest = most_certain(certainty)
+    if not highest:
+        return dataclasses.replace(incident, rank=-1)
+    if certainty == highest:
+        return incident
+    return _told_by(rank, topic) or dataclasses.replace(incident, rank=rank)
+
+
+def _certainty(incident: Incident) -> int:
+    """How certain it is that it began here: 2 seen, 1 the loss is bad before any all-reduce."""
+    origin = incident.origin
+    if origin is not None and origin.exact:
+        return 0 if origin.phase == "distributed" else 2
+    return int(any(report.location == "loss" for report in incident.reports))
+
+
+def _tell(topic: str, incident: Incident) -> None:
+    try:
+        tell(topic, to_json(incident))
+    except Exception:
+        logger.warning("the other ranks could not be told of an incident", exc_info=True)
+
+
+def _told_by(rank: int, topic: str) -> Incident | None:
+    try:
+        return from_json(Incident, heard(rank, topic))
+    except Exception:
+        logger.warning("rank %d was not heard about its incident", rank, exc_info=True)
+        return None

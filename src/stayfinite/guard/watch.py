@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment
 from stayfinite.errors import InputError
-from stayfinite.guard.guard import Guard
+from stayfinite.guard.answers import Guard
 from stayfinite.guard.job import Job, Parts
-from stayfinite.guard.recording import recorder_in
+from stayfinite.guard.recorder import recorder_in
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.report.sinks import Sink as Sink
-from stayfinite.report.sinks import told_to as told_to
+from stayfinite.report.sinks import Sink, told_to
 from stayfinite.settings import GuardSettings
 
 

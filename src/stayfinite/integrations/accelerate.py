@@ -8,23 +8,26 @@ from typing import Any, Self, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.entrypoints import together
-from stayfinite.detect.hooks import Attachment
+from stayfinite.detect.hooks import Attachment, together
 from stayfinite.errors import InputError
-from stayfinite.guard.guard import Guard
+from stayfinite.guard.answers import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import Replay
-from stayfinite.guard.watch import Sink
 from stayfinite.guard.watch import watch as watch_loop
-from stayfinite.integrations.answers import OnNaN, answered_by
-from stayfinite.integrations.calls import RecordedCalls
-from stayfinite.integrations.clipping import keep_bad_gradients
-from stayfinite.integrations.harmless import careful_step, harmless
 from stayfinite.integrations.packages import check_package
-from stayfinite.integrations.sharing import guard_of
+from stayfinite.integrations.shared import (
+    OnNaN,
+    RecordedCalls,
+    answered_by,
+    careful_step,
+    guard_of,
+    harmless,
+    keep_bad_gradients,
+)
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.sinks import Sink
 
 check_package("accelerate", extra="hf")
 

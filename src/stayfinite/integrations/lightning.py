@@ -1,4 +1,7 @@
-"""Lightning: a callback that leaves bad steps out, and says which operation made them bad."""
+"""Lightning: a callback that leaves bad steps out, and says what made them bad.
+
+It writes no checkpoint that is not finite.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,32 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
+from torch import nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.entrypoints import together
-from stayfinite.detect.hooks import Attachment, listeners
-from stayfinite.guard.guard import Guard
-from stayfinite.guard.post import Post, free_post
-from stayfinite.guard.watch import Sink, told_to
-from stayfinite.integrations.answers import OnNaN, answered_by
-from stayfinite.integrations.clipping import keep_bad_gradients
-from stayfinite.integrations.harmless import harmless
-from stayfinite.integrations.lightning_files import refuse_bad_checkpoints
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.hooks import Attachment, listeners, together
+from stayfinite.detect.tools import NaNHooks, enable_nan_hooks
+from stayfinite.guard.answers import Guard
+from stayfinite.guard.discover import Post, free_post
 from stayfinite.integrations.lightning_guard import (
     LightningGuard,
     LightningJob,
     StoppingJob,
     UnattendedJob,
+    is_alone,
 )
-from stayfinite.integrations.lightning_joining import is_alone
-from stayfinite.integrations.lightning_tools import NaNTools as NaNTools
-from stayfinite.integrations.lightning_tools import equip as equip
 from stayfinite.integrations.packages import check_package
+from stayfinite.integrations.shared import OnNaN, answered_by, harmless, keep_bad_gradients
+from stayfinite.nested import Named, named_tensors
+from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, from_data, to_data
 from stayfinite.recover.config import RecoveryConfig
+from stayfinite.report.sinks import Sink, told_to
 from stayfinite.settings import GuardSettings
 
 logger = logging.getLogger("stayfinite")
@@ -248,3 +250,126 @@ def _reason_to_stand_aside(
 
 def _is_known(optimizer: Any) -> bool:
     return isinstance(optimizer, Optimizer) and not type(optimizer).__name__.startswith("_Mock")
+
+
+_PARTS = ("state_dict", "current_model_state", "optimizer_states")
+
+
+def refuse_bad_checkpoints(trainer: Any) -> Attachment:
+    """Let no checkpoint of this trainer be written that is not finite."""
+    strategy = trainer.strategy
+    inner = strategy.checkpoint_io
+    outer = FiniteCheckpoints(inner, trainer.lightning_module)
+    strategy.checkpoint_io = outer
+
+    def remove() -> None:
+        if strategy.checkpoint_io is outer:
+            strategy.checkpoint_io = inner
+
+    return Attachment(remove)
+
+
+class FiniteCheckpoints:
+    """Stands before a strategy's `checkpoint_io`, which does the writing."""
+
+    def __init__(self, inner: Any, module: nn.Module) -> None:
+        self._inner = inner
+        # A mask may hold -inf on purpose.
+        self._meant = {name for name, value in module.state_dict().items() if _is_bad(value)}
+        self._is_refusing = False
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, *args: Any, **more: Any
+    ) -> None:
+        """Write it, unless something in it is not finite."""
+        bad = next((name for name, value in self._named(checkpoint) if _is_bad(value)), None)
+        self._is_refusing = bad is not None
+        if bad is None:
+            self._inner.save_checkpoint(checkpoint, path, *args, **more)
+        else:
+            logger.error("%s was not saved: %s is not finite; older files are kept", path, bad)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove it, unless what was to take its place was refused."""
+        if not self._is_refusing:
+            self._inner.remove_checkpoint(path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _named(self, checkpoint: Mapping[str, Any]) -> Iterator[Named]:
+        for part in _PARTS:
+            for path, tensor in named_tensors(checkpoint.get(part), part):
+                if path.removeprefix(f"{part}.") not in self._meant:
+                    yield path, tensor
+
+
+def _is_bad(value: Any) -> bool:
+    return not all_finite([tensor for _, tensor in named_tensors(value, "")])
+
+
+LIMIT = 1e4  # well inside of float16
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class NaNTools:
+    """For the bases of a module, before its own: `class Net(NaNTools, LightningModule)`.
+
+    >>> class Net(NaNTools, nn.Linear):
+    ...     pass
+    >>> net = Net(2, 2)
+    >>> net.enable_nan_hooks()
+    >>> net.clamp_activations = 100.0
+    >>> net.clamp_activations
+    100.0
+    >>> net.disable_nan_hooks()
+    >>> net.clamp_activations = False
+    """
+
+    def enable_nan_hooks(self, *, verbose: bool = False, file: TextIO | None = None) -> None:
+        """Print each layer whose output turns non-finite, or with `verbose` every layer."""
+        self.disable_nan_hooks()
+        vars(self)["_nan_hooks"] = enable_nan_hooks(_module(self), verbose=verbose, file=file)
+
+    def disable_nan_hooks(self) -> None:
+        """Take the hooks off again."""
+        hooks: NaNHooks | None = vars(self).pop("_nan_hooks", None)
+        if hooks is not None:
+            hooks.remove()
+
+    @property
+    def clamp_activations(self) -> float | bool:
+        """The limit of what each layer may give out, either way; False where there is none.
+
+        Set it to a number, to True for 10000, or to False to end it.
+        """
+        clamp: ActivationClamp | None = vars(self).get("_activation_clamp")
+        return False if clamp is None else clamp.max
+
+    @clamp_activations.setter
+    def clamp_activations(self, limit: float | bool) -> None:
+        clamp: ActivationClamp | None = vars(self).pop("_activation_clamp", None)
+        if clamp is not None:
+            clamp.remove()
+        if limit is not False and limit is not None:
+            most = LIMIT if limit is True else float(limit)
+            vars(self)["_activation_clamp"] = clamp_activations(_module(self), -most, most)
+
+
+def equip(module: Module) -> Module:
+    """The same module, which has the tools of NaNTools from now on; for one made without them.
+
+    >>> net = equip(nn.Linear(2, 2))
+    >>> net.clamp_activations = True
+    >>> net.clamp_activations
+    10000.0
+    """
+    kind: Any = type(module)
+    if not issubclass(kind, NaNTools):
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        module.__class__ = type(kind.__name__, (NaNTools, kind), names)
+    return module
+
+
+def _module(owner: Any) -> nn.Module:
+    return owner  # type: ignore[no-any-return]

@@ -1,30 +1,40 @@
-"""A guard over the optimizers of one trainer, whose steps begin and end with batches."""
+"""A guard over the optimizers of one Lightning trainer, whose steps begin and end with batches.
+
+Needs no Lightning to be loaded, so that a watched script may load it later.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
-from stayfinite.detect.gradients import Pairs, params_of
-from stayfinite.detect.scan import all_finite
-from stayfinite.guard.guard import Guard
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.hooks import Attachment, together, wrapped
+from stayfinite.errors import PackageError
+from stayfinite.guard.answers import Guard
+from stayfinite.guard.discover import WithoutSnapshots, free_post
 from stayfinite.guard.job import Job, Parts
-from stayfinite.guard.post import WithoutSnapshots
-from stayfinite.guard.proving import NO_BATCH
-from stayfinite.guard.replay import CannotReplayError, Replay
-from stayfinite.integrations.lightning_again import can_run_again, run_again
-from stayfinite.integrations.lightning_books import LateAverages, Logged, averages_of, uncount
+from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError, Replay
+from stayfinite.integrations.shared import harmless
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.settings import GuardSettings
+from stayfinite.snapshot import Snapshot, TrainingState
+from stayfinite.training import Pairs, params_of
 
 Kept = list[tuple[Tensor, Tensor | None, Tensor | None]]
 """Parameters, with their gradients and the values of these."""
@@ -207,7 +217,7 @@ class LightningGuard(Guard):
     def _again(self, batch: Any) -> None:
         job = self._answered
         if not isinstance(job, LightningJob) or not job.batches or not can_run_again(self._trainer):
-            raise CannotReplayError("its batches are not known")
+            raise CannotRunAgainError("its batches are not known")
         others = [other.parts.state() for other in self.jobs.values() if other is not job]
         kept = [(state, state.capture(parts=("param_groups", "scheduler"))) for state in others]
         try:
@@ -283,3 +293,257 @@ def _put_back(gradients: Kept) -> None:
         param.grad = gradient
         if gradient is not None and values is not None:
             gradient.copy_(values)
+
+
+Batches = Sequence[tuple[Any, int]]
+
+
+class _ReachedError(Exception):
+    """The update that the step leads up to."""
+
+
+def run_again(trainer: Any, optimizer: Optimizer, batches: Batches) -> None:
+    """Run the batches, with their numbers, up to the update; gradients are then as before it.
+
+    Callbacks, loggers and the profiler hear nothing of it, what is logged is dropped, and no
+    optimizer makes an update. Hooks of the module run, with clipping.
+    """
+    with _unheard(trainer), torch.enable_grad():
+        if trainer.lightning_module.automatic_optimization:
+            _run_automatic(trainer, optimizer, batches)
+        else:
+            _run_manual(trainer, optimizer, batches)
+
+
+def can_run_again(trainer: Any) -> bool:
+    """Whether its steps depend on nothing but their batches."""
+    fetcher = type(trainer.fit_loop._data_fetcher).__name__
+    # There the step takes its batches itself.
+    if fetcher == "_DataLoaderIterDataFetcher":
+        return False
+    # A wrapper such as DDP cannot be entered once more from inside.
+    module = trainer.lightning_module
+    return module.automatic_optimization or trainer.strategy.model is module
+
+
+def library_of(trainer: Any) -> str:
+    """The package that the trainer is from: `lightning.pytorch` or `pytorch_lightning`."""
+    return type(trainer.fit_loop).__module__.partition(".loops")[0]
+
+
+def _run_automatic(trainer: Any, optimizer: Optimizer, batches: Batches) -> None:
+    loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
+    utilities = importlib.import_module(f"{library_of(trainer)}.loops.utilities")
+    for place, (batch, number) in enumerate(batches, start=1):
+        arguments = loop._build_kwargs(OrderedDict(), batch, number)
+        is_last = place == len(batches)
+        with utilities._block_parallel_sync_behavior(strategy, block=not is_last):
+            loop.automatic_optimization._make_closure(arguments, optimizer, number)()
+    _unscale(getattr(trainer.precision_plugin, "scaler", None), optimizer)
+    trainer.precision_plugin._after_closure(trainer.lightning_module, optimizer)
+
+
+def _unscale(scaler: Any, optimizer: Optimizer) -> None:
+    """What the scaler does before the update; itself it would refuse to do it twice."""
+    if scaler is None or not scaler.is_enabled():
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.div_(scaler.get_scale())
+
+
+def _run_manual(trainer: Any, optimizer: Optimizer, batches: Batches) -> None:
+    loop = trainer.fit_loop.epoch_loop
+    with _without_updates(trainer, optimizer), contextlib.suppress(_ReachedError):
+        for batch, number in batches:
+            arguments = loop._build_kwargs(OrderedDict(), batch, number)
+            trainer.strategy.training_step(*arguments.values())
+
+
+@contextlib.contextmanager
+def _without_updates(trainer: Any, wanted: Optimizer) -> Iterator[None]:
+    """No optimizer makes an update, and that of the wanted one ends the run."""
+
+    def instead(optimizer: Optimizer) -> Callable[..., None]:
+        @functools.wraps(optimizer.step)  # by whose attributes schedulers know it
+        def step(closure: Callable[[], Any] | None = None, **_: Any) -> None:
+            if closure is not None:
+                closure()
+            if optimizer is wanted:
+                raise _ReachedError
+
+        return step
+
+    with contextlib.ExitStack() as swaps:
+        for outer in trainer.strategy._lightning_optimizers:
+            step = instead(outer.optimizer)
+            swaps.enter_context(swapped(outer, step=step))
+            swaps.enter_context(swapped(outer.optimizer, step=step))
+        yield
+
+
+@contextlib.contextmanager
+def _unheard(trainer: Any) -> Iterator[None]:
+    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop.automatic_optimization
+    library, name = library_of(trainer), module._current_fx_name
+    dummy = importlib.import_module(f"{library}.loggers.logger").DummyLogger
+    profiler = importlib.import_module(f"{library}.profilers").PassThroughProfiler()
+    loggers = [dummy() for _ in trainer.loggers]
+    with (
+        swapped(trainer, callbacks=[], _loggers=loggers, profiler=profiler),
+        swapped(module, log=_nothing, log_dict=_nothing),
+        swapped(loop, optim_progress=copy.deepcopy(loop.optim_progress)),
+    ):
+        module._current_fx_name = "training_step"
+        try:
+            yield
+        finally:
+            module._current_fx_name = name
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of a function that logs."""
+
+
+@contextlib.contextmanager
+def swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of one object replaced for a while; those of its class show again after it."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def uncount(trainer: Any) -> None:
+    """Let `global_step` be as before the update that is running, if Lightning counts it."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    if progress.total.ready == progress.total.completed + 1:
+        progress.increment_by(-1)
+
+
+class Logged:
+    """What `self.log` has gathered before a step, to go back to it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._results: dict[str, Any] = trainer.fit_loop.epoch_loop._results
+        # Values are replaced when they are updated, so the references are enough.
+        self._kept = {name: dict(vars(metric)) for name, metric in self._results.items()}
+
+    def strike(self) -> None:
+        """As if nothing had been logged since; nothing is shown or sent for this batch."""
+        for name in [*self._results]:
+            if name not in self._kept:
+                del self._results[name]
+            else:
+                vars(self._results[name]).update(self._kept[name], _forward_cache=None)
+
+
+class LateAverages:
+    """Averages that belong to the module, which updates them after everybody else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found = [each for each in module.modules() if isinstance(each, AveragedModel)]
+        self._state = TrainingState(None, ema=found) if found else None
+        self._held: Snapshot | None = None
+
+    def hold(self) -> None:
+        if self._state is not None and self._held is None:
+            self._held = self._state.capture(parts=("ema",))
+
+    def settle(self) -> None:
+        held, self._held = self._held, None
+        if held is not None and self._state is not None:
+            self._state.restore(held)
+
+
+def averages_of(trainer: Any) -> tuple[Any, ...]:
+    """Averages of the weights that callbacks hold: models, and dicts of tensors."""
+    values = [value for callback in trainer.callbacks for value in vars(callback).values()]
+    return tuple(value for value in values if _is_average(value, trainer))
+
+
+def _is_average(value: Any, trainer: Any) -> bool:
+    if value is trainer.lightning_module or value is trainer.strategy.model:
+        return False
+    tensors = list(_tensors(value))
+    return bool(tensors) and all_finite(tensors)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, dict) and all(isinstance(each, Tensor) for each in value.values()):
+        yield from value.values()
+
+
+_LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
+_joined: set[type] = set()
+
+
+def join_trainers() -> Attachment:
+    """Let each `fit` of the Trainers that are loaded lend its guard to the post of this process."""
+    known = [getattr(sys.modules.get(name), "Trainer", None) for name in _LIBRARIES]
+    return together(*(_join(each) for each in known if each is not None and each not in _joined))
+
+
+def _join(trainers: type) -> Attachment:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _lent_callback(self):
+                return original(self, *args, **kwargs)
+
+        return fit
+
+    _joined.add(trainers)
+    attachment = wrapped(trainers, "fit", wrap)
+
+    def remove() -> None:
+        _joined.discard(trainers)
+        attachment.remove()
+
+    return Attachment(remove)
+
+
+@contextlib.contextmanager
+def _lent_callback(trainer: Any) -> Iterator[None]:
+    """A callback of ours while it trains, if there is somebody to help."""
+    before, ours = trainer.callbacks, None
+    with harmless("adding a callback to a trainer"):
+        ours = _callback_for(trainer)
+        if ours is not None:
+            trainer.callbacks = [*before, ours]
+    try:
+        yield
+    finally:
+        if ours is not None:
+            ours.close()
+            rest = [each for each in trainer.callbacks if each is not ours]
+            trainer.callbacks = before if rest == before else rest
+
+
+def _callback_for(trainer: Any) -> Any:
+    if free_post() is None or not is_alone(trainer):
+        return None
+    try:
+        from stayfinite.integrations.lightning import LentStayFinite, StayFinite
+    except PackageError:  # the package is too old; the process is watched all the same
+        return None
+    has_one = any(isinstance(each, StayFinite) for each in trainer.callbacks)
+    return None if has_one else LentStayFinite(sinks=[])
+
+
+def is_alone(trainer: Any) -> bool:
+    """Whether all of its training happens in this process."""
+    return trainer.world_size == 1 and trainer.strategy.launcher is None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stayfinite.integrations.background import Background
+from stayfinite.files import Background
 from stayfinite.integrations.packages import check_package
 from stayfinite.records import Incident, to_json
 from stayfinite.report.terminal import as_text
-from stayfinite.report.wording import headline
+from stayfinite.text import headline
 
 check_package("mlflow", extra="mlflow")
 

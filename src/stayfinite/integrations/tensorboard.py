@@ -7,7 +7,7 @@ from typing import Any
 
 from stayfinite.integrations.packages import check_package
 from stayfinite.records import Incident, TensorSummary
-from stayfinite.report.described import guilty_tensor
+from stayfinite.report.sinks import guilty_tensor
 from stayfinite.report.terminal import as_text
 
 check_package("tensorboard", extra="tensorboard")

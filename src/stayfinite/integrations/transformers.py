@@ -1,33 +1,54 @@
-"""transformers: a callback for the Trainer."""
+"""transformers: a callback for the Trainer, and one Trainer under watch while it trains."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
-from stayfinite.detect.entrypoints import wrapped
-from stayfinite.detect.hooks import Attachment
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.hooks import Attachment, together, wrapped
+from stayfinite.distributed import agree
 from stayfinite.errors import StayFiniteError
-from stayfinite.guard.guard import Guard
-from stayfinite.guard.watch import Sink
-from stayfinite.integrations.answers import OnNaN, answered_by
-from stayfinite.integrations.harmless import harmless
+from stayfinite.guard.answers import Guard
+from stayfinite.guard.discover import Post, WithoutSnapshots, free_post
+from stayfinite.guard.job import Job, Parts
+from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError, Replay
 from stayfinite.integrations.packages import check_package
-from stayfinite.integrations.sharing import guard_of
+from stayfinite.integrations.shared import (
+    OnNaN,
+    answered_by,
+    guard_of,
+    harmless,
+    keep_bad_gradients,
+    wrapped_method,
+)
+from stayfinite.nested import named_tensors
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
+from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.sinks import Sink
 
 check_package("transformers", extra="hf")
 check_package("accelerate", extra="hf")
 
+from accelerate.utils import DistributedType  # noqa: E402
 from transformers.trainer_callback import TrainerCallback  # noqa: E402
 
-from stayfinite.integrations.accelerate import inner_optimizer  # noqa: E402
-from stayfinite.integrations.transformers_joining import post_for  # noqa: E402
-from stayfinite.integrations.transformers_trainer import WatchedTrainer  # noqa: E402
+from stayfinite.integrations.accelerate import (  # noqa: E402
+    guard_over,
+    inner_optimizer,
+    inner_schedulers,
+    tell_skips,
+)
 
 logger = logging.getLogger("stayfinite")
 _watched: WeakSet[Any] = WeakSet()  # trainers
@@ -164,3 +185,258 @@ def _calling_trainer() -> Any:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+Method = Callable[..., Any]
+Named = tuple[str, Tensor]
+
+
+class WatchedTrainer:
+    """Marks where steps begin, replays bad ones, and keeps logs and checkpoints true.
+
+    If its optimizer has a guard already (`stayfinite run`), that one is used, and it says what
+    is done and who is told.
+
+    Four methods of the trainer are wrapped until `close()`: training_step, log,
+    _save_checkpoint, and _run_epoch where there is one.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        config: RecoveryConfig | None,
+        on_nan: OnNaN,
+        sinks: Iterable[Sink] | None,
+        prove_seconds: float,
+    ) -> None:
+        self._trainer = trainer
+        self._inner = inner_optimizer(trainer.optimizer)
+        self._relief = stand_in(trainer)
+        shared = guard_of(self._inner)
+        self._is_shared = shared is not None
+        self.guard = shared or guard_over(
+            trainer.accelerator,
+            _module_of(trainer),
+            trainer.optimizer,
+            trainer.lr_scheduler,
+            config=config,
+            on_nan=on_nan,
+            sinks=sinks,
+            prove_seconds=prove_seconds,
+        )
+        self._earlier = len(self.guard.incidents)
+        self._job = self.guard.jobs.get(id(self._inner))
+        self._calls: list[tuple[Method, tuple[Any, ...], dict[str, Any]]] = []
+        self._losses = Losses()
+        # Masks and the like, which are meant to be so.
+        self._infinite = {name for name, tensor in self._fixed() if not all_finite([tensor])}
+        self._attachment = together(*self._attachments())
+        replay = Replay(self.guard, self._again, batch=self._batch)
+        self.guard.replay_with(replay, only=self._job)
+
+    def _attachments(self) -> Iterable[Attachment]:
+        trainer, job = self._trainer, self._job
+        if job is not None:
+            yield keep_bad_gradients(self._inner)
+            yield tell_skips(trainer.optimizer, job)
+        yield wrapped_method(trainer, "training_step", self._around_training_step)
+        yield wrapped_method(trainer, "log", self._around_log)
+        yield wrapped_method(trainer, "_save_checkpoint", self._around_saving)
+        if hasattr(trainer, "_run_epoch"):
+            yield wrapped_method(trainer, "_run_epoch", self._around_epoch)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Those since this training began."""
+        return self.guard.incidents[self._earlier :]
+
+    def close(self) -> None:
+        """Leave torch and the trainer as they were; a guard that is somebody else's stays."""
+        if not self._is_shared:
+            self.guard.close()
+        self._relief.remove()
+        self._attachment.remove()
+        self._calls.clear()
+
+    def step_ended(self) -> None:
+        """Take back what followed a vetoed update, before anybody evaluates or saves."""
+        if self._job is not None:
+            self._job.settle()
+        is_good = self._job is None or self._job.was_good
+        self._losses.step_ended(is_good=is_good)
+        if not is_good:
+            self._mend_sum(self._losses.sum)
+
+    def may_save(self) -> bool:
+        """Whether all that a checkpoint would hold is finite; says so if it is not."""
+        bad = self._bad_name()
+        if not agree(bad is not None):
+            return True
+        step = self._trainer.state.global_step
+        where = f"{bad} is" if bad is not None else "a value of another rank is"
+        logger.error("no checkpoint is saved at step %d: %s not finite", step, where)
+        return False
+
+    def _bad_name(self) -> str | None:
+        named: list[Named] = [
+            *((f"parameters.{name}", param) for name, param in self._parameters(trained=True)),
+            *(each for each in self._fixed() if each[0] not in self._infinite),
+            *named_tensors(list(self._inner.state.values()), "optimizer"),
+        ]
+        if all_finite(tensor for _, tensor in named):
+            return None
+        return next((name for name, tensor in named if not all_finite([tensor])), None)
+
+    def _fixed(self) -> list[Named]:
+        """What no update changes: frozen parameters, and buffers."""
+        buffers = self._trainer.model.named_buffers()
+        frozen = self._parameters(trained=False)
+        return [
+            *((f"parameters.{name}", param) for name, param in frozen),
+            *((f"buffers.{name}", buffer) for name, buffer in buffers),
+        ]
+
+    def _parameters(self, *, trained: bool) -> list[Named]:
+        named = self._trainer.model.named_parameters()
+        return [(name, param) for name, param in named if param.requires_grad is trained]
+
+    def _batch(self) -> Any:
+        return self._calls[0][1][1] if len(self._calls) == 1 else NO_BATCH
+
+    def _again(self, batch: Any) -> None:
+        if not self._calls:
+            raise CannotRunAgainError("no step of the trainer is under way")
+        for training_step, (model, inputs, *args), kwargs in self._calls:
+            given = inputs if batch is NO_BATCH else batch
+            training_step(model, given, *args, **kwargs)
+
+    def _around_training_step(self, original: Method) -> Method:
+        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with harmless("noting a step of the trainer"):
+                self._begin(original, (model, copy.copy(inputs), *args), kwargs)
+            loss = original(model, inputs, *args, **kwargs)
+            with harmless("looking at a loss of the trainer"):
+                self._losses.saw(loss)
+            return loss
+
+        return training_step
+
+    def _begin(self, original: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._job is None:
+            return
+        if not self._job.has_begun:
+            self._calls.clear()
+            self.guard.begin_step(self._job)
+        self._calls.append((original, args, kwargs))
+
+    def _around_log(self, original: Method) -> Method:
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            with harmless("looking at a log of the trainer"):
+                if "loss" in logs:
+                    logs = self._losses.added_to(logs)
+                    self._mend_sum(0.0)
+            return original(logs, *args, **kwargs)
+
+        return log
+
+    def _mend_sum(self, value: Any) -> None:
+        """A NaN in the trainer's sum of losses would stay there; without one it is as it was."""
+        total = getattr(self._trainer, "_tr_loss", None)
+        if isinstance(total, Tensor) and not all_finite([total]):
+            total.copy_(torch.as_tensor(value))
+
+    def _around_saving(self, original: Method) -> Method:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            is_fine = True
+            with harmless("looking at what a checkpoint would hold"):
+                is_fine = self.may_save()
+            return original(*args, **kwargs) if is_fine else None
+
+        return save
+
+    def _around_epoch(self, original: Method) -> Method:
+        def run_epoch(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except BaseException:  # on_train_end will not come
+                with harmless("leaving a trainer that failed"):
+                    self.close()
+                raise
+
+        return run_epoch
+
+
+def _module_of(trainer: Any) -> Any:
+    """The model, or what makes all ranks agree around it."""
+    wrapper = trainer.model_wrapped
+    return wrapper if isinstance(wrapper, DistributedDataParallel) else trainer.model
+
+
+class Losses:
+    """The losses since the last log; the trainer's own mean of them is wrong if some are bad."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen = self._steps = self._skipped = 0
+        self._bad: Any = 0
+        self.sum: Any = 0.0  # of the good ones
+
+    def saw(self, loss: Tensor) -> None:
+        """One of a micro-batch; nothing is read from the device here."""
+        is_bad = ~torch.isfinite(loss)
+        self._seen += 1
+        self._bad = self._bad + is_bad
+        self.sum = self.sum + loss.masked_fill(is_bad, 0.0)
+
+    def step_ended(self, *, is_good: bool) -> None:
+        self._steps += 1
+        self._skipped += not is_good
+
+    def added_to(self, logs: dict[str, float]) -> dict[str, float]:
+        """The log with what it hides; as it is when there was nothing bad."""
+        more: dict[str, float] = {}
+        if bad := int(self._bad):  # host sync
+            more["loss"] = self._mean(self._seen - bad)
+            more["nonfinite_losses"] = bad
+        if self._skipped:
+            more["skipped_steps"] = self._skipped
+        self._forget()
+        return {**logs, **more}
+
+    def _mean(self, good: int) -> float:
+        """Of the good losses, for a whole step; NaN without any."""
+        if not good or not self._steps:
+            return math.nan
+        return float(self.sum) / good * self._seen / self._steps
+
+
+def post_for(trainer: Any) -> Post | None:
+    """The post over this process, if all of the trainer's work is done here."""
+    is_alone = trainer.accelerator.distributed_type == DistributedType.NO
+    return free_post() if is_alone else None
+
+
+def stand_in(trainer: Any) -> Attachment:
+    """Put a guard that knows the trainer's parts on that post; nothing if there is none."""
+    post = post_for(trainer)
+    if post is None:
+        return Attachment(lambda: None)
+    guard = Guard(post.settings)
+    guard.add(_job(post, trainer))
+    return post.hand_over(guard)
+
+
+def _job(post: Post, trainer: Any) -> Job:
+    parts = Parts(
+        optimizer=inner_optimizer(trainer.optimizer),
+        modules=(trainer.model,),
+        schedulers=tuple(inner_schedulers(trainer.lr_scheduler)),
+        scaler=trainer.accelerator.scaler,
+    )
+    manager = NaNRecoveryManager(post.config)
+    if post.stops:
+        return WithoutSnapshots(parts, post.config, manager)
+    return Job(parts, post.config, manager, look_around=lambda known: known)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from stayfinite.integrations.background import Background
+from stayfinite.files import Background
 from stayfinite.integrations.packages import check_package
 from stayfinite.records import Incident
 from stayfinite.report.terminal import as_text
-from stayfinite.report.wording import headline
+from stayfinite.text import headline
 
 check_package("wandb", extra="wandb")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stayfinite.errors import ConfigError
-from stayfinite.integrations.background import Background
+from stayfinite.files import Background
 from stayfinite.records import Incident, to_json
 from stayfinite.report.terminal import as_text
-from stayfinite.report.wording import headline
+from stayfinite.text import headline
 
 _PAUSES = (1.0, 5.0, 25.0)
 

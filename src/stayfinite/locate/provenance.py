@@ -1,18 +1,99 @@
-"""Where values came from, as far as a diagnosis needs it; finite ones too."""
+"""Where values came from, and the walk back from a bad value to its birth.
+
+What is known is kept by event, by memory and by autograd node.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint
 
-from stayfinite.locate.events import Site
-from stayfinite.locate.ops import OpInfo, tensors_in
+from stayfinite.locate.operators import OpInfo, tensors_in
 from stayfinite.locate.samples import Delivery
-from stayfinite.locate.source import Place
-from stayfinite.locate.storages import StorageMap
+from stayfinite.locate.source import ENGINE, Place, kind_of
+from stayfinite.records import HopKind, NaNType, Phase, TensorSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in the program something ran: place, modules around it, and how these were entered."""
+
+    place: Place | None
+    modules: tuple[nn.Module, ...] = ()
+    entry: Place | None = None
+    made_node: bool = False
+    made_in: str | None = None  # the backward node that made it, in a double backward
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """An operation whose output was not finite."""
+
+    order: int
+    kind: HopKind
+    op: str
+    phase: Phase
+    site: Site
+    nan_type: NaNType
+    clock: int
+    node: str | None = None
+    parents: tuple[Event, ...] = ()
+    inputs: tuple[TensorSummary, ...] = ()
+    outputs: tuple[TensorSummary, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def ancestors(noticed: Iterable[Event]) -> dict[Event, Event | None]:
+    """Every event that leads to the noticed ones, each with the next one on the way there."""
+    following: dict[Event, Event | None] = {}
+    queue: deque[tuple[Event, Event | None]] = deque((event, None) for event in noticed)
+    while queue:
+        event, after = queue.popleft()
+        if event in following:
+            continue
+        following[event] = after
+        queue.extend((parent, event) for parent in event.parents)
+    return following
+
+
+# Ops that pick or fold elements: where a masked-out value is taken after all.
+_PICKERS = ("nll_loss", "gather", "index", "sum", "mean", "amax", "max", "select", "logsumexp")
+
+
+def guilty(events: Iterable[Event]) -> Event | None:
+    """The first event that is nobody else's consequence.
+
+    A constant Inf that somebody wrote on purpose is blameless, so behind one the
+    first operation that turned it into something else is taken.
+    """
+    ordered = sorted(events, key=lambda event: event.order)
+    for event in ordered:
+        if event.kind in ("birth", "foreign", "allocation"):
+            return event
+    for event in ordered:
+        if event.kind == "conversion":
+            return event
+    for event in ordered:
+        if event.kind == "spread" and event.op.split(".")[1].startswith(_PICKERS):
+            return event
+    return ordered[0] if ordered else None
+
+
+def path(event: Event, following: dict[Event, Event | None]) -> list[Event]:
+    """The hops from the event to the value that was noticed, oldest first."""
+    hops = [event]
+    while (after := following[hops[-1]]) is not None:
+        hops.append(after)
+    return hops
 
 
 class Raw(NamedTuple):
@@ -123,3 +204,200 @@ class Provenance:
 
 def _line(site: Site, op: str) -> Line:
     return site.place, op, id(site.modules[-1]) if site.modules else 0
+
+
+Known = TypeVar("Known")
+
+
+class StorageMap(Generic[Known]):
+    """A value per living storage; an entry ends with its memory, as addresses are used again."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, Known]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, tensor: Tensor) -> Known | None:
+        if not self._entries:
+            return None
+        key = _key(tensor)
+        entry = self._entries.get(key) if key is not None else None
+        if entry is None or key is None:
+            return None
+        if entry[0].expired():
+            del self._entries[key]
+            return None
+        return entry[1]
+
+    def put(self, tensor: Tensor, known: Known) -> None:
+        memory = _memory(tensor)
+        if memory is not None:
+            if len(self._entries) >= 4096 and len(self._entries) & (len(self._entries) - 1) == 0:
+                self._sweep()
+            self._entries[memory._cdata] = StorageWeakRef(memory), known
+
+    def drop(self, tensor: Tensor) -> None:
+        key = _key(tensor)
+        if key is not None:
+            self._entries.pop(key, None)
+
+    def _sweep(self) -> None:
+        self._entries = {k: e for k, e in self._entries.items() if not e[0].expired()}
+
+
+def covers_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is the whole of its memory."""
+    try:
+        return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _key(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        memory = _memory(tensor)
+        return None if memory is None else memory._cdata
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of a sparse one the values have; wrappers: none
+        return tensor._values().untyped_storage() if tensor.layout is torch.sparse_coo else None
+
+
+Arrival = tuple[Phase, Site]
+
+
+class Arrivals:
+    """Tells values of a step's graph and gradients of parameters from what came in as data.
+
+    Native code, a hook below the dispatcher or a flipped bit may change them; an operation
+    that is traced would have been seen.
+    """
+
+    def __init__(self, nodes: NodeSites) -> None:
+        self._nodes = nodes
+        self._roots: WeakSet[nn.Module] = WeakSet()
+
+    def entered(self, root: nn.Module) -> None:
+        """A top-level module is called: its parameters have gradients that may arrive."""
+        self._roots.add(root)
+
+    def of(self, tensor: Tensor) -> Arrival | None:
+        """In which pass the value was computed, and where; None for what may be data."""
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            return None
+        if tensor.grad_fn is not None:
+            site = self._nodes.get(tensor.grad_fn)
+            return None if site is None else ("forward", site)
+        site = self._in_backward(torch._C._current_autograd_node()) or self._of_gradient(tensor)
+        return None if site is None else ("backward", site)
+
+    def _in_backward(self, node: Any) -> Site | None:
+        """What is first met there is a gradient: bad data were met in the forward pass."""
+        if node is None:
+            return None
+        variable = getattr(node, "variable", None)  # of AccumulateGrad
+        if variable is None:
+            return self._nodes.get(node)
+        return self._owner(lambda param: param is variable) or Site(None)
+
+    def _of_gradient(self, tensor: Tensor) -> Site | None:
+        address = tensor.data_ptr()
+        return self._owner(lambda param: param.grad is not None and _address(param.grad) == address)
+
+    def _owner(self, is_it: Any) -> Site | None:
+        """The module whose own parameter it is, as a site without a line."""
+        for root in list(self._roots):
+            for module in root.modules():
+                if any(is_it(param) for param in module.parameters(recurse=False)):
+                    return Site(None, (root, module) if module is not root else (root,))
+        return None
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+# From an autograd node back to the forward operation that made it.
+#
+# A node takes its number just before its operation reaches the dispatcher, so the
+# operation that sees a new number is the one that made the node. This needs no
+# anomaly mode and no formatted stacks.
+
+_KEEP = 400_000
+_UNNUMBERED = 2**63  # AccumulateGrad has the largest number there is
+
+
+class NodeSites:
+    """Where each autograd node was made, by its sequence number."""
+
+    def __init__(self) -> None:
+        self._sites: dict[int, Site] = {}
+        self._next = _number()
+        self._fresh = False
+        self.newest = range(0)
+        """The numbers of the nodes that were made last."""
+        self._recent: deque[Any] = deque(maxlen=256)
+
+    def is_new(self) -> bool:
+        """Whether the operation that runs now has made a node."""
+        self._remember_running()
+        self._fresh = _number() > self._next
+        return self._fresh
+
+    def latest_is_fresh(self) -> bool:
+        return self._fresh
+
+    def put(self, site: Site) -> None:
+        number = _number()
+        self.newest = range(max(self._next, number - 4), number)
+        for made in self.newest:
+            self._sites[made] = site
+        self._next = number
+        if len(self._sites) > _KEEP:
+            for old in list(self._sites)[: _KEEP // 2]:
+                del self._sites[old]
+
+    def get(self, node: Any) -> Site | None:
+        number = node._sequence_nr()
+        return self._sites.get(number) if number < _UNNUMBERED else None
+
+    def consumers(self, *, depth: int = 6) -> list[str]:
+        """Names of the nodes whose gradient came to the one running now, the nearest first."""
+        running = torch._C._current_autograd_node()
+        near: list[Any] = [running] if running is not None else []
+        found: list[str] = []
+        for _ in range(depth):
+            near = [
+                node
+                for node in self._recent
+                if any(after is other for after, _ in node.next_functions for other in near)
+            ]
+            found.extend(node.name() for node in near if node.name() not in found)
+        return found
+
+    def _remember_running(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None and not (self._recent and self._recent[-1] is node):
+            self._recent.append(node)
+        elif node is None and self._recent:
+            self._recent.clear()  # do not keep a finished graph alive
+
+    @staticmethod
+    def is_recomputation(frame: FrameType | None) -> bool:
+        """Whether activation checkpointing is running the forward again inside a backward."""
+        while frame is not None and kind_of(frame.f_code) != ENGINE:
+            if frame.f_code.co_filename == checkpoint.__file__:
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _number() -> int:
+    return int(torch._C._autograd._get_sequence_nr())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,21 +14,38 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stayfinite.detect import walk
-from stayfinite.detect.parts import unwrapped
-from stayfinite.detect.scan import classify, summarize
+from stayfinite.detect.finite import classify
+from stayfinite.detect.memory import unwrapped
+from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import StepAside
-from stayfinite.locate.arrivals import Arrivals
-from stayfinite.locate.backward import NodeSites
-from stayfinite.locate.events import Event, Site
-from stayfinite.locate.facts import Facts
-from stayfinite.locate.kinds import holds, is_meant, kind_of_event, read_for, wait_for, written_by
-from stayfinite.locate.ops import Call, OpInfo, OpInfos, is_bad, tensors_in
-from stayfinite.locate.provenance import Provenance
-from stayfinite.locate.reads import Reads
-from stayfinite.locate.samples import Delivery
-from stayfinite.locate.source import Place, in_optimizer, user_place, user_places
-from stayfinite.locate.storages import StorageMap, covers_storage
+from stayfinite.locate.loss_terms import loss_sum, reaches, sum_facts
+from stayfinite.locate.operators import (
+    Call,
+    Named,
+    OpInfo,
+    OpInfos,
+    holds,
+    is_bad,
+    is_meant,
+    kind_of_event,
+    read_for,
+    scalars,
+    tensors_in,
+    wait_for,
+    written_by,
+)
+from stayfinite.locate.provenance import (
+    Arrivals,
+    Event,
+    NodeSites,
+    Provenance,
+    Site,
+    StorageMap,
+    covers_storage,
+)
+from stayfinite.locate.samples import Delivery, Reads, sample_under_way
+from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
+from stayfinite.nested import named_tensors
 from stayfinite.records import HopKind, NaNType, Phase
 
 _NOWHERE = Site(None)
@@ -120,7 +138,7 @@ class Tracer(TorchDispatchMode):
         self._entry = user_place(sys._getframe(2))
         self._arrivals.entered(module)
         with self.paused():
-            for path, tensor in walk.named_tensors(args, "inputs"):
+            for path, tensor in named_tensors(args, "inputs"):
                 self._past.entered(tensor, path)
                 self.facts.entered(tensor, path)
             if self._on_enter is not None:
@@ -296,3 +314,212 @@ class Tracer(TorchDispatchMode):
             outer = user_places(frame, limit=1)
             forward = Site(outer[0] if outer else None)
         return forward, "backward", node.name()
+
+
+class Facts:
+    """Collects facts for events; what cannot be found out is left out."""
+
+    def __init__(self, past: Provenance, nodes: NodeSites, reads: Reads | None) -> None:
+        self._past, self._nodes = past, nodes
+        self._rows = Rows(past, reads if reads is not None else Reads())
+        self.roots: Sequence[Tensor] = ()
+        """Of the backward pass that runs now."""
+
+    def of_birth(
+        self,
+        call: Call,
+        given: list[Named],
+        bad: Tensor,
+        phase: Phase,
+        site: Site,
+        frame: FrameType | None,
+    ) -> dict[str, Any]:
+        """Facts of an operation that made a bad value of good ones, or a NaN of an Inf."""
+        facts: dict[str, Any] = {
+            "scalars": scalars(call),
+            "data": [n for n, t in given if t.is_floating_point() and not t.requires_grad],
+            "made_by": {n: made for n, t in given if (made := self._past.made_by(t))},
+            "repeats": self._past.runs(site, call.info.base),
+            "from_batch": [n for n, t in given if self._past.is_from_batch(t)],
+            "inside": library_place(frame),
+            "uninitialised": [n for n, t in given if self._past.unwritten(t) is not None],
+            "empty": [n for n, t in given if t.numel() == 0],
+        }
+        if phase == "backward":
+            facts |= {"consumers": self._nodes.consumers(), "made_in": site.made_in}
+            with contextlib.suppress(Exception):
+                facts["term"] = self._guilty_terms()
+        with contextlib.suppress(Exception):
+            facts["samples"] = self._rows.of_birth(bad, [t for _, t in given], frame)
+            facts["largest_input"] = self._rows.largest_input()
+        return self._with_terms(facts, call, bad, frame)
+
+    def of_spread(self, call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any]:
+        """Facts of an operation that was given a bad value."""
+        return self._with_terms({"inside": library_place(frame)}, call, bad, frame)
+
+    def of_foreign(
+        self, tensor: Tensor, site: Site, label: str | None, frame: FrameType | None
+    ) -> dict[str, Any]:
+        """Facts of a bad value that no operation made, as far as was seen."""
+        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        facts: dict[str, Any] = {"is_parameter": is_parameter, "label": label}
+        with contextlib.suppress(Exception):
+            samples = self._rows.of_foreign(tensor, site.place, frame)
+            facts |= {} if is_parameter or label or not samples else {"samples": samples}
+        return facts
+
+    def entered(self, tensor: Tensor, path: str) -> None:
+        """An input of a top-level module."""
+        with contextlib.suppress(Exception):
+            self._rows.entered(tensor, path)
+
+    def of_delivery(self, tensor: Tensor, delivery: Delivery) -> dict[str, Any] | None:
+        """Which rows of a batch are bad that a loader hands over."""
+        with contextlib.suppress(Exception):
+            return self._rows.of_delivery(delivery, tensor)
+        return None
+
+    def _guilty_terms(self) -> dict[str, Any] | None:
+        """The terms of the loss whose backward pass comes to the node that runs now."""
+        node, found = torch._C._current_autograd_node(), loss_sum(self.roots, self._nodes)
+        if node is None or found is None:
+            return None
+        terms = [[term.name, reaches(term, node)] for term in found.terms]
+        return {"where": [found.file, found.line], "terms": terms}
+
+    def _with_terms(
+        self, facts: dict[str, Any], call: Call, bad: Tensor, frame: FrameType | None
+    ) -> dict[str, Any]:
+        with contextlib.suppress(Exception):
+            facts["sum"] = sum_facts(call, bad, frame)
+        return {name: value for name, value in facts.items() if value not in (None, [], {})}
+
+
+_MOST = 16
+
+
+class Rows:
+    """Says of bad tensors, in plain values for the facts of an origin, which samples they hold."""
+
+    def __init__(self, past: Provenance, reads: Reads) -> None:
+        self._past, self._reads = past, reads
+        self._largest: dict[str, dict[str, Any]] = {}
+
+    def of_birth(
+        self, bad: Tensor, given: list[Tensor], frame: FrameType | None
+    ) -> dict[str, Any] | None:
+        """A value was computed from these to be bad."""
+        sample = sample_under_way(frame)
+        if sample is not None:
+            return self._while_read(sample)
+        deliveries = self._past.deliveries(given)
+        if len(deliveries) != 1:
+            return None
+        return self.of_delivery(deliveries[0], bad) | self._last_file()
+
+    def of_foreign(
+        self, bad: Tensor, place: Place | None, frame: FrameType | None
+    ) -> dict[str, Any] | None:
+        """A value is bad that nobody computed here."""
+        sample = sample_under_way(frame)
+        if sample is not None:
+            return self._while_read(sample)
+        deliveries = self._past.deliveries([bad])
+        if deliveries:
+            return self.of_delivery(deliveries[0], bad) | self._last_file()
+        found: dict[str, Any] = {"table": list(bad.shape)} | _bad_rows(bad, 0)
+        found |= _in_whole_table(bad, found.get("rows", []))
+        own = self._reads.by(place.code) if place is not None else None
+        return found | ({"files": [own]} if own is not None else self._last_file())
+
+    def entered(self, tensor: Tensor, path: str) -> None:
+        """A top-level module is given this: where is its largest value?"""
+        is_plain = tensor.layout is torch.strided and tensor.is_floating_point()
+        if not is_plain or not tensor.numel() or tensor.requires_grad:
+            return
+        sizes = tensor.detach().abs()
+        place = torch.unravel_index(sizes.argmax(), sizes.shape)
+        index = [int(number) for number in place]
+        found: dict[str, Any] = {"path": path, "index": index, "value": float(sizes.max())}
+        deliveries = self._past.deliveries([tensor])
+        samples = deliveries[0].indices if len(deliveries) == 1 else None
+        if samples is not None and index and len(samples) == tensor.shape[0]:
+            found |= {"sample": _plain(samples[index[0]]), "dataset": deliveries[0].dataset}
+        self._largest[path] = found
+
+    def largest_input(self) -> dict[str, Any] | None:
+        """Where the largest value is in what the top-level modules were given last."""
+        return max(self._largest.values(), key=lambda found: found["value"], default=None)
+
+    def _while_read(self, sample: Any) -> dict[str, Any]:
+        files = self._reads.for_sample(sample)
+        found: dict[str, Any] = {"reading": _plain(sample)}
+        return found | ({"files": files[-2:]} if files else self._last_file())
+
+    def _last_file(self) -> dict[str, Any]:
+        last = self._reads.latest()
+        return {} if last is None else {"last_file": last, "only_file": self._reads.count == 1}
+
+    def of_delivery(self, delivery: Delivery, bad: Tensor) -> dict[str, Any]:
+        """The rows of a loader's batch in which the tensor is bad, and their samples."""
+        samples = delivery.indices
+        found: dict[str, Any] = {"batch": delivery.number, "dataset": delivery.dataset}
+        size = _size(delivery) if samples is None else len(samples)
+        dim = _batch_dim(bad, size)
+        if dim is not None:
+            found |= _bad_rows(bad, dim)
+        if size is not None:
+            found["size"] = size
+        if samples is not None:
+            rows = found.get("rows") or range(len(samples))
+            found["samples"] = [_plain(samples[row]) for row in rows[:_MOST]]
+            self._add_files(found)
+        return found
+
+    def _add_files(self, found: dict[str, Any]) -> None:
+        if found.get("row_count") == 1:
+            files = self._reads.for_sample(found["samples"][0])
+            if files:
+                found["files"] = files[-2:]
+
+
+def _batch_dim(tensor: Tensor, size: int | None) -> int | None:
+    """The dimension that counts the samples; None if that cannot be told."""
+    if not size or not tensor.dim():
+        return None
+    if tensor.shape[0] == size:
+        return 0
+    fitting = [dim for dim, length in enumerate(tensor.shape) if length == size]
+    return fitting[0] if len(fitting) == 1 and size > 1 else None
+
+
+def _bad_rows(tensor: Tensor, dim: int) -> dict[str, Any]:
+    """The rows that hold a bad value, and how many they are."""
+    if not tensor.dim() or tensor.layout is not torch.strided:
+        return {}
+    bad = ~torch.isfinite(tensor.detach())
+    rows = bad.movedim(dim, 0).reshape(tensor.shape[dim], -1).any(1).nonzero().flatten().tolist()
+    return {"rows": rows[:_MOST], "row_count": len(rows)}
+
+
+def _in_whole_table(part: Tensor, rows: list[int]) -> dict[str, Any]:
+    """The rows of a slice as rows of the tensor that it was cut from; {} if it was not."""
+    whole = part._base
+    if whole is None or not rows or part.shape[1:] != whole.shape[1:]:
+        return {}
+    if part.stride() != whole.stride() or not whole.stride(0):
+        return {}
+    first = (part.storage_offset() - whole.storage_offset()) // whole.stride(0)
+    return {"table": list(whole.shape), "rows": [first + row for row in rows]}
+
+
+def _size(delivery: Delivery) -> int | None:
+    """How many rows all tensors of the batch have; None if they do not agree."""
+    living = [tensor for ref in delivery.tensors if (tensor := ref()) is not None]
+    sizes = {tensor.shape[0] for tensor in living if tensor.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _plain(sample: Any) -> Any:
+    return sample if isinstance(sample, (int, str)) else str(sample)

@@ -1,18 +1,31 @@
-"""Losses from logits, finite with finite gradients for all finite logits.
-
-All are losses: 0 is best. Half precision is computed, and returned, in float32. `mask` is a bool
-tensor, True keeps; the mean of nothing is 0, so that a batch without positives is harmless.
-"""
+"""Losses and masked means that are finite, with finite gradients, for all finite inputs."""
 
 from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.prevent.curves import curve, widened
-from stayfinite.prevent.masked import Reduction, checked_mask, kept_only, reduced
+from stayfinite.prevent.ops import (
+    curve,
+    direction,
+    eps_of,
+    floating,
+    narrowest,
+    safe_atan2,
+    safe_div,
+    widened,
+)
+
+# Losses from logits, finite with finite gradients for all finite logits.
+#
+# All are losses: 0 is best. Half precision is computed, and returned, in float32. `mask` is a bool
+# tensor, True keeps; the mean of nothing is 0, so that a batch without positives is harmless.
 
 
 def stable_bce(
@@ -147,3 +160,299 @@ def _prepared(
     mask = None if mask is None else checked_mask(mask, logits)
     logits, target = kept_only(mask, logits, target)
     return logits, target, mask
+
+
+# Softmax and mean over what a mask keeps, also when it keeps nothing.
+#
+# True keeps. What is masked out does not matter at all, even if it is NaN: it gets a gradient of 0
+# and gives nothing to anyone else's.
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def masked_softmax(x: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
+    """Softmax over the elements that the mask keeps, 0 for the others; all 0 if it keeps none.
+
+    >>> masked_softmax(torch.zeros(2, 3), torch.tensor([[True, True, False], [False] * 3]))
+    tensor([[0.5000, 0.5000, 0.0000],
+            [0.0000, 0.0000, 0.0000]])
+    """
+    kept = checked_mask(mask, x)
+    x = floating(x)
+    # Scores of an empty row are 0 instead of -inf, whose softmax is NaN.
+    other = torch.where(kept.any(dim, keepdim=True), -torch.inf, 0.0).to(x.dtype)
+    return torch.where(kept, torch.where(kept, x, other).softmax(dim), 0.0)
+
+
+def masked_mean(
+    x: Tensor,
+    mask: Tensor | None = None,
+    dim: int | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    """The mean of the elements that the mask keeps, over `dim` or all; 0 if there are none.
+
+    Each element is divided before they are added, so that the sum cannot overflow.
+
+    >>> masked_mean(torch.tensor([3e38, 1e38, float("nan")]), torch.tensor([True, True, False]))
+    tensor(2.0000e+38)
+    """
+    x = floating(x)
+    dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if mask is None:
+        parts = widened(x) / max(1, math.prod([x.shape[each] for each in dims]))
+    else:
+        kept = checked_mask(mask, x)
+        count = kept.sum(dims, keepdim=True).clamp_min(1)
+        parts = torch.where(kept, widened(x), 0.0) / count
+    return parts.sum(dims, keepdim=keepdim).to(x.dtype)
+
+
+def reduced(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> Tensor:
+    """The losses that the mask keeps as one number, or all of them, 0 where it does not."""
+    if reduction == "mean":
+        return masked_mean(loss, mask)
+    if mask is not None:
+        loss = torch.where(mask, loss, 0.0)
+    if reduction == "none":
+        return loss
+    if reduction != "sum":
+        raise ConfigError(
+            f"reduction is {reduction!r}; it must be one of {', '.join(get_args(Reduction))}."
+        )
+    return loss.sum().clamp(max=torch.finfo(loss.dtype).max)
+
+
+def kept_only(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with 0 in place of what the mask leaves out."""
+    if mask is None:
+        return tensors
+    return tuple(torch.where(mask, tensor, 0.0) for tensor in tensors)
+
+
+def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask in the shape of x; InputError if it is not a mask for it."""
+    if mask.dtype != torch.bool:
+        raise InputError(
+            f"the mask has dtype {mask.dtype}; it must be torch.bool, where True keeps. "
+            "From zeros and ones, use mask.bool(); from an additive mask, mask == 0."
+        )
+    try:
+        return mask.expand(x.shape)
+    except RuntimeError:
+        raise InputError(
+            f"the mask has shape {tuple(mask.shape)}, which does not broadcast to {tuple(x.shape)}."
+        ) from None
+
+
+_COLDEST = 2.0**-14
+
+
+def kl(
+    p_logits: Tensor,
+    q_logits: Tensor,
+    *,
+    dim: int = -1,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """KL(p || q) of two categorical distributions given by their logits, over `dim`.
+
+    In distillation p is the teacher. A class that p excludes with a logit of -inf costs nothing;
+    one that q alone excludes costs a quarter of the largest number. `mask` has the shape without
+    `dim`.
+
+    >>> kl(torch.tensor([0.0, 0.0, -torch.inf]), torch.tensor([0.0, 0.0, -torch.inf]))
+    tensor(0.)
+    """
+    if p_logits.shape != q_logits.shape:
+        raise InputError(
+            f"the logits of p are {tuple(p_logits.shape)} and those of q {tuple(q_logits.shape)}; "
+            "they must have the same shape."
+        )
+    dtype = torch.promote_types(floating(p_logits).dtype, floating(q_logits).dtype)
+    p_logits, q_logits = widened(p_logits.to(dtype)), widened(q_logits.to(dtype))
+    if mask is not None:
+        mask = checked_mask(mask, p_logits.select(dim, 0))
+        p_logits, q_logits = kept_only(mask.unsqueeze(dim), p_logits, q_logits)
+    log_p, log_q = _log_softmax(p_logits, dim), _log_softmax(q_logits, dim)
+    return reduced((log_p.exp() * (log_p - log_q)).sum(dim), reduction, mask)
+
+
+def info_nce(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    temperature: Tensor | float = 0.07,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """InfoNCE: each query, (batch, features), should be nearest in angle to its own key.
+
+    The other keys of the batch are the negatives. Temperatures below 6e-5 count as that (a learned
+    one in float16: below 8e-3). A zero vector is equally near to all and gets no gradient, nor
+    does one so short that its gradient is too large for the dtype.
+
+    >>> info_nce(torch.eye(3), torch.eye(3), temperature=1.0)
+    tensor(0.5514)
+    """
+    if queries.ndim != 2 or queries.shape != keys.shape:
+        raise InputError(
+            f"queries are {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
+            "both must be (batch, features), with the key of each query in its row."
+        )
+    temperature = _temperature(temperature, widened(queries))
+    near = eps_of(queries.dtype) + 8 / (temperature.detach() * torch.finfo(queries.dtype).max)
+    with _without_autocast(queries.device.type):  # it would multiply in half precision
+        angles = direction(widened(queries), near) @ direction(widened(keys), near).T
+    return reduced(-(angles / temperature).log_softmax(-1).diagonal(), reduction)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _log_softmax(logits: Tensor, dim: int) -> Tensor:
+    # Logits that are further apart than the largest number give -inf; differences need room.
+    return logits.log_softmax(dim).clamp_min(torch.finfo(logits.dtype).min / 4)
+
+
+def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
+    """At least the coldest; below that a learned one still gets a gradient, to come back."""
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ConfigError(f"temperature is {temperature}; it must be greater than 0.")
+        return like.new_full((), max(temperature, _COLDEST))
+    # Its gradient is up to 2 / temperature**2, which float16 must hold.
+    coldest = 2.0**-7 if temperature.dtype == torch.float16 else _COLDEST
+    return curve(lambda t: t.clamp_min(coldest), (torch.ones_like,), widened(temperature))
+
+
+# Box losses for boxes of any size, also flat, inverted or reduced to a point.
+#
+# Boxes are (..., 4), two opposite corners x1, y1, x2, y2 in either order. Both boxes of a pair are
+# measured in units of the box that encloses them, in which nothing can overflow, and the losses do
+# not depend on units. Only gradients do, and a pair whose enclosing box is smaller than eps gets
+# none. All are losses, 0 is best, and float32 for half precision.
+
+# A box below a 128th of the enclosing one has a place and a size to learn before its shape.
+_SHAPELESS = 2.0**-7
+# Gradients by a coordinate are at most so many times 1 / size of the enclosing box.
+_STEEPNESS, _STEEPNESS_OF_SHAPE = 4.0, 2.0**8
+
+
+def giou(
+    boxes: Tensor, target: Tensor, *, eps: float | None = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """The generalised IoU loss, 1 - GIoU, of each pair: 0 for equal boxes, at most 2.
+
+    >>> giou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([[1.0, 0.0, 3.0, 2.0]]))
+    tensor(0.6667)
+    """
+    near = _near(boxes, target, eps, _STEEPNESS)
+    iou, filled = _overlap(_measured(boxes, target), near)
+    return reduced(2 - iou - filled, reduction)
+
+
+def ciou(
+    boxes: Tensor, target: Tensor, *, eps: float | None = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """The complete IoU loss of each pair: 1 - IoU, plus distance of centres, plus aspect ratio.
+
+    >>> ciou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([[1.0, 0.0, 3.0, 2.0]]))
+    tensor(0.7436)
+    """
+    near = _near(boxes, target, eps, _STEEPNESS)
+    pair = _measured(boxes, target)
+    iou, _ = _overlap(pair, near)
+    near = _near(boxes, target, eps, _STEEPNESS_OF_SHAPE)
+    aspect = _aspect(pair, near)
+    with torch.no_grad():
+        alpha = safe_div(aspect, 1 - iou + aspect)
+    return reduced(1 - iou + _distance(pair, near) + alpha * aspect, reduction)
+
+
+class _Pair(NamedTuple):
+    """Half of each length, along x and y: half, because the whole could overflow."""
+
+    sides: tuple[Tensor, Tensor]
+    shared: Tensor  # of both boxes; negative for a gap
+    apart: Tensor  # from centre to centre
+    around: Tensor  # of the enclosing box
+
+
+def _measured(boxes: Tensor, target: Tensor) -> _Pair:
+    (low, high), (target_low, target_high) = _ends(boxes), _ends(target)
+    return _Pair(
+        sides=(high - low, target_high - target_low),
+        shared=torch.minimum(high, target_high) - torch.maximum(low, target_low),
+        apart=(high - target_high) / 2 + (low - target_low) / 2,
+        around=torch.maximum(high, target_high) - torch.minimum(low, target_low),
+    )
+
+
+def _ends(boxes: Tensor) -> tuple[Tensor, Tensor]:
+    halves = widened(boxes) / 2
+    first, second = halves[..., :2], halves[..., 2:]
+    # Not minimum and maximum: at a tie they share the gradient, and a flat box would stay flat.
+    is_swapped = first > second
+    return torch.where(is_swapped, second, first), torch.where(is_swapped, first, second)
+
+
+def _overlap(pair: _Pair, near: float) -> tuple[Tensor, Tensor]:
+    """IoU, and how much of the enclosing box is filled; of a flat pair only one side counts."""
+    unit = pair.around.detach()
+    least = torch.full_like(unit, near / 2)
+    first, second, shared, around = (
+        torch.where(unit == 0, 1.0, _in_units(length, unit, least).clamp_min(0)).prod(-1)
+        for length in (*pair.sides, pair.shared, pair.around)
+    )
+    union = first + second - shared
+    return shared / union.clamp_min(1e-12), union / around  # around is 1, but has a gradient
+
+
+def _aspect(pair: _Pair, near: float) -> Tensor:
+    # Each box in units of its own: in those of the enclosing one its sides may both round to 0.
+    least = (_longer(pair.around) * _SHAPELESS).clamp_min(near / 2)
+    sides = [_in_units(side, _longer(side), least) for side in pair.sides]
+    angles = [safe_atan2(side[..., 0], side[..., 1]) for side in sides]
+    return (2 / math.pi * (angles[0] - angles[1])).square()
+
+
+def _distance(pair: _Pair, near: float) -> Tensor:
+    """Between the centres, squared, over the squared diagonal of the enclosing box."""
+    unit = _longer(pair.around)
+    least = torch.full_like(unit, near / 2)
+    apart, around = (_in_units(each, unit, least) for each in (pair.apart, pair.around))
+    return apart.square().sum(-1) / around.square().sum(-1).clamp_min(1e-12)
+
+
+def _longer(sides: Tensor) -> Tensor:
+    sides = sides.detach()
+    return sides.amax(-1, keepdim=True).expand_as(sides)
+
+
+def _in_units(length: Tensor, unit: Tensor, least: Tensor) -> Tensor:
+    """length / unit; no gradient where the unit is smaller than the least."""
+
+    def quotient(length: Tensor, unit: Tensor, least: Tensor) -> Tensor:
+        return length / torch.where(unit == 0, 1.0, unit)
+
+    def slope(length: Tensor, unit: Tensor, least: Tensor) -> Tensor:
+        is_near = unit < least
+        return torch.where(is_near, 0.0, 1 / torch.where(is_near, 1.0, unit))
+
+    # The units are constants: the losses do not depend on them.
+    return curve(quotient, (slope,), length, unit, least)
+
+
+def _near(boxes: Tensor, target: Tensor, eps: float | None, steepness: float) -> float:
+    """eps, for the dtype that the gradient has to fit into."""
+    if boxes.shape != target.shape or boxes.shape[-1:] != (4,):
+        raise InputError(
+            f"boxes are {tuple(boxes.shape)} and {tuple(target.shape)}; "
+            "both must be (..., 4) with the same shape."
+        )
+    dtype = narrowest(floating(boxes).dtype, floating(target).dtype)
+    return eps_of(dtype, eps, steepness=steepness)

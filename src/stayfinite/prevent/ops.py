@@ -1,24 +1,27 @@
-"""Elementwise operations that are finite, with a finite gradient, for every finite input.
-
-One rule holds for all of them. The value is the true one wherever that exists and the dtype can
-hold it; elsewhere the input is moved to the nearest number that has one, or the result to the
-largest finite one. The gradient is the true one too, and 0 where the input was moved or is nearer
-than eps to a singularity. 0 rather than the steep 1 / eps, because one such step of SGD ruins a
-run: benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite input is not
-covered. eps is 1e-8 unless given, but never so small that 1 / eps is too large for the dtype
-(6e-5 in float16), or of two operands for the narrower one.
-"""
+"""Operations that are finite, with a finite gradient, for every finite input."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
-from stayfinite.errors import InputError
-from stayfinite.prevent.curves import curve, eps_of, floating, narrowest, steepest, widened
+from stayfinite.errors import ConfigError, InputError
+
+# Elementwise operations that are finite, with a finite gradient, for every finite input.
+#
+# One rule holds for all of them. The value is the true one wherever that exists and the dtype can
+# hold it; elsewhere the input is moved to the nearest number that has one, or the result to the
+# largest finite one. The gradient is the true one too, and 0 where the input was moved or is
+# nearer than eps to a singularity. 0 rather than the steep 1 / eps, because one such step of SGD
+# ruins a run: benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite
+# input is not covered. eps is 1e-8 unless given, but never so small that 1 / eps is too large for
+# the dtype (6e-5 in float16), or of two operands for the narrower one.
 
 
 def safe_log(x: Tensor, eps: float | None = None) -> Tensor:
@@ -217,3 +220,152 @@ def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Te
         torch.as_tensor(second, dtype=dtype, device=device),
     )
     return a, b, narrowest(dtype, *(tensor.dtype for tensor in tensors))
+
+
+# Curves: functions that bring their own derivative, because the one torch derives can be Inf.
+#
+# The trap that all of this avoids: `torch.where(x > 0, x.log(), 0)` looks safe and is not. Its
+# backward sends a gradient of 0 into the branch that was not taken, there it is multiplied by the
+# derivative 1 / 0, and 0 * Inf is NaN. The way out is a second `where`, before the operation:
+#
+#     good = x > 0
+#     torch.where(good, torch.where(good, x, 1).log(), 0)
+#
+# so that the branch that is not taken has a harmless input too. Slopes are written like that, for
+# second derivatives go through them; and masks are applied to the inputs of a loss, not to it.
+
+EPS = 1e-8
+"""How near to a singularity a gradient is still given, where the dtype can hold it."""
+
+
+def eps_of(dtype: torch.dtype, eps: float | None = None, *, steepness: float = 1.0) -> float:
+    """The given eps or the default, but so large that steepness / eps leaves two bits of room."""
+    if eps is not None and not eps > 0:
+        raise ConfigError(f"eps is {eps}; it must be greater than 0. Leave it out for the default.")
+    return max(eps or EPS, 4 * steepness / torch.finfo(dtype).max)
+
+
+def steepest(dtype: torch.dtype) -> float:
+    """The largest slope that is given: sums and, but for float16, squares of it are finite."""
+    return 2.0**14 if dtype == torch.float16 else 2.0 ** (62 if dtype != torch.float64 else 510)
+
+
+def narrowest(*dtypes: torch.dtype) -> torch.dtype:
+    """The one with the smallest largest number."""
+    return min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
+
+
+def floating(x: Tensor) -> Tensor:
+    """The tensor itself, or for integers and bools the same numbers as floats."""
+    if x.is_complex():
+        raise InputError(f"got a tensor of {x.dtype}; only real numbers have an order and limits.")
+    return x if x.is_floating_point() else x.to(torch.get_default_dtype())
+
+
+def widened(x: Tensor) -> Tensor:
+    """Half precision as float32, the rest as it is: sums and losses need the room."""
+    x = floating(x)
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def curve(
+    value: Callable[..., Tensor], slopes: tuple[Callable[..., Tensor], ...], *inputs: Tensor
+) -> Tensor:
+    """`value(*inputs)`, elementwise, whose derivative by each input is what its slope says.
+
+    There are at most three inputs, of one shape and dtype; the last ones may be constants, which
+    have no slope. Slopes are differentiated for second derivatives, so they are functions of the
+    inputs and nothing else. There is no forward-mode derivative, since torch.compile does not take
+    functions that have one.
+    """
+    apply: Callable[..., Tensor] = _Curve.apply
+    return apply(value, slopes, *inputs, *[None] * (3 - len(inputs)))
+
+
+class _Curve(Function):
+    generate_vmap_rule = True
+
+    # Three inputs rather than *inputs: torch.compile counts parameters to know there is no ctx.
+    @staticmethod
+    def forward(
+        value: Callable[..., Tensor], _slopes: Any, x: Tensor, y: Tensor | None, z: Tensor | None
+    ) -> Tensor:
+        return value(*(each for each in (x, y, z) if each is not None))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.slopes, *given = inputs
+        ctx.save_for_backward(*(each for each in given if each is not None))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        inputs = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        gradients = [
+            gradient * slope(*inputs) if is_needed else None
+            for slope, is_needed in zip(ctx.slopes, needed, strict=False)
+        ]
+        return None, None, *gradients, *[None] * (3 - len(gradients))
+
+
+def safe_norm(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
+    """The Euclidean norm over `dim`, or of the whole tensor; for a zero vector the gradient is 0.
+
+    Nothing is squared before it is divided by the largest element, so that neither large nor
+    small elements are lost; a norm that is too large for the dtype is its largest number.
+
+    >>> safe_norm(torch.tensor([[3e30, 4e30], [0.0, 0.0]]), dim=-1)
+    tensor([5.0000e+30, 0.0000e+00])
+    """
+    x = floating(x)
+    dims = _dims(x, dim)
+    if not x.numel():
+        return x.sum(dims, keepdim=keepdim)
+    limit = torch.finfo(x.dtype).max
+
+    def length(x: Tensor) -> Tensor:
+        ratios, largest = _ratios(x, dims)
+        return (_root_of_squares(ratios, dims) * largest).clamp(max=limit)
+
+    def slope(x: Tensor) -> Tensor:
+        ratios, _ = _ratios(x, dims)
+        return ratios / _root_of_squares(ratios, dims)
+
+    norm = curve(length, (slope,), widened(x)).to(x.dtype)
+    return norm if keepdim else norm.squeeze(dims)
+
+
+def direction(x: Tensor, near: Tensor | float) -> Tensor:
+    """x over its length along the last dimension; a zero vector stays zero.
+
+    A vector whose largest element is below `near` gets no gradient: that of its direction is
+    1 / length.
+    """
+
+    def slope(x: Tensor, largest: Tensor) -> Tensor:
+        is_near = largest < near
+        return torch.where(is_near, 0.0, 1 / torch.where(is_near, 1.0, largest))
+
+    # The direction does not depend on the divisor, so it may be a constant.
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    divisor = torch.where(largest == 0, 1.0, largest)
+    ratios = curve(torch.div, (slope,), x, divisor.expand_as(x))
+    return ratios / _root_of_squares(ratios, (-1,))
+
+
+def _ratios(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The elements over the largest of their vector, and that one; all 0 for a zero vector."""
+    largest = x.detach().abs().amax(dims, keepdim=True)
+    return x / torch.where(largest == 0, 1.0, largest), largest
+
+
+def _root_of_squares(ratios: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """At least 1, for one of the ratios is; and 1 for a zero vector."""
+    total = (ratios * ratios).sum(dims, keepdim=True)
+    return torch.where(total == 0, 1.0, total).sqrt()
+
+
+def _dims(x: Tensor, dim: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    if dim is None:
+        return tuple(range(x.ndim))
+    return (dim,) if isinstance(dim, int) else dim

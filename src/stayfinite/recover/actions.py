@@ -1,46 +1,109 @@
 """One function per strategy: what it does, or why it cannot help here.
 
-After any of them the parameters and the optimizer's state are as they were, or from a good
-snapshot. A step is skipped by taking its gradients away: an optimizer leaves a parameter without
-a gradient alone, while a gradient of zero would still move it.
+With the loss scale, the learning rates and the eps that they change.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from stayfinite.clip import ClipResult, clip_gradients
-from stayfinite.detect.gradients import gradients_of, params_of
-from stayfinite.detect.parts import float_parts
-from stayfinite.detect.scan import all_finite
-from stayfinite.errors import NonFiniteError, SnapshotError, TrainingAbortedError
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.memory import float_parts
+from stayfinite.errors import CheckpointError, NonFiniteError, SnapshotError, TrainingAbortedError
+from stayfinite.nested import Named, named_states, named_weights
+from stayfinite.records import NaNReport
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
-from stayfinite.recover.disk import load_from_disk
-from stayfinite.recover.eps import raise_eps
-from stayfinite.recover.precision import (
-    find_module,
-    has_half_tensors,
-    is_raised,
-    run_in_float32,
-)
-from stayfinite.recover.rates import height_of, lower_rates, rates_of, schedulers_of
-from stayfinite.recover.scale import (
-    current_scale,
-    floor_of,
-    forget_found_inf,
-    gradient_scale,
-    set_scale,
-)
-from stayfinite.recover.situation import Answer, Cannot, Done, Situation, Trouble
-from stayfinite.recover.state import drop_gradients, first_bad_state
+from stayfinite.recover.float32 import find_module, has_half_tensors, is_raised, run_in_float32
 from stayfinite.snapshot import Snapshot
+from stayfinite.training import gradients_of, params_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stayfinite.checkpoint.load import Restored
+    from stayfinite.snapshot import SnapshotRing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What an action may work on.
+
+    `module` is the dotted name of the guilty module, when it is known. `averages` are those of
+    the weights, such as an EMA. `will_rerun` says that the step has been undone and can be run
+    again, so there are no gradients of it now. `autocast` says whether the step runs under
+    autocast, and `good_steps` how many the weights have come, in the count of the snapshots; None
+    when that is not known.
+    """
+
+    model: nn.Module | None
+    optimizer: Optimizer
+    scaler: Any = None
+    schedulers: tuple[Any, ...] = ()
+    averages: tuple[Any, ...] = ()
+    snapshots: SnapshotRing | None = None
+    module: str | None = None
+    will_rerun: bool = False
+    autocast: bool | None = None
+    good_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """The bad step: what was seen, at which step, and the slug of its cause when it is known."""
+
+    reports: tuple[NaNReport, ...] = ()
+    step: int = 0
+    cause: str | None = None
+
+    @property
+    def report(self) -> NaNReport | None:
+        return self.reports[0] if self.reports else None
+
+
+@dataclass(frozen=True)
+class Done:
+    """The action has been taken.
+
+    `went_back_to` is the step of the snapshot that was restored, `loaded_from` the checkpoint
+    that was loaded; `undo` takes the action back, where it lasts and can be taken back.
+    """
+
+    detail: str
+    went_back_to: int | None = None
+    loaded_from: str | None = None
+    undo: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Cannot:
+    """The action would not help here, and nothing was changed."""
+
+    reason: str
+
+
+Answer = Done | Cannot
+
+
+# One function per strategy: what it does, or why it cannot help here.
+#
+# After any of them the parameters and the optimizer's state are as they were, or from a good
+# snapshot. A step is skipped by taking its gradients away: an optimizer leaves a parameter without
+# a gradient alone, while a gradient of zero would still move it.
 
 logger = logging.getLogger("stayfinite")
 _MOST_NAMES = 3
@@ -295,3 +358,249 @@ def _uses_autocast(situation: Situation, trouble: Trouble) -> bool:
         or any(dtype in ("float16", "bfloat16") for dtype in dtypes)
         or any(torch.is_autocast_enabled(each) for each in ("cpu", "cuda"))
     )
+
+
+def drop_gradients(situation: Situation) -> None:
+    """Without gradients an update changes nothing; before a rerun there are none of this step."""
+    if situation.will_rerun:
+        return
+    for param in params_of(situation.optimizer):
+        param.grad = None
+    if situation.model is not None:
+        situation.model.zero_grad(set_to_none=True)
+    let_loop_go_on(situation.scaler, situation.optimizer)
+
+
+def first_bad_state(situation: Situation, trouble: Trouble) -> str | None:
+    """The name of a parameter, a reported buffer or optimizer state that is not finite."""
+    named = list(_state(situation, trouble))
+    if all_finite(tensor for _, tensor in named):
+        return None
+    return next(name for name, tensor in named if not all_finite([tensor]))
+
+
+def _state(situation: Situation, trouble: Trouble) -> Iterator[Named]:
+    # Buffers and frozen parameters may hold -inf on purpose, as attention masks do.
+    reported = {report.location for report in trouble.reports}
+    if situation.model is not None:
+        for name, tensor in named_weights(situation.model):
+            if tensor.requires_grad or name in reported:
+                yield name, tensor
+    for number, param in enumerate(params_of(situation.optimizer)):
+        yield f"parameters.{number}", param
+    yield from named_states(situation.optimizer)
+
+
+FLOOR = 1.0
+"""Below a scale of 1 the loss would be made smaller, which no overflow needs."""
+
+
+def current_scale(scaler: Any) -> float | None:
+    """The scale of an enabled scaler; None without one."""
+    if scaler is None or not callable(getattr(scaler, "get_scale", None)):
+        return None
+    is_enabled = getattr(scaler, "is_enabled", None)
+    if callable(is_enabled) and not is_enabled():
+        return None
+    return float(scaler.get_scale())  # host sync
+
+
+def floor_of(scaler: Any) -> float:
+    """The least scale it allows; FLOOR where it has no opinion."""
+    given = getattr(scaler, "min_scale", None)
+    return float(given) if isinstance(given, (int, float)) and given > 0 else FLOOR
+
+
+def set_scale(scaler: Any, value: float) -> None:
+    """Give the scaler a new scale, and let it wait as long as after an overflow to raise it."""
+    if not isinstance(scaler, GradScaler):
+        scaler.update(value)
+    elif scaler._scale is None:  # nothing has been scaled yet
+        scaler._init_scale = value
+    else:
+        # update(value) would forget which optimizers are unscaled, in the middle of a step.
+        scaler._scale.fill_(value)
+        if scaler._growth_tracker is not None:
+            scaler._growth_tracker.zero_()
+
+
+def gradient_scale(scaler: Any, optimizer: Optimizer) -> float:
+    """What the optimizer's gradients are multiplied with now: 1 once they are unscaled."""
+    scale = current_scale(scaler)
+    if scale is None or not isinstance(scaler, GradScaler):
+        return 1.0
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return scale if stage is OptState.READY and math.isfinite(scale) else 1.0
+
+
+def forget_found_inf(scaler: Any, optimizer: Optimizer) -> None:
+    """The bad values that the scaler has found are gone: let it make this step after all."""
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for flag in found.values():
+            flag.zero_()
+
+
+def let_loop_go_on(scaler: Any, optimizer: Optimizer) -> None:
+    """The unscaled gradients were taken away: whatever the loop calls next is to work.
+
+    Between "ready", where step() refuses to go without gradients, and "unscaled", where
+    unscale_() refuses to come again, there is no state in torch in which both are allowed.
+    """
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
+        state = scaler._per_optimizer_states.get(id(optimizer))
+        if state is not None and state["stage"] is OptState.UNSCALED:
+            state["stage"] = None
+
+
+# Where optimizers and schedulers keep learning rates, a number or a list of numbers each.
+_IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
+_IN_SCHEDULERS = (
+    "base_lrs",
+    "max_lrs",
+    "min_lrs",
+    "_last_lr",
+    "eta_min",
+    "min_lr",
+    "max_lr",
+    "default_min_lr",
+)
+
+
+def rates_of(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each group that has one."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def height_of(optimizer: Optimizer) -> float:
+    """The largest learning rate that the schedules start from, wherever on them we are."""
+    rates = [group.get("initial_lr", group.get("lr", 0.0)) for group in optimizer.param_groups]
+    return max(map(float, rates), default=0.0)
+
+
+def schedulers_of(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
+    """The living schedulers that set this optimizer's learning rates; looks through the heap."""
+    # issubclass: isinstance would wake up proxies and lazy objects.
+    found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+    return tuple(each for each in found if vars(each).get("optimizer") is optimizer)
+
+
+@torch.no_grad()
+def lower_rates(optimizer: Optimizer, schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply all learning rates, now and those that the schedulers will set, by the factor."""
+    done: set[int] = set()
+    for group in optimizer.param_groups:
+        _multiply(group, _IN_GROUPS, factor, done)
+    for scheduler in _with_inner(schedulers):
+        _multiply(vars(scheduler), _IN_SCHEDULERS, factor, done)
+
+
+def _with_inner(schedulers: Iterable[Any]) -> Iterable[Any]:
+    """Each scheduler once, and those that it drives."""
+    seen: dict[int, Any] = {}
+    waiting = [each for each in schedulers if hasattr(each, "__dict__")]
+    while waiting:
+        scheduler = waiting.pop()
+        if id(scheduler) not in seen:
+            seen[id(scheduler)] = scheduler
+            for value in vars(scheduler).values():
+                inner = value if isinstance(value, (list, tuple)) else [value]
+                waiting += [each for each in inner if isinstance(each, LRScheduler)]
+    return seen.values()
+
+
+def _multiply(own: dict[str, Any], names: tuple[str, ...], factor: float, done: set[int]) -> None:
+    for name in names:
+        if own.get(name) is not None:
+            own[name] = _times(own[name], factor, done)
+
+
+def _times(value: Any, factor: float, done: set[int]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_times(each, factor, done) for each in value)
+    if not isinstance(value, Tensor):
+        return value * factor
+    if id(value) not in done:  # in place, because a captured graph reads this very tensor
+        done.add(id(value))
+        value.mul_(factor)
+    return value
+
+
+def raise_eps(optimizer: Optimizer) -> str | None:
+    """Make every eps that rounds to 0 in its parameters' type large enough; what was done.
+
+    Adam's 1e-8 is 0 in float16, and 0/0 for each weight that had no gradient yet.
+    """
+    done = None
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        dtypes = {param.dtype for param in group["params"] if param.is_floating_point()}
+        if not isinstance(eps, float) or not dtypes:
+            continue
+        lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).smallest_normal)
+        if not torch.tensor(eps, dtype=lowest, device="cpu"):
+            group["eps"] = torch.finfo(lowest).smallest_normal
+            name = str(lowest).removeprefix("torch.")
+            done = f"eps went from {eps:g}, which is 0 in {name}, to {group['eps']:g}"
+    return done
+
+
+def load_from_disk(situation: Situation, place: str | os.PathLike[str]) -> Answer:
+    """Load the checkpoint, or the newest good one of a folder; all of it or nothing.
+
+    The optimizer, schedulers, scaler and averages get their states back where the file has them.
+    Random states stay as they are: they would deliver the same batches once more.
+    """
+    # Late: training that stays finite reads no checkpoint of ours.
+    from stayfinite.checkpoint.load import restore_checkpoint
+
+    model, optimizer = situation.model, situation.optimizer
+    if model is None:
+        return Cannot(f"it is not known which model {place} is for")
+    ours = {id(param) for param in model.parameters()}
+    others = [param for param in params_of(optimizer) if id(param) not in ours]
+    if not all_finite(others):
+        return Cannot("the optimizer has bad parameters that are not the model's")
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        loaded = restore_checkpoint(
+            place,
+            model=model,
+            optimizer=optimizer,
+            needs_optimizer=not all_finite(tensor for _, tensor in named_states(optimizer)),
+            scheduler=_schedulers(situation),
+            scaler=situation.scaler,
+            ema=situation.averages,
+        )
+    except CheckpointError as error:
+        return Cannot(_reason(error))
+    if "scheduler" not in loaded.parts:
+        # The schedule goes on from where it is, and a rate that was lowered stays so.
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+    return Done(_said(loaded), loaded_from=str(loaded.path))
+
+
+def changed_at(place: str | os.PathLike[str]) -> int:
+    """When the checkpoint, or anything in the folder of checkpoints, was last written."""
+    path = Path(place)
+    files = [path, *path.iterdir()] if path.is_dir() else [path]
+    return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+
+
+def _schedulers(situation: Situation) -> tuple[Any, ...]:
+    optimizer = situation.optimizer
+    known = situation.schedulers or schedulers_of(optimizer)
+    return tuple(each for each in known if getattr(each, "optimizer", None) is optimizer)
+
+
+def _said(loaded: Restored) -> str:
+    step = "" if loaded.step is None else f" of step {loaded.step}"
+    kept = "" if "optimizer" in loaded.parts else "; the optimizer's state is not in it, and stays"
+    return f"back at the checkpoint {loaded.path}{step}{kept}"
+
+
+def _reason(error: CheckpointError) -> str:
+    """The error in one line."""
+    return " ".join(str(error).split()).rstrip(".")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import importlib
 import logging
 import random
 import sys
 from collections.abc import Callable, Iterable
 
-from stayfinite.records import Incident
-from stayfinite.report.wording import on_rank
+from stayfinite.records import Incident, TensorSummary
+from stayfinite.safely import beside_bars
+from stayfinite.text import on_rank
 
 logger = logging.getLogger("stayfinite")
 Sink = Callable[[Incident], None]
@@ -80,17 +81,6 @@ def _again(incident: Incident) -> str:
     return f"stayfinite: {where}: {cause} again{place}{done}"
 
 
-def beside_bars() -> contextlib.AbstractContextManager[None]:
-    """A block whose output does not begin in the middle of a progress bar of tqdm."""
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if bars is None:
-        return contextlib.nullcontext()
-    # Its lock may be held in a process that was forked just then.
-    beside: contextlib.AbstractContextManager[None]
-    beside = bars.external_write_mode(file=sys.stderr, nolock=True)
-    return beside
-
-
 def tell_trackers(incident: Incident) -> None:
     """Tell every tracker that the script has set up itself; a failure of one is logged once."""
     for name, ours in _TRACKERS.items():
@@ -106,3 +96,17 @@ def tell_trackers(incident: Incident) -> None:
 
 
 _failed: set[str] = set()
+
+
+def guilty_tensor(incident: Incident) -> TensorSummary | None:
+    """The tensor that went bad first, as far as it is known: made by the origin, or noticed."""
+    made = incident.origin.outputs if incident.origin is not None else ()
+    for tensor in made:
+        if tensor.bad_count:
+            return tensor
+    for report in incident.reports:
+        if report.has_nan and report.tensor_stats:
+            names = {each.name for each in dataclasses.fields(TensorSummary)}
+            stats = {key: value for key, value in report.tensor_stats.items() if key in names}
+            return TensorSummary(name=report.location, shape=report.tensor_shape or (), **stats)
+    return None

@@ -1,4 +1,4 @@
-"""`stayfinite run --capsule FILE`: made where the script was traced, delivered when it is over."""
+"""Capsules of scripts: made where a script was traced, and run again in a folder of their own."""
 
 from __future__ import annotations
 
@@ -7,20 +7,46 @@ import dataclasses
 import glob
 import os
 import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stayfinite.errors import CapsuleError, ConfigError
-from stayfinite.records import Incident, RunResult
-from stayfinite.runner import tree
-from stayfinite.runner.options import RunOptions
-from stayfinite.runner.plan import Plan, launched, ours
-from stayfinite.runner.scene import Scene
-from stayfinite.runner.seeds import recorded_seeds
+from stayfinite.records import Incident, RunResult, from_json, to_json
+from stayfinite.runner.options import RunOptions, Scene
+from stayfinite.runner.plan import (
+    Plan,
+    ProcessRecord,
+    first_incident,
+    launched,
+    load_records,
+    ours,
+    write_atomically,
+)
+from stayfinite.runner.sandbox import allowed_kinds
+from stayfinite.runner.script import Target, execute
+from stayfinite.runner.second_run import (
+    GRACE,
+    TRACE_ALL,
+    end,
+    has_incident,
+    last_lines,
+    sign_of_life,
+    start,
+    why_unheld,
+)
+from stayfinite.runner.seeds import recorded_seeds, write_seeds
 
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
-    from stayfinite.runner.watch import Watch
+    from stayfinite.capsule.file import Unpacked
+    from stayfinite.runner.watcher import Watch
+
 
 _ENDING = ".capsule"
 _HEAD = b'"stayfinite":"1","capsule":'
@@ -81,7 +107,7 @@ def keep_capsule(watch: Watch, incident: Incident) -> None:
 
 
 def _made(guard: Any, incident: Incident, plan: Plan) -> Capsule:
-    from stayfinite.guard.kept import pass_capsule
+    from stayfinite.guard.capsule_step import pass_capsule
 
     wish, folder, root = plan.capsule or {}, _folder(plan), _root(plan)
     command, ranks = _command(plan.command, folder, root), wish.get("ranks")
@@ -135,16 +161,15 @@ def _within(path: str, root: str) -> str:
     return os.path.relpath(path, root).replace(os.sep, "/")
 
 
-def deliver(scene: Scene, records: list[tree.ProcessRecord], result: RunResult) -> list[str]:
+def deliver(scene: Scene, records: list[ProcessRecord], result: RunResult) -> list[str]:
     """Put the capsule of the first incident where it was asked for; lines that say so."""
     target = scene.options.capsule
     if target is None or not result.incidents:
         return []
-    from stayfinite.capsule.making import told
-    from stayfinite.capsule.sources import with_files
+    from stayfinite.capsule.make import told, with_files
 
     first = result.incidents[0]
-    found = tree.first_incident(records)
+    found = first_incident(records)
     capsule = _traced(scene.plan.folder, first) or _made(None, first, scene.plan)
     facts = {} if found is None else {"arm_at": found[0].arm_at, "seconds": found[0].seconds}
     capsule = dataclasses.replace(
@@ -169,12 +194,12 @@ def _traced(folder: str, incident: Incident) -> Capsule | None:
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         with contextlib.suppress(CapsuleError):
             capsule = read_capsule(path)
-            if _place(capsule.incident) == _place(incident):
+            if _capsule_place(capsule.incident) == _capsule_place(incident):
                 return capsule
     return None
 
 
-def _place(incident: Incident) -> Any:
+def _capsule_place(incident: Incident) -> Any:
     origin = incident.origin
     return None if origin is None else (origin.op, origin.node, origin.line, origin.phase)
 
@@ -191,3 +216,143 @@ def _write(path: str, capsule: Capsule) -> None:
         write_capsule(Path(path), capsule)
     finally:
         ours.is_writing = False
+
+
+ORDER = "STAYFINITE_CAPSULE"
+_RESULT = "replayed.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What came of a replay; `problem` and the last lines of the script if it did not get there."""
+
+    incident: Incident | None = None
+    problem: str | None = None
+    tail: tuple[str, ...] = ()
+
+
+def replay(capsule: Capsule, path: Path, *, seconds: float) -> Replayed:
+    """Run the script of the capsule, which must be trusted; it is ended after so many seconds."""
+    if not capsule.sources or not capsule.code.command:
+        raise CapsuleError(f"{path} has no source files to run; give the model with --model.")
+    if capsule.code.kind == "step" and (not capsule.batch or capsule.state is None):
+        raise CapsuleError(
+            f"{path} was made without its batch or state, so its step cannot be run again. Make "
+            "it anew with with_batch=True."
+        )
+    with _replay_place() as folder:
+        scene = _scene(capsule, folder, path)
+        process = start(scene, scene.plan)
+        began = time.monotonic()
+        seen = 0.0
+        try:
+            with sign_of_life("running the script of the capsule, traced"):
+                while process.poll() is None:
+                    passed = time.monotonic() - began
+                    seen = seen or (passed if has_incident(scene.plan) else 0.0)
+                    if passed > seconds or (seen and passed > seen + GRACE):
+                        break
+                    time.sleep(min(0.5, 0.02 + passed / 20))
+        finally:
+            end(process)
+        if (reason := why_unheld(scene.plan)) is not None:
+            raise CapsuleError(f"{path} was not replayed: {reason}")
+        return _outcome(capsule, scene.plan, process.returncode)
+
+
+@contextmanager
+def _replay_place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="stayfinite-replay-") as name:
+        yield Path(name).resolve()
+
+
+def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
+    from stayfinite.capsule.file import unpack
+
+    unpacked = unpack(capsule, folder)
+    for name in ("plan", "seeds"):
+        (folder / name).mkdir()
+    write_seeds(str(folder / "seeds"), capsule.seeds)
+    words = capsule.code.command
+    is_module = words[0] == "-m"
+    name, *args = words[1:] if is_module else words
+    plan = Plan(
+        folder=str(folder / "plan"),
+        guard={
+            "on_nan": "stop",
+            "max_scaler_skips": _whole(capsule.config.get("max_scaler_skips"), 20),
+            "folder": str(unpacked.project / capsule.code.folder),
+            **_tracing(capsule.config),
+        },
+        repeat=str(folder / "seeds"),
+        sandboxes=allowed_kinds(),
+        writable=(str(folder),),
+    )
+    plan.save()
+    return Scene(
+        target=Target(name=name, args=tuple(args), is_module=is_module),
+        options=RunOptions(no_record=True),
+        plan=plan,
+        cwd=str(unpacked.project),
+        environment=_environment(capsule, unpacked, path),
+    )
+
+
+def _tracing(config: dict[str, Any]) -> dict[str, Any]:
+    """From the start where that is cheap, as the second run was."""
+    seconds, arm_at = config.get("seconds"), config.get("arm_at")
+    is_long = isinstance(seconds, float) and seconds >= TRACE_ALL
+    if is_long and isinstance(arm_at, int):
+        return {"trace": "armed", "arm_at": arm_at}
+    return {"trace": "start", "arm_at": None}
+
+
+def _whole(value: Any, default: int) -> int:
+    return value if type(value) is int and value > 0 else default
+
+
+def _environment(capsule: Capsule, unpacked: Unpacked, path: Path) -> dict[str, str]:
+    from stayfinite.capsule.make import usable
+
+    here = os.environ.get("PYTHONPATH", "")
+    paths = [*map(str, unpacked.paths), *([here] if here else [])]
+    found = {**os.environ, **usable(capsule.environment), "PYTHONPATH": os.pathsep.join(paths)}
+    if capsule.code.kind == "step":
+        found[ORDER] = str(path.resolve())
+    return found
+
+
+def _outcome(capsule: Capsule, plan: Plan, code: int | None) -> Replayed:
+    if capsule.code.kind == "step":
+        incident, is_told = _told(plan)
+    else:
+        found = first_incident(load_records(plan.folder))
+        incident, is_told = (found[1] if found else None), found is not None or code == 0
+    if is_told:
+        return Replayed(incident=incident)
+    how = f"ended with exit code {code}" if code is not None and code >= 0 else "was ended"
+    return Replayed(problem=f"the script {how} before it got there:", tail=last_lines(plan))
+
+
+def _told(plan: Plan) -> tuple[Incident | None, bool]:
+    try:
+        with open(os.path.join(plan.folder, _RESULT), encoding="utf-8") as file:
+            text = file.read()
+    except OSError:
+        return None, False
+    return (from_json(Incident, text) if text != "null" else None), True
+
+
+def run_ordered(path: str, plan: Plan, target: Target) -> None:
+    """In the process of the script: run it, and have its first `guard.step` run the capsule."""
+    from stayfinite.capsule import read_capsule
+    from stayfinite.guard.step import Order, give
+
+    def tell(incident: Incident | None) -> None:
+        write_atomically(os.path.join(plan.folder, _RESULT), to_json(incident))
+
+    give(Order(capsule=read_capsule(path), tell=tell))
+    try:
+        execute(target)
+    except CapsuleError as error:
+        sys.exit(f"stayfinite: {error}")

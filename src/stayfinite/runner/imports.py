@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from stayfinite.runner.aside import step_aside
+from stayfinite.safely import step_aside
 
 Reaction = Callable[[ModuleType], None]
 _waiting: dict[str, list[Reaction]] = {}

@@ -1,12 +1,15 @@
-"""The options of `stayfinite run`, each written once; the command line is made from them."""
+"""The options of `stayfinite run`, each written once, and the facts of one run."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stayfinite.errors import ConfigError
+from stayfinite.runner.plan import Plan
+from stayfinite.runner.script import Target
 
 
 def _option(default: Any, help: str) -> Any:
@@ -64,3 +67,37 @@ class RunOptions:
             object.__setattr__(self, "json", os.path.abspath(self.json))
         if self.run_dir is not None:
             object.__setattr__(self, "run_dir", os.path.abspath(self.run_dir))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Taken before the script starts, so that it holds whatever the script does later.
+
+    `is_rank`: this is one of several runs, each started by a launcher for its own rank.
+    """
+
+    target: Target
+    options: RunOptions
+    plan: Plan
+    is_rank: bool = False
+    cwd: str = field(default_factory=os.getcwd)
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def started(self) -> float:
+        return self.plan.started
+
+    def again(self, *extra: str) -> str:
+        """The command line that runs the same again with more options."""
+        given = ["--on-nan", self.options.on_nan] if self.options.on_nan != "stop" else []
+        return shlex.join(["stayfinite", "run", *given, *extra, *self.target.command])
+
+
+def guard_data(options: RunOptions, target: Target) -> dict[str, object]:
+    """The fields of GuardSettings for a first run with these options."""
+    return {
+        "on_nan": options.on_nan,
+        "max_scaler_skips": options.max_scaler_skips,
+        "trace": "start" if options.trace else "never",
+        "folder": target.folder,
+    }

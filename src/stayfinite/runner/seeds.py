@@ -16,9 +16,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from stayfinite.runner.aside import step_aside
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.plan import write_atomically
+from stayfinite.safely import step_aside
 
 Draw = Callable[[], int]
 NAMES = ("numpy", "torch", "gpu")

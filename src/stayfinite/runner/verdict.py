@@ -9,11 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from stayfinite.records import Aftermath, Incident, ReadValue, RunResult
-from stayfinite.report.wording import LOCATIONS
-from stayfinite.runner import tree
-from stayfinite.runner.ending import INCIDENT_CODE, Ending
-from stayfinite.runner.tree import ProcessRecord
-from stayfinite.runner.words import count, what_was_done
+from stayfinite.runner.plan import ProcessRecord, is_running
+from stayfinite.runner.script import INCIDENT_CODE, Ending
+from stayfinite.text import LOCATIONS, count, what_was_done
 
 _MOST = 3  # lines of the script, or processes, that are named
 
@@ -221,7 +219,7 @@ def _how_gone(record: ProcessRecord, *, is_last: bool) -> str | None:
     """What is wrong with the end of a process; nothing if a rank beside this one goes on."""
     if record.ended is not None:
         return f"ended with exit code {record.ended}" if record.ended else None
-    if tree.is_running(record):
+    if is_running(record):
         return "was still running" if is_last else None
     return "ended without a word"
 

@@ -3,7 +3,7 @@
 from stayfinite.snapshot.batches import KeptBatch as KeptBatch
 from stayfinite.snapshot.batches import RecentBatches as RecentBatches
 from stayfinite.snapshot.mark import Mark as Mark
-from stayfinite.snapshot.record import Snapshot as Snapshot
-from stayfinite.snapshot.ring import SnapshotRing as SnapshotRing
 from stayfinite.snapshot.rng import RandomState as RandomState
+from stayfinite.snapshot.state import Snapshot as Snapshot
+from stayfinite.snapshot.state import SnapshotRing as SnapshotRing
 from stayfinite.snapshot.state import TrainingState as TrainingState

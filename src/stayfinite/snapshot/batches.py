@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stayfinite.detect.walk import children
 from stayfinite.errors import ConfigError
-from stayfinite.snapshot.cells import Cell
+from stayfinite.nested import children
+from stayfinite.snapshot.copies import Cell
 from stayfinite.snapshot.rng import global_cells
 
 

@@ -1,14 +1,31 @@
-"""The values of many tensors, copied into memory of our own and back in place."""
+"""Values copied into memory of our own and put back in place.
+
+Tensors go by the run, plain python state by content, and what is not finite is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+import contextlib
+import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stayfinite.detect.parts import compact
+from stayfinite.detect.detector import bad_reports
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.memory import compact, undisturbed
+from stayfinite.errors import NonFiniteError
 
 Offload = Literal["none", "cpu", "pinned"]
 Pair = tuple[Tensor, Tensor]
@@ -122,3 +139,504 @@ def put_back(live: Sequence[Tensor], saved: Sequence[Sequence[Tensor]]) -> None:
         elif len(values) == 1:
             tensor.data = values[0].to(tensor.device, copy=True)
     copy_all(pairs)
+
+
+class Cell(Protocol):
+    """Something that changes; what it holds inside may be cells of their own."""
+
+    name: str
+    part: str
+
+    def content(self) -> Any:
+        """What is in it now, one level deep, safe from later changes of the cell."""
+
+    def put_back(self, content: Any) -> None: ...
+
+
+class _Named:
+    def __init__(self, value: Any, name: str, part: str) -> None:
+        self.value, self.name, self.part = value, name, part
+
+
+class DictCell(_Named):
+    def content(self) -> dict[Any, Any]:
+        return dict(self.value)
+
+    def put_back(self, content: dict[Any, Any]) -> None:
+        self.value.clear()
+        self.value.update(content)
+
+
+class ListCell(_Named):
+    """Also a deque."""
+
+    def content(self) -> list[Any]:
+        return list(self.value)
+
+    def put_back(self, content: list[Any]) -> None:
+        self.value.clear()
+        self.value.extend(content)
+
+
+class SetCell(_Named):
+    def content(self) -> set[Any]:
+        return set(self.value)
+
+    def put_back(self, content: set[Any]) -> None:
+        self.value.clear()
+        self.value.update(content)
+
+
+class ArrayCell(_Named):
+    def content(self) -> Any:
+        return self.value.copy()
+
+    def put_back(self, content: np.ndarray[Any, Any]) -> None:
+        self.value[...] = content
+
+
+class NotesCell(_Named):
+    """Lists and dicts of constants; who holds them belongs to other cells."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(None, "notes", part)
+
+    def content(self) -> list[tuple[Any, Any]]:
+        return []
+
+    def put_back(self, content: list[tuple[Any, Any]]) -> None:
+        for note, its in content:
+            note.clear()
+            note.update(its) if isinstance(note, dict) else note.extend(its)
+
+
+class AttributesCell(_Named):
+    """The attributes of an object that are plain state; the others are not touched."""
+
+    def __init__(self, owner: Any, name: str, part: str, skipped: Container[str] = ()) -> None:
+        super().__init__(vars(owner), name, part)
+        self.skipped = skipped
+
+    def content(self) -> dict[str, Any]:
+        return dict(self.value)
+
+    def put_back(self, content: dict[str, Any]) -> None:
+        now = self.value
+        for key in [key for key in now if key not in content and self._is_ours(key, now[key])]:
+            del now[key]
+        for key, value in content.items():
+            if now.get(key, now) is not value and self._is_ours(key, value, now.get(key)):
+                now[key] = value
+
+    def _is_ours(self, key: str, *values: Any) -> bool:
+        return key not in self.skipped and any(map(is_state, values))
+
+
+class GradientsCell(_Named):
+    """Copies of the gradients that parameters hold.
+
+    The gradients themselves are only remembered weakly: most are soon dropped, and then their
+    memory must be free. One that is gone comes back as a new tensor.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], part: str) -> None:
+        super().__init__(list(params.values()), "gradients", part)
+        self.names = [f"gradients.{name}" for name in params]
+
+    def content(self) -> list[tuple[weakref.ref[Tensor], Tensor] | None]:
+        gradients = [param.grad for param in self.value]
+        return [None if g is None else (weakref.ref(g), g.detach().clone()) for g in gradients]
+
+    @torch.no_grad()
+    def put_back(self, content: list[tuple[weakref.ref[Tensor], Tensor] | None]) -> None:
+        for param, kept in zip(self.value, content, strict=True):
+            gradient = None if kept is None else kept[0]()
+            if kept is not None and gradient is not None:
+                with contextlib.suppress(RuntimeError):  # one that was expanded cannot be written
+                    gradient.copy_(kept[1])
+                    kept = None
+            param.grad = gradient if kept is None else kept[1].clone()
+
+
+class FrozenCell(_Named):
+    """Which parameters want gradients."""
+
+    def content(self) -> list[bool]:
+        return [param.requires_grad for param in self.value]
+
+    def put_back(self, content: list[bool]) -> None:
+        for param, wanted in zip(self.value, content, strict=True):
+            if param.requires_grad is not wanted:
+                param.requires_grad_(wanted)
+
+
+class ProtocolCell(_Named):
+    """An object that gives and takes its state itself: state_dict and load_state_dict."""
+
+    def content(self) -> Any:
+        return _copied(self.value.state_dict())
+
+    def put_back(self, content: Any) -> None:
+        self.value.load_state_dict(_copied(content))
+
+
+class FunctionsCell(_Named):
+    """A state that one function reads and another writes, such as a generator's."""
+
+    def __init__(
+        self, name: str, part: str, read: Callable[[], Any], write: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(None, name, part)
+        self.content, self.put_back = read, write
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy; tensors that belong to a graph cannot be copied by deepcopy."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (dict, list, tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        copies = {key: _copied(item) for key, item in items}
+        return copies if isinstance(value, dict) else type(value)(copies.values())
+    return copy.deepcopy(value)
+
+
+def box_cell(value: Any, name: str, part: str) -> Cell | None:
+    """The cell of a python container or array; None for anything else."""
+    if isinstance(value, dict):
+        return DictCell(value, name, part)
+    if isinstance(value, (list, deque)):
+        return ListCell(value, name, part)
+    if isinstance(value, set):
+        return SetCell(value, name, part)
+    return ArrayCell(value, name, part) if isinstance(value, np.ndarray) else None
+
+
+class Kind(enum.Enum):
+    """How a value of some type changes."""
+
+    CONSTANT = enum.auto()
+    """Never: who keeps the reference keeps the state."""
+    TUPLE = enum.auto()
+    """Only inside."""
+    BOX = enum.auto()
+    """A dict, list, deque or set."""
+    RECORD = enum.auto()
+    """A dataclass instance."""
+    TENSOR = enum.auto()
+    ARRAY = enum.auto()
+    GENERATOR = enum.auto()
+    OTHER = enum.auto()
+    """Someone's machinery."""
+
+
+_TYPES: tuple[tuple[Kind, tuple[type, ...]], ...] = (
+    (Kind.CONSTANT, (int, float, bool, complex, str, bytes, type(None), range, slice, frozenset)),
+    (Kind.CONSTANT, (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)),
+    (Kind.CONSTANT, (np.generic, np.dtype, enum.Enum, decimal.Decimal, fractions.Fraction)),
+    (Kind.CONSTANT, (datetime.date, datetime.time, datetime.timedelta)),
+    (Kind.TENSOR, (Tensor,)),
+    (Kind.TUPLE, (tuple,)),
+    (Kind.BOX, (dict, list, deque, set)),
+    (Kind.ARRAY, (np.ndarray,)),
+    (Kind.GENERATOR, (torch.Generator, np.random.Generator, np.random.RandomState)),
+    (Kind.GENERATOR, (random.Random,)),
+)
+_LEAVES = (Kind.CONSTANT, Kind.TENSOR, Kind.ARRAY, Kind.GENERATOR)
+_DEEPEST = 16
+
+# Asked for every attribute of every module, so the answer for a type is kept.
+_known: dict[type, Kind] = {}
+CONSTANTS: set[type] = set()
+"""Types known to be constant."""
+
+
+def kind_of(value: Any) -> Kind:
+    kind = _known.get(type(value))
+    return kind if kind is not None else _classified(type(value))
+
+
+def _classified(type_: type) -> Kind:
+    found = (kind for kind, types in _TYPES if issubclass(type_, types))
+    kind = _known[type_] = next(found, Kind.RECORD if _is_record(type_) else Kind.OTHER)
+    if kind is Kind.CONSTANT:
+        CONSTANTS.add(type_)
+    return kind
+
+
+def _is_record(type_: type) -> bool:
+    """Whether instances are dataclasses that can be changed."""
+    if not dataclasses.is_dataclass(type_):
+        return False
+    is_frozen: bool = type_.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return not is_frozen and type_.__dictoffset__ != 0
+
+
+def is_constant(value: Any) -> bool:
+    """Whether the value never changes."""
+    kind = kind_of(value)
+    return kind is Kind.CONSTANT or (kind is Kind.TUPLE and all(map(is_constant, value)))
+
+
+def is_state(value: Any, depth: int = 0) -> bool:
+    """Whether the value is plain state: numbers, text, tensors, generators, and boxes of such.
+
+    A box counts when it is empty or anything in it does; a list of modules or hooks does not.
+    """
+    kind = kind_of(value)
+    if kind in _LEAVES:
+        return True
+    if kind is Kind.OTHER or depth > _DEEPEST:
+        return False
+    items = values_of(value)
+    return not items or any(is_state(item, depth + 1) for item in items)
+
+
+def values_of(value: Any) -> Collection[Any]:
+    """What is inside a tuple, box or record."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, deque, set)) else vars(value).values()
+
+
+def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The same with keys, safe from changes meanwhile."""
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(values_of(value)))
+
+
+Memories = list[Tensor]
+_CPU = torch.device("cpu")
+
+
+class Rooms:
+    """Room for the value of each tensor; while these keep their form, filling is a call or two.
+
+    `known` is memory from before, for each tensor; it is used where it fits. Of the tensors
+    whose numbers are in `checked`, those that the host can add up are kept in `runs`, and the
+    numbers of the others are in `not_in_runs`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        offload: Offload = "none",
+        known: Sequence[Memories] | None = None,
+        checked: Collection[int] = (),
+    ) -> None:
+        self.tensors, self._offload, self._checked = list(tensors), offload, checked
+        self.memories = list(known) if known is not None else [[] for _ in self.tensors]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Make room for what does not fit, and see what can be copied together."""
+        now = [memories(tensor) for tensor in self.tensors]
+        in_runs = [n for n in self._checked if self.tensors[n].is_cpu and is_easy(self.tensors[n])]
+        self._make_room(now, in_runs)
+        simple = {number for number, tensor in enumerate(self.tensors) if is_simple(tensor)}
+        # The memory of the others must be looked for each time.
+        self._others = sorted(set(range(len(now))) - simple)
+        self.not_in_runs = sorted(set(self._checked) - set(in_runs))
+        rest = sorted(simple - set(in_runs))
+        self._groups: list[Group] = grouped((self.memories[n][0], now[n][0]) for n in rest)
+        self.runs: list[Run] = runs_of((number, self.memories[number][0]) for number in in_runs)
+        self._simple = [self.tensors[number] for number in sorted(simple)]
+        self._forms = self._forms_now()
+
+    def _forms_now(self) -> list[object]:
+        return [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in self._simple]
+
+    def _make_room(self, now: list[Memories], in_runs: list[int]) -> None:
+        pairs = zip(self.memories, now, strict=True)
+        misfits = {number for number, pair in enumerate(pairs) if not self._fits(*pair)}
+        for number in misfits - set(in_runs):
+            self.memories[number] = [like(value, self._offload) for value in now[number]]
+        missing = {id(self.tensors[number]): number for number in in_runs if number in misfits}
+        for group in alike(self.tensors[number] for number in missing.values()):
+            for tensor, memory in zip(group, side_by_side(group), strict=True):
+                self.memories[missing[id(tensor)]] = [memory]
+
+    def _fits(self, room: Memories, values: Memories) -> bool:
+        return len(room) == len(values) and all(map(self._fits_one, room, values))
+
+    def _fits_one(self, memory: Tensor, value: Tensor) -> bool:
+        return (
+            memory.shape == value.shape
+            and memory.dtype is value.dtype
+            and memory.layout is value.layout
+            and memory.device == (value.device if self._offload == "none" else _CPU)
+        )
+
+    def fit(self) -> bool:
+        """Whether all tensors that are copied together still have the form they had."""
+        return self._forms_now() == self._forms
+
+    def fill(self) -> None:
+        """Copy the values of now."""
+        if not self.fit():
+            self._arrange()
+        if self.runs:
+            self.fill_runs()
+        self.fill_rest()
+
+    @undisturbed
+    def fill_runs(self) -> None:
+        for run in self.runs:
+            run.fill(self.tensors)
+
+    def fill_rest(self) -> None:
+        """Copy the values of now that are not in runs."""
+        for number in self._others:
+            now = memories(self.tensors[number])
+            if not self._fits(self.memories[number], now):
+                self.memories[number] = [like(value, self._offload) for value in now]
+            copy_all(zip(self.memories[number], now, strict=True))
+        copy_groups(self._groups, non_blocking=self._offload == "pinned")
+
+    def empty(self, numbers: Sequence[int] | None = None) -> None:
+        """Put the values back into the tensors, or into some of them."""
+        which = range(len(self.tensors)) if numbers is None else numbers
+        put_back([self.tensors[n] for n in which], [self.memories[n] for n in which])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size_of(memory) for room in self.memories for memory in room)
+
+
+RUN = 1 << 19
+"""Elements that are copied and then looked at, while the cache still holds them."""
+_LINE = 16
+"""Elements; each memory begins at a multiple of it."""
+
+Part = tuple[int, Tensor, slice | None]
+"""The number of a tensor, the memory of its value, and which elements; None for all of them."""
+
+
+def side_by_side(values: Sequence[Tensor]) -> list[Tensor]:
+    """New memory on the host for values like these, of one dtype; between them there are zeros."""
+    lengths = [-(-value.numel() // _LINE) * _LINE for value in values]
+    # Zeros that nobody has touched take no time.
+    whole = torch.zeros(sum(lengths), dtype=values[0].dtype, device="cpu")
+    parts = zip(whole.split(lengths), values, strict=True)
+    return [part[: value.numel()].view(value.shape) for part, value in parts]
+
+
+class Run:
+    """Neighbours in memory that hold the values of some tensors, or of a part of one."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._sources = [(number, part) for number, _, part in parts]
+        self._targets = [to if part is None else to.view(-1)[part] for _, to, part in parts]
+        first, last = self._targets[0], self._targets[-1]
+        length = last.storage_offset() + last.numel() - first.storage_offset()
+        self.memory = first.as_strided((length,), (1,))
+        """All of it in one piece, with the zeros in between."""
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the values that these tensors have now."""
+        sources = [
+            tensors[number] if part is None else tensors[number].reshape(-1)[part]
+            for number, part in self._sources
+        ]
+        torch._foreach_copy_(self._targets, sources)
+
+
+def runs_of(memories: Iterable[tuple[int, Tensor]]) -> list[Run]:
+    """Runs over the memory of numbered tensors, none much longer than `RUN` elements."""
+    runs: list[list[Part]] = []
+    end, room = None, 0
+    for number, memory in sorted(memories, key=lambda pair: _place(pair[1])):
+        storage, start = _place(memory)
+        for part in _parts(memory.numel()):
+            length = memory.numel() if part is None else part.stop - part.start
+            if end is None or not _is_near(end, (storage, start)) or length > room:
+                runs.append([])
+                room = RUN
+            runs[-1].append((number, memory, part))
+            start, room = start + length, room - length
+            end = storage, start
+    return [Run(parts) for parts in runs]
+
+
+def _place(memory: Tensor) -> tuple[int, int]:
+    return memory.untyped_storage().data_ptr(), int(memory.storage_offset())
+
+
+def _is_near(end: tuple[int, int], start: tuple[int, int]) -> bool:
+    return end[0] == start[0] and start[1] - end[1] < _LINE
+
+
+def _parts(length: int) -> Iterator[slice | None]:
+    if length <= RUN:
+        yield None
+    else:
+        for start in range(0, length, RUN):
+            yield slice(start, min(start + RUN, length))
+
+
+Named = Sequence[tuple[str, Tensor]]
+
+_SMALL = 1 << 14
+"""Up to so many elements, a call costs more than a copy."""
+_SUMMABLE = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def refuse_nonfinite(named: Named) -> None:
+    """NonFiniteError about the first tensor that is not finite."""
+    FiniteCheck(named).refuse()
+
+
+class FiniteCheck:
+    """The same tensors, looked at again and again; what is known of their forms is kept."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        easy = [tensor for _, tensor in named if is_easy(tensor)]
+        known = set(map(id, easy))
+        self._hard = [tensor for _, tensor in named if id(tensor) not in known]
+        self._large = [tensor for tensor in easy if tensor.numel() > _SMALL]
+        self._small = alike(tensor for tensor in easy if tensor.numel() <= _SMALL)
+
+    def refuse(self) -> None:
+        """NonFiniteError about the first tensor that is not finite."""
+        if not self._named or self._is_surely_finite():
+            return
+        reports = bad_reports(self._named, described=1)
+        if reports:
+            names = ", ".join(report.location for report in reports[:5])
+            raise NonFiniteError(
+                f"a snapshot must be finite, but {names} is not; go back to an older one.",
+                report=reports[0],
+            )
+
+    @undisturbed
+    def _is_surely_finite(self) -> bool:
+        """Never True for a bad tensor; sums that overflow make it False for good ones."""
+        joined = [torch._utils._flatten_dense_tensors(group) for group in self._small]
+        sums = [tensor.sum() for tensor in self._large + joined]
+        return all(map(_is_finite_total, alike(sums))) and all_finite(self._hard)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether an easy tensor is."""
+    total: float = tensor.sum().item()  # host sync
+    return total - total == 0 or all_finite([tensor])
+
+
+def is_easy(tensor: Tensor) -> bool:
+    """Whether adding up its elements is the quickest way to look at them."""
+    return is_simple(tensor) and tensor.dtype in _SUMMABLE
+
+
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those of one dtype and device together."""
+    groups: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
+
+
+def _is_finite_total(sums: list[Tensor]) -> bool:
+    total = torch.stack(sums).sum(dtype=torch.float64) if len(sums) > 1 else sums[0]
+    value: float = total.item()  # host sync
+    return value - value == 0

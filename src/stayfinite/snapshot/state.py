@@ -1,21 +1,47 @@
-"""TrainingState: all that one training job has, kept and put back in place."""
+"""TrainingState: all that one training job has, kept and put back in place.
+
+The last few good moments are kept in a ring, and two moments can be compared byte by byte.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import hashlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.scan import all_finite
-from stayfinite.snapshot.census import PARTS, Item
-from stayfinite.snapshot.copies import Offload
-from stayfinite.snapshot.mark import Mark, Marker
-from stayfinite.snapshot.members import gathered
-from stayfinite.snapshot.proof import prove
-from stayfinite.snapshot.record import Snapshot
-from stayfinite.snapshot.watch import Watch
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.memory import undisturbed
+from stayfinite.errors import ConfigError, SnapshotError
+from stayfinite.snapshot.copies import (
+    ArrayCell,
+    AttributesCell,
+    Cell,
+    FiniteCheck,
+    FunctionsCell,
+    GradientsCell,
+    Memories,
+    Named,
+    Offload,
+    ProtocolCell,
+    Rooms,
+    is_constant,
+    is_finite,
+    is_state,
+    items_of,
+    memories,
+    place_of,
+    refuse_nonfinite,
+    size_of,
+)
+from stayfinite.snapshot.mark import Mark, Marker, Watch
+from stayfinite.snapshot.rng import global_cells
+from stayfinite.snapshot.walk import PARTS, Census, Item, add_gradients, add_modules, gathered
 
 _VITAL = ("parameters", "optimizer", "ema")
 
@@ -124,3 +150,334 @@ def _may_be_bad(item: Item) -> bool:
     if item.tensor.requires_grad or item.part not in (*_VITAL, "buffers"):
         return False
     return item.part != "optimizer" and not all_finite([item.tensor])
+
+
+IsVital = Callable[[Item], bool]
+_SMALL = 1 << 22
+"""Of up to so many bytes, everything is looked at before the first is written."""
+
+
+class Snapshot:
+    """A moment of training that can be put back in place, again and again.
+
+    `Snapshot([model])` keeps parameters, buffers (persistent or not), plain attributes,
+    gradients, train flags and random states, finite or not; `TrainingState.capture` keeps all.
+    Restoring writes into the same tensors, so that whoever holds them sees the old values.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] | None = None, *, step: int = 0) -> None:
+        self.step = step
+        self._plan: _Plan | None = None
+        self.is_whole = False
+        self._contents: list[tuple[Cell, Any]] = []
+        if modules is not None:
+            self.write(_census_of(list(modules)))
+
+    @torch.no_grad()
+    def write(
+        self,
+        census: Census,
+        *,
+        contents: list[tuple[Cell, Any]] | None = None,
+        parts: Collection[str] = PARTS,
+        offload: Offload = "none",
+        is_vital: IsVital | None = None,
+        careful: bool = True,
+    ) -> None:
+        """Keep everything that the census found now; memory that fits is used again.
+
+        `contents` is what is in its cells, where the caller knows. NonFiniteError names the
+        first vital item that is not finite. If `careful`, or where it costs little, nothing is
+        changed then. Otherwise values are looked at only as they are copied, and what was kept
+        before is lost.
+        """
+        plan = self._plan
+        if plan is None or not plan.is_for(census, parts, offload):
+            plan = _Plan(census, parts, offload, is_vital, self._plan)
+        is_checked = self.is_whole and (careful or plan.is_small)
+        if is_checked:
+            plan.refuse_all()
+        else:
+            plan.refuse_odd()
+        if contents is None:
+            contents = [(cell, cell.content()) for cell in census.cells if cell.part in parts]
+        self.is_whole = False
+        if is_checked:
+            plan.rooms.fill_runs()
+        else:
+            plan.fill_runs_or_refuse()
+        plan.rooms.fill_rest()
+        self._plan, self._contents, self.is_whole = plan, contents, True
+
+    def restore(self, *, parts: Collection[str] = PARTS) -> None:
+        """Put everything back; the snapshot can be used again.
+
+        NonFiniteError when a value in it that must be finite no longer is; nothing is changed
+        then.
+        """
+        if self._plan is None or not self.is_whole:
+            raise SnapshotError("nothing was captured in this snapshot, or not to the end.")
+        self._plan.refuse_kept()
+        contents = [pair for pair in self._contents if pair[0].part in parts]
+        # What an object loads itself may replace tensors, so it comes before them.
+        contents.sort(key=lambda pair: not isinstance(pair[0], ProtocolCell))
+        for cell, content in contents:
+            cell.put_back(content)
+        items = enumerate(self._plan.items)
+        self._plan.rooms.empty([number for number, item in items if item.part in parts])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor memory that it holds."""
+        gradients = [
+            kept[1]
+            for cell, content in self._contents
+            if isinstance(cell, GradientsCell)
+            for kept in content
+            if kept is not None
+        ]
+        rooms = 0 if self._plan is None else self._plan.rooms.nbytes
+        return rooms + sum(map(size_of, gradients))
+
+    def memory_of(self, name: str) -> list[torch.Tensor]:
+        """Where the value of the item with this name is kept."""
+        names = [] if self._plan is None else [item.name for item in self._plan.items]
+        if self._plan is None or name not in names:
+            raise SnapshotError(f"{name} is not in this snapshot.")
+        return self._plan.rooms.memories[names.index(name)]
+
+
+class _Plan:
+    """What to copy where: made once, and again when the census or a form is another one."""
+
+    def __init__(
+        self,
+        census: Census,
+        parts: Collection[str],
+        offload: Offload,
+        is_vital: IsVital | None,
+        before: _Plan | None,
+    ) -> None:
+        self._key = census, tuple(parts), offload
+        self.items = [item for item in census.items if item.part in parts]
+        vital = [] if is_vital is None else list(map(is_vital, self.items))
+        self._vital = [number for number, is_wanted in enumerate(vital) if is_wanted]
+        old = {} if before is None else before.memories_by_name()
+        known = [old.get(item.name, []) for item in self.items]
+        tensors = [item.tensor for item in self.items]
+        self.rooms = Rooms(tensors, offload=offload, known=known, checked=self._vital)
+        self.is_small = self.rooms.nbytes <= _SMALL
+        self._all = FiniteCheck(self._named(self._vital))
+        self._odd = FiniteCheck(self._named(self.rooms.not_in_runs))
+
+    def is_for(self, census: Census, parts: Collection[str], offload: Offload) -> bool:
+        is_known = self._key[0] is census and self._key[1:] == (tuple(parts), offload)
+        return is_known and self.rooms.fit()
+
+    def memories_by_name(self) -> dict[str, Memories]:
+        names = [item.name for item in self.items]
+        return dict(zip(names, self.rooms.memories, strict=True))
+
+    def refuse_all(self) -> None:
+        """NonFiniteError if a vital item is not finite now."""
+        self._all.refuse()
+
+    def refuse_odd(self) -> None:
+        """The same, but for those that are looked at as they are copied."""
+        self._odd.refuse()
+
+    @undisturbed
+    def fill_runs_or_refuse(self) -> None:
+        """Copy run by run; NonFiniteError as soon as one is not finite."""
+        for run in self.rooms.runs:
+            run.fill(self.rooms.tensors)
+            if not is_finite(run.memory):
+                self.refuse_all()
+
+    def refuse_kept(self) -> None:
+        """NonFiniteError if a vital value is no longer finite in the memory that keeps it."""
+        refuse_nonfinite(
+            [(self.items[n].name, memory) for n in self._vital for memory in self.rooms.memories[n]]
+        )
+
+    def _named(self, numbers: Iterable[int]) -> Named:
+        return [(self.items[number].name, self.items[number].tensor) for number in numbers]
+
+
+def _census_of(roots: list[nn.Module]) -> Census:
+    census = Census()
+    add_modules(census, roots)
+    add_gradients(census, ((name, p) for r in roots for name, p in r.named_parameters()))
+    census.cells += global_cells()
+    return census
+
+
+_OFFLOADS = ("none", "cpu", "pinned")
+
+
+class SnapshotRing:
+    """The newest `slots` snapshots; a new one is written into the memory of the oldest.
+
+    The newest is never lost. The oldest may be, when a bad value turns up in a large tensor
+    while it is already being written over; a ring of one slot looks at everything first.
+    With `offload` they are kept in the host's memory, pinned for faster copies or not.
+    """
+
+    def __init__(self, state: TrainingState, *, slots: int = 2, offload: Offload = "none") -> None:
+        if slots < 1:
+            raise ConfigError(f"slots is {slots}; it must be at least 1.")
+        if offload not in _OFFLOADS:
+            known = ", ".join(map(repr, _OFFLOADS))
+            raise ConfigError(f"offload is {offload!r}; it must be one of {known}.")
+        self._state, self._slots, self._offload = state, slots, offload
+        self._kept: deque[Snapshot] = deque()
+        self._free: list[Snapshot] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, *, step: int) -> Snapshot:
+        """A snapshot of now. NonFiniteError when it is not finite; the newest before stays."""
+        into = self._kept[0] if len(self._kept) == self._slots else None
+        room = into or (self._free[-1] if self._free else None)
+        try:
+            snapshot = self._state.capture(
+                step=step, into=room, offload=self._offload, careful=self._slots == 1
+            )
+        except BaseException:
+            if into is not None and not into.is_whole:  # it was refused or interrupted midway
+                self._free.append(self._kept.popleft())
+            raise
+        if into is not None:
+            self._kept.popleft()
+        elif room is not None:
+            self._free.pop()
+        self._kept.append(snapshot)
+        return snapshot
+
+    def apart(self, *, step: int) -> Snapshot:
+        """A snapshot of now that is not in the ring, in the host's memory."""
+        return self._state.capture(step=step, offload="cpu")
+
+    def back(self, k: int = 0) -> Snapshot | None:
+        """The k-th newest, 0 the newest; None when there are not so many."""
+        return self._kept[-1 - k] if 0 <= k < len(self._kept) else None
+
+    def restore(self, k: int = 0, *, rewind_loader: bool = True) -> Snapshot:
+        """Go back to the k-th newest; newer ones are forgotten."""
+        snapshot = self.back(k)
+        if snapshot is None:
+            raise SnapshotError(
+                f"there is no snapshot {k} back, only {len(self)} are kept; "
+                "take them more often, or keep more slots."
+            )
+        self._state.restore(snapshot, rewind_loader=rewind_loader)
+        for _ in range(k):
+            self._free.append(self._kept.pop())
+        return snapshot
+
+
+Image = dict[str, Any]
+
+
+def prove(
+    look: Callable[[], Census], restore: Callable[[], None], step_fn: Callable[[], Any]
+) -> None:
+    """SnapshotError names the first item that a restore, or a step after it, gets wrong."""
+    before = image(look(), with_identity=True)
+    try:
+        step_fn()
+        stepped = image(look())
+        restore()
+        name = first_difference(before, image(look(), with_identity=True))
+        if name is not None:
+            raise SnapshotError(f"{name} is not as before after a restore.")
+        step_fn()
+        name = first_difference(stepped, image(look()))
+        if name is not None:
+            raise SnapshotError(
+                f"{name} differs when the same step is run again after a restore: the step is "
+                "not deterministic, or it depends on something that is not part of this state "
+                "(pass its scheduler, scaler, ema, loader or generators too)."
+            )
+    finally:
+        restore()
+
+
+def first_difference(one: Image, two: Image) -> str | None:
+    """The name of the first item that is not in both, or not the same."""
+    names = [*one, *(name for name in two if name not in one)]
+    return next((n for n in names if n not in one or n not in two or one[n] != two[n]), None)
+
+
+def image(census: Census, *, with_identity: bool = False) -> Image:
+    """The bytes of everything by name; with identity also which tensors and which memory."""
+    named = [*_tensor_entries(census.items, with_identity), *_cell_entries(census.cells)]
+    found: Image = {}
+    for name, value in named:
+        # Two things may have one name, such as a dict and the object that it belongs to.
+        found[name if name not in found else f"{name} ({len(found)})"] = value
+    return found
+
+
+def _tensor_entries(items: Iterable[Item], with_identity: bool) -> Iterator[tuple[str, Any]]:
+    for item in items:
+        place = (id(item.tensor), place_of(item.tensor)) if with_identity else ()
+        yield item.name, (_digest(item.tensor), *place)
+
+
+def _cell_entries(cells: Iterable[Cell]) -> Iterator[tuple[str, Any]]:
+    for cell in cells:
+        if isinstance(cell, (FunctionsCell, ProtocolCell)):  # what they hold has no other entry
+            yield cell.name, picture(cell.content(), deep=True)
+            continue
+        if isinstance(cell, GradientsCell):
+            kept = [None if pair is None else _digest(pair[1]) for pair in cell.content()]
+            yield from zip(cell.names, kept, strict=True)
+            continue
+        for number, (key, value) in enumerate(_entries(cell)):
+            label = number if isinstance(key, Tensor) else key
+            yield f"{cell.name}.{label}".replace("..", "."), picture(value)
+
+
+def _entries(cell: Cell) -> list[tuple[Any, Any]]:
+    content = cell.content()
+    if isinstance(cell, AttributesCell):
+        return [(k, v) for k, v in content.items() if k not in cell.skipped and is_state(v)]
+    return [("", content)] if isinstance(cell, ArrayCell) else list(items_of(content))
+
+
+def picture(value: Any, *, deep: bool = False) -> Any:
+    """The value in a form that can be compared; a thing with an entry of its own by its type."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, tuple) or (deep and isinstance(value, list)):
+        return [picture(item, deep=deep) for item in value]
+    if deep and isinstance(value, Tensor):
+        return _digest(value)
+    if deep and isinstance(value, dict):
+        return [(str(key), picture(item, deep=True)) for key, item in value.items()]
+    return repr(value) if is_constant(value) else type(value).__name__
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> list[object]:
+    """Form and bytes; nothing of a tensor without a value of its own."""
+    found: list[object] = []
+    for memory in memories(tensor):
+        found += [memory.dtype, tuple(memory.shape)]
+        found += [_bytes_digest(part) for part in _stored(memory)]
+    return found
+
+
+def _stored(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout is torch.strided:
+        return [tensor.resolve_conj().resolve_neg()]
+    if tensor.is_sparse:
+        return [tensor.coalesce().indices(), tensor.coalesce().values()]
+    return [tensor.to_dense()]
+
+
+def _bytes_digest(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

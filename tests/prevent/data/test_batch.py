@@ -1,147 +1,207 @@
-"""What one batch says: each kind of fault is found, with its rows, and nothing else is."""
+"""The tensors inside batches of every make, and the sample that each row belongs to."""
 
 from __future__ import annotations
 
-import doctest
+import warnings
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
-import stayfinite.prevent.data.batch
-from stayfinite.errors import InputError
-from stayfinite.prevent.data.batch import batch_risks
+from stayfinite.prevent.data.batch import Leaf, leaves, size_of
 
-
-def rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(64, 10, generator=generator), torch.randint(5, (64,), generator=generator)
+Pair = namedtuple("Pair", ["image", "label"])
 
 
-def said(batch: Any, **options: Any) -> list[tuple[str, str, str]]:
-    return [(risk.level, risk.where, risk.cause) for risk in batch_risks(batch, **options)]
+@dataclass
+class Record:
+    image: torch.Tensor
+    label: torch.Tensor
 
 
-def test_the_example_runs() -> None:
-    done = doctest.testmod(stayfinite.prevent.data.batch)
-    assert done.attempted
-    assert not done.failed
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As the tokenizers of transformers give it: a mapping that is no dict."""
 
 
-def test_a_healthy_batch_has_no_risks() -> None:
-    assert batch_risks(rows(), classes=5) == []
+def paths(batch: Any, size: int | None = None) -> list[str]:
+    return [leaf.path for leaf in leaves(batch, size)]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_bad_input_is_high_and_a_bad_target_medium(bad: float) -> None:
-    x, _ = rows()
-    y = x.mean(1)
-    x[3, 4], y[7] = bad, bad
-    assert said((x, y)) == [
-        ("high", "batch.0", "bad_input_data"),
-        ("medium", "batch.1", "bad_label"),
+def only(batch: Any, size: int | None = None) -> Leaf:
+    (leaf,) = leaves(batch, size)
+    return leaf
+
+
+X, Y = torch.rand(4, 3), torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (X, ["batch"]),
+        ([X, Y], ["batch.0", "batch.1"]),
+        ((X, Y), ["batch.0", "batch.1"]),
+        ({"x": X, "y": Y}, ["batch.x", "batch.y"]),
+        (Encoding(x=X, y=Y), ["batch.x", "batch.y"]),
+        (Pair(X, Y), ["batch.image", "batch.label"]),
+        (Record(X, Y), ["batch.image", "batch.label"]),
+        (({"a": X, "b": [X, X]}, Y), ["batch.0.a", "batch.0.b.0", "batch.0.b.1", "batch.1"]),
+        ([X, ["a", "b", "c", "d"], None], ["batch.0"]),
+        ((X.numpy(), Y.numpy()), ["batch.0", "batch.1"]),
+    ],
+)
+def test_every_container_is_walked(batch: Any, expected: list[str]) -> None:
+    assert paths(batch) == expected
+    assert size_of(batch) == 4
+    assert all(leaf.is_aligned for leaf in leaves(batch))
+
+
+def test_a_list_with_an_item_for_each_sample_is_one_leaf() -> None:
+    targets = [{"boxes": torch.rand(n, 4), "labels": torch.arange(n)} for n in (2, 0, 3)]
+    boxes, labels = leaves((torch.rand(3, 8, 8), targets))[1:]
+    assert (boxes.path, labels.path) == ("batch.1.*.boxes", "batch.1.*.labels")
+    assert boxes.values.shape == (5, 4)
+    assert boxes.sample_of.tolist() == labels.sample_of.tolist() == [0, 0, 2, 2, 2]
+    assert boxes.empty == (1,)
+
+
+def test_images_of_many_sizes_keep_their_samples() -> None:
+    images = tuple(torch.rand(3, 5 + n, 7) for n in range(3))
+    found = leaves((images, torch.arange(3)))
+    assert [leaf.path for leaf in found] == ["batch.0.*"] * 3 + ["batch.1"]
+    assert [leaf.sample_of.tolist() for leaf in found[:3]] == [[0], [1], [2]]
+    assert found[1].values.shape == (1, 3, 6, 7)
+
+
+def test_images_of_one_size_are_stacked() -> None:
+    images = tuple(torch.rand(3, 5, 7) for _ in range(4))
+    leaf = leaves((images, torch.arange(4)))[0]
+    assert leaf.values.shape == (4, 3, 5, 7)
+    assert leaf.sample_of.tolist() == [0, 1, 2, 3]
+
+
+def test_two_crops_of_two_images_are_fields() -> None:
+    assert paths([[torch.rand(2, 3), torch.rand(2, 3)], torch.arange(2)]) == [
+        "batch.0.0",
+        "batch.0.1",
+        "batch.1",
     ]
 
 
-def test_counts_and_rows_of_what_is_not_finite_are_told() -> None:
-    x, y = rows()
-    x[3, 4] = x[3, 5] = float("nan")
-    x[9, 0] = float("inf")
-    (risk,) = batch_risks((x, y))
-    assert risk.evidence == {"nan": 2, "inf": 1, "rows": 2}
-    assert "2 NaN and 1 Inf of 640 values, in 2 of 64 rows" in risk.what
+def test_samples_that_were_not_collated_are_seen_as_samples() -> None:
+    batch = [(torch.rand(3), n) for n in range(5)]
+    x, y = leaves(batch, 5)
+    assert (x.path, y.path) == ("batch.*.0", "batch.*.1")
+    assert x.sample_of.tolist() == [n for n in range(5) for _ in range(3)]
+    assert y.sample_of.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("wrong", "told"), [(5, "are 5;"), (-1, "are -1;"), (255, "are 255;")])
-def test_labels_out_of_range_are_told(wrong: int, told: str) -> None:
-    x, y = rows()
-    y[[2, 40]] = wrong
-    (risk,) = batch_risks((x, y), classes=5)
-    assert risk.level == "high"
-    assert "2 labels, in 2 of 64 rows" in risk.what
-    assert told in risk.what
+def test_rows_that_are_no_samples_are_marked() -> None:
+    nodes, graph_labels = leaves([torch.rand(7, 2), torch.arange(3)], 3)
+    assert not nodes.is_aligned
+    assert graph_labels.is_aligned
 
 
-def test_ignored_labels_are_in_range() -> None:
-    x, y = rows()
-    y[2] = -100
-    assert batch_risks((x, y), classes=5) == []
-    y[2] = 255
-    assert batch_risks((x, y), classes=5, ignore_index=255) == []
+def test_a_packed_sequence_has_no_rows_of_samples() -> None:
+    packed = pack_sequence([torch.rand(4, 2), torch.rand(2, 2), torch.rand(1, 2)])
+    found = {leaf.path: leaf for leaf in leaves([packed, torch.arange(3)], 3)}
+    assert found["batch.0.data"].values.shape == (7, 2)
+    assert not found["batch.0.data"].is_aligned
 
 
-def test_a_batch_without_labels_that_count_is_high() -> None:
-    x, y = rows()
-    assert said((x, torch.full_like(y, -100)), classes=5) == [("high", "batch.1", "bad_label")]
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.bool,
+        torch.complex64,
+    ],
+)
+def test_every_dtype_can_be_reduced(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[1.0, 0.0], [2.0, 1.0]]).to(dtype)
+    values = only(tensor).values
+    assert values.double().amax() == (1 if dtype is torch.bool else 2)
+    assert values.shape == ((2, 2, 2) if dtype.is_complex else (2, 2))
 
 
-def test_an_outlier_is_told_with_its_column() -> None:
-    x, y = rows()
-    x[3, 2] = 1e4
-    (risk,) = batch_risks((x, y))
-    assert (risk.level, risk.cause) == ("high", "unnormalized_input")
-    assert "1 row out of scale in column 2: up to 1e+04" in risk.what
+def test_a_nan_survives_every_conversion() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64):
+        assert only(torch.tensor([[torch.nan]]).to(dtype)).values.isnan().any()
 
 
-def test_pixels_as_floats_are_told_and_as_bytes_are_not() -> None:
-    images = torch.randint(256, (32, 3, 8, 8), generator=torch.Generator().manual_seed(0))
-    assert said((images.float(), torch.arange(32))) == [("medium", "batch.0", "unnormalized_input")]
-    assert said((images.to(torch.uint8), torch.arange(32))) == []
-    assert said((images / 255, torch.arange(32))) == []
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_of_sparse_tensors_the_stored_values_are_taken(layout: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # compressed layouts are in beta
+        sparse = getattr(torch.diag(torch.tensor([0.0, 5.0, 7.0])), f"to_sparse_{layout}")()
+        leaf = only(sparse)
+    assert sorted(zip(leaf.sample_of.tolist(), leaf.values.tolist(), strict=True)) == [
+        (1, 5.0),
+        (2, 7.0),
+    ]
 
 
-def test_a_column_that_does_not_vary_is_low() -> None:
-    x, y = rows()
-    x[:, 4] = 1
-    assert said((x, y)) == [("low", "batch.0", "division_by_zero")]
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_of_nested_tensors_each_sample_is_taken(layout: torch.layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=layout)
+        leaf = only(nested)
+    assert leaf.path == "batch.*"
+    assert leaf.sample_of.tolist() == [0, 0, 1, 1, 1, 1]
 
 
-def test_a_mask_that_hides_a_whole_row_is_told() -> None:
-    ids = torch.randint(1, 100, (16, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[3:, 8:] = 0
-    assert said({"input_ids": ids, "attention_mask": mask}) == []
-    mask[5] = 0
-    found = said({"input_ids": ids, "attention_mask": mask})
-    assert found == [("high", "batch.attention_mask", "softmax_all_masked")]
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(3, 2),
+        np.arange(6, dtype=">f4").reshape(3, 2),
+        np.arange(6, dtype=np.longdouble).reshape(3, 2),
+        np.arange(6, dtype=np.uint16).reshape(3, 2),
+        np.arange(6.0).reshape(3, 2)[::-1],
+        np.arange(6).reshape(3, 2) > 2,
+        np.broadcast_to(np.arange(2.0), (3, 2)),
+    ],
+)
+def test_every_numeric_array_is_taken(array: Any) -> None:
+    np.testing.assert_array_equal(
+        only(array).values.numpy(), array.astype(only(array).values.numpy().dtype)
+    )
 
 
-def test_sequences_of_no_length_are_told() -> None:
-    x, lengths = torch.rand(4, 6, 3), torch.tensor([6, 3, 0, 1])
-    assert said({"x": x, "lengths": lengths}) == [("high", "batch.lengths", "empty_reduction")]
-    assert said([torch.zeros(4, 0, 3)]) == [("high", "batch.0", "empty_reduction")]
+def test_lists_of_numbers_are_tensors() -> None:
+    x, y, flags = leaves({"x": [0.5, float("nan")], "y": [1, 2], "flags": [True, False]})
+    assert x.values.isnan().tolist() == [False, True]
+    assert (y.values.dtype, flags.values.dtype) == (torch.int64, torch.bool)
 
 
-def test_a_batch_of_one_is_low() -> None:
-    assert said(torch.rand(1, 8)) == [("low", "batch", "batchnorm_degenerate")]
+def test_what_has_no_numbers_is_left_out() -> None:
+    strange = {"name": "x", "none": None, "object": object(), "text": np.array(["a"])}
+    assert leaves(strange) == []
+    assert leaves(torch.empty(3, 2, device="meta")) == []
 
 
-def test_what_is_picked_is_what_is_judged() -> None:
-    x, y = rows()
-    batch = {"a": x, "b": y + 10}
-    assert said(batch, classes=5) == []
-    assert said(batch, classes=5, targets="b") == [("high", "batch.b", "bad_label")]
+def test_a_batch_that_holds_itself_ends() -> None:
+    batch: dict[str, Any] = {"x": X}
+    batch["again"] = batch
+    assert paths(batch) == ["batch.x"]
 
 
-def test_a_path_that_is_not_there_is_refused_with_those_that_are() -> None:
-    x, y = rows()
-    with pytest.raises(InputError, match=r"no tensor at 'label'; it has x, y\."):
-        batch_risks({"x": x, "y": y}, targets="label")
+def test_a_default_device_does_not_matter() -> None:
+    with torch.device("meta"):
+        from stayfinite.prevent.data.check import batch_risks
 
-
-def test_a_mask_with_a_class_for_each_pixel_is_a_label() -> None:
-    masks = torch.randint(4, (8, 6, 6), generator=torch.Generator().manual_seed(0))
-    batch = {"image": torch.rand(8, 3, 6, 6), "mask": masks}
-    assert said(batch, classes=4) == []
-    masks[3, 0, 0] = 200
-    assert said(batch, classes=4) == [("high", "batch.mask", "bad_label")]
-
-
-def test_tensors_of_any_state_can_be_looked_at() -> None:
-    x, y = rows()
-    wanted = x.clone().requires_grad_()
-    assert batch_risks((wanted * 2, y), classes=5) == []
-    with torch.inference_mode():
-        assert batch_risks((x * 2, y), classes=5) == []
-    assert batch_risks((x.as_strided((64, 5), (10, 2)), y), classes=5) == []
-    assert batch_risks((x.t().contiguous().t(), y), classes=5) == []
+        bad = torch.zeros(4, 2, device="cpu").fill_(torch.nan)
+        assert [risk.cause for risk in batch_risks([bad, [1, 2, 3, 4]])] == ["bad_input_data"]

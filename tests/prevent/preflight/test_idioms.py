@@ -12,7 +12,7 @@ import torch
 from idioms import RISKY, SAFE, Given, Idiom
 from torch import nn
 
-from stayfinite.prevent.preflight.checking import preflight
+from stayfinite.prevent.preflight.preflight import preflight
 from stayfinite.prevent.risks import Risk
 
 

@@ -14,7 +14,7 @@ from as_before import torch_as_before  # noqa: F401
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stayfinite.prevent.preflight.checking import preflight
+from stayfinite.prevent.preflight.preflight import preflight
 
 
 class Restless(nn.Module):

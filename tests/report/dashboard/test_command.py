@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from stayfinite.cli import main
-from stayfinite.report.dashboard import serving
+from stayfinite.report.dashboard import server
 from stayfinite.report.dashboard.server import _assets
 
 
@@ -31,7 +31,7 @@ def test_missing_package_is_told_with_what_to_type(
     def version(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(serving.metadata, "version", version)
+    monkeypatch.setattr(server.metadata, "version", version)
     assert "starlette is not installed: pip install 'stayfinite[ui]'" in refused(str(tmp_path))
 
 

@@ -19,7 +19,7 @@ import stayfinite
 WRITER = """
 import os, socket, sys, time
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType
-from stayfinite.report.store.schema import RunInfo, StepRow
+from stayfinite.report.store.writer import RunInfo, StepRow
 from stayfinite.report.store.writer import StoreWriter
 
 folder, signal = sys.argv[1:]

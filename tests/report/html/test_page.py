@@ -15,9 +15,9 @@ import pytest
 from recorded_runs import record
 
 import stayfinite
-from stayfinite.explain.causes import CAUSES
+from stayfinite.causes import CAUSES
 from stayfinite.records import Incident
-from stayfinite.recover.recorded import recommended
+from stayfinite.recover.advice import recommended
 from stayfinite.report.html.page import page_of
 from stayfinite.report.store.reading import read_run
 

@@ -12,11 +12,11 @@ import pytest
 from payloads import PAYLOADS, vicious, vicious_run
 from recorded_runs import record
 
-from stayfinite.explain.causes import CAUSES
+from stayfinite.causes import CAUSES
 from stayfinite.records import (
     Incident,
 )
-from stayfinite.recover.recorded import recommended
+from stayfinite.recover.advice import recommended
 from stayfinite.report.html.page import incidents_fragment, page_of
 from stayfinite.report.store.reading import read_run
 

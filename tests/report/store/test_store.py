@@ -20,10 +20,16 @@ from hypothesis import strategies as st
 
 from stayfinite.errors import RecordError
 from stayfinite.records import Incident, NaNReport, NaNType
-from stayfinite.report.store.environment import new_run_folder, run_info
 from stayfinite.report.store.reading import Run, read_run, runs_in
-from stayfinite.report.store.schema import End, LayerRow, RunInfo, StepRow
-from stayfinite.report.store.writer import StoreWriter
+from stayfinite.report.store.writer import (
+    End,
+    LayerRow,
+    RunInfo,
+    StepRow,
+    StoreWriter,
+    new_run_folder,
+    run_info,
+)
 
 IS_PROOF = settings.default.max_examples >= 5_000
 NAN = float("nan")
@@ -183,7 +189,7 @@ def test_any_bytes_can_be_read(tmp_path_factory: pytest.TempPathFactory, data: b
 
 WRITE_FOR_EVER = """
 import os, socket, sys
-from stayfinite.report.store.schema import RunInfo, StepRow
+from stayfinite.report.store.writer import RunInfo, StepRow
 from stayfinite.report.store.writer import StoreWriter
 HOST = socket.gethostname()
 writer = StoreWriter(sys.argv[1], lambda: RunInfo(started=1.0, pid=os.getpid(), host=HOST))

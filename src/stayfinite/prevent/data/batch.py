@@ -1,38 +1,435 @@
-"""What one batch says about the data."""
+"""The tensors of a batch: whose sample each row is, what each is for, what is padding."""
 
 from __future__ import annotations
 
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from stayfinite.prevent.data.inspection import Inspection
-from stayfinite.prevent.data.judging import findings, judgements
-from stayfinite.prevent.data.roles import Paths, Picked
-from stayfinite.prevent.risks import Risk
+import numpy as np
+import torch
+from torch import Tensor
+
+from stayfinite.detect.memory import is_readable, plain_parts
+from stayfinite.errors import InputError
+from stayfinite.nested import children
+
+ROOT = "batch"
+_REDUCIBLE = {torch.float32, torch.float64, torch.bool, torch.uint8}
+_REDUCIBLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
 
 
-def batch_risks(
-    batch: Any,
-    *,
-    classes: int | None = None,
-    ignore_index: int = -100,
-    inputs: Paths | None = None,
-    targets: Paths | None = None,
-) -> list[Risk]:
-    """Everything that is wrong with a batch, the worst first; see check_data for what is looked at.
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One tensor of a batch, on the host: dense, real, of a dtype that torch can reduce.
 
-    One batch says less than all of them: outliers and columns that do not vary need 32 rows. The
-    batch is not changed.
-
-    >>> import torch
-    >>> images, labels = torch.rand(64, 3, 8, 8), torch.randint(10, (64,))
-    >>> batch_risks([images, labels], classes=10)
-    []
-    >>> images[5, 0, 0, 0] = float("nan")
-    >>> [(risk.level, risk.where, risk.cause) for risk in batch_risks([images, labels])]
-    [('high', 'batch.0', 'bad_input_data')]
+    Its first dimension are rows. `owners` has the sample of each row; None means that the rows are
+    the samples, in order, or if `is_aligned` is false that it is not known. `empty` are samples
+    that are there without any row.
     """
-    inspection = Inspection(
-        classes=classes, ignore_index=ignore_index, picked=Picked.of(inputs, targets)
-    )
-    inspection.look(batch)
-    return list(findings(judgements(inspection), {}))
+
+    path: str
+    values: Tensor
+    owners: Tensor | None = None
+    is_aligned: bool = True
+    empty: tuple[int, ...] = ()
+    is_sparse: bool = False
+
+    @property
+    def sample_of(self) -> Tensor:
+        """The sample of each row; where it is not known, the number of the row."""
+        return torch.arange(len(self.values)) if self.owners is None else self.owners
+
+
+def leaves(batch: Any, size: int | None = None) -> list[Leaf]:
+    """Every tensor, array and list of numbers in a batch of `size` samples.
+
+    A list with an item for each sample gives leaves for all of them together, and a star in the
+    path: the boxes of all images are `batch.1.*.boxes`.
+    """
+    return list(_walk(batch, ROOT, size_of(batch) if size is None else size, ()))
+
+
+def size_of(batch: Any) -> int | None:
+    """How many samples, told by the first tensor or list inside; None if nothing tells."""
+    if isinstance(batch, Tensor | np.ndarray):
+        if isinstance(batch, Tensor) and batch.is_nested:
+            return batch.size(0)
+        return len(batch) if batch.ndim else None
+    for _, item in children(batch):
+        size = len(item) if _is_list(item) and len(item) > 1 else size_of(item)
+        if size is not None:
+            return size
+    return None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _walk(value: Any, path: str, size: int | None, above: tuple[int, ...]) -> Iterator[Leaf]:
+    tensor = _as_tensor(value)
+    if tensor is not None:
+        yield from _leaves_of(tensor, path, size)
+    elif id(value) not in above:  # else it holds itself
+        inside = (*above, id(value))
+        if _has_one_per_sample(value, path, size):
+            yield from _merged(value, path, inside)
+        else:
+            for key, item in children(value):
+                yield from _walk(item, f"{path}.{key}", size, inside)
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return _from_array(np.asarray(value))
+    if _is_list(value) and value and all(isinstance(item, int | float) for item in value):
+        return torch.tensor(value, dtype=_dtype_of(value))
+    return torch.tensor(value, dtype=_dtype_of([value])) if isinstance(value, int | float) else None
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    kind = array.dtype.kind
+    if array.dtype.itemsize > 8 and kind == "f":  # long double
+        array = array.astype(np.float64)
+    if array.dtype.itemsize > 16:
+        array = array.astype(np.complex128)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    # torch takes neither read-only memory nor negative strides.
+    is_usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return torch.from_numpy(array if is_usable else array.copy())
+
+
+def _dtype_of(values: Sequence[Any]) -> torch.dtype:
+    if all(isinstance(value, bool) for value in values):
+        return torch.bool
+    is_whole = all(isinstance(value, int) and abs(value) < 2**63 for value in values)
+    return torch.int64 if is_whole else torch.float64
+
+
+def _has_one_per_sample(value: Any, path: str, size: int | None) -> bool:
+    """Whether a list has an item for each sample, and not some fields for all of them.
+
+    Two crops of two images are two fields: each has a row for each sample.
+    """
+    if not _is_list(value) or len(value) != size:
+        return False
+    kinds = {isinstance(item, Tensor | np.ndarray) for item in value}
+    if len(kinds) > 1 or (kinds == {False} and not all(map(_has_children, value))):
+        return False
+    if path == ROOT and len({_structure(item) for item in value}) > 1:
+        return False
+    if path != ROOT and kinds == {True} and _are_images_of_many_sizes(value):
+        return True
+    return not all(_rows(item) == size for item in value)
+
+
+def _are_images_of_many_sizes(tensors: Sequence[Any]) -> bool:
+    """Three such images have three channels, and are not three fields."""
+    if any(isinstance(each, Tensor) and each.is_nested for each in tensors):
+        return False
+    return len({each.shape for each in tensors}) > 1 and all(each.ndim > 2 for each in tensors)
+
+
+def _has_children(value: Any) -> bool:
+    return any(True for _ in children(value))
+
+
+def _structure(item: Any) -> tuple[Any, ...]:
+    return type(item), *(str(key) for key, _ in children(item))
+
+
+def _rows(item: Any) -> int | None:
+    """The rows of a tensor, or of the first one inside; None for none."""
+    if isinstance(item, Tensor | np.ndarray):
+        return size_of(item)
+    return next((_rows(child) for _, child in children(item) if _rows(child) is not None), None)
+
+
+def _merged(samples: Any, path: str, above: tuple[int, ...]) -> Iterator[Leaf]:
+    """The leaves of all samples, those of one path together where their shapes allow it."""
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for number, sample in enumerate(samples):
+        for leaf in _walk_sample(sample, f"{path}.*", above):
+            found.setdefault(leaf.path, []).append((number, leaf.values))
+    for name, parts in found.items():
+        yield from _together(name, parts)
+
+
+def _walk_sample(sample: Any, path: str, above: tuple[int, ...]) -> Iterator[Leaf]:
+    tensor = _as_tensor(sample)
+    if tensor is not None:
+        yield from (Leaf(path, part) for part in _readable(tensor))
+    elif id(sample) not in above:
+        for key, item in children(sample):
+            yield from _walk_sample(item, f"{path}.{key}", (*above, id(sample)))
+
+
+def _together(path: str, parts: list[tuple[int, Tensor]]) -> Iterator[Leaf]:
+    """Scalars, sequences and tables end to end; images and the like as they are, or stacked."""
+    empty = tuple(number for number, part in parts if not part.numel())
+    rest = [(number, part) for number, part in parts if part.numel()]
+    if rest and len({(part.dtype, part.ndim, part.shape[1:]) for _, part in rest}) == 1:
+        rows = [part if part.ndim in (1, 2) else part.unsqueeze(0) for _, part in rest]
+        if len({part.shape[1:] for part in rows}) == 1:
+            lengths = torch.tensor([len(part) for part in rows])
+            owners = torch.tensor([number for number, _ in rest]).repeat_interleave(lengths)
+            yield Leaf(path, torch.cat(rows), owners, empty=empty)
+            return
+    for number, part in rest:
+        yield Leaf(path, part.unsqueeze(0), torch.tensor([number]))
+    if empty:
+        yield Leaf(path, torch.zeros(0), torch.zeros(0, dtype=torch.int64), empty=empty)
+
+
+def _leaves_of(tensor: Tensor, path: str, size: int | None) -> Iterator[Leaf]:
+    if tensor.is_nested:
+        yield from _merged(tensor.unbind(), path, ())
+    elif tensor.layout in _SPARSE and not tensor.is_meta:
+        yield from _stored_values(tensor, path)
+    else:
+        for part in _readable(tensor):
+            is_whole = part.shape[:1] == tensor.shape[:1]
+            yield Leaf(
+                path,
+                part if part.ndim else part.unsqueeze(0),
+                None,
+                _has_rows(part, size) and is_whole,
+            )
+
+
+def _has_rows(tensor: Tensor, size: int | None) -> bool:
+    return tensor.ndim > 0 and (size is None or len(tensor) == size)
+
+
+def _stored_values(tensor: Tensor, path: str) -> Iterator[Leaf]:
+    """What a sparse tensor holds, each value a row of its sample."""
+    if tensor.layout is not torch.sparse_coo and tensor.ndim != 2:
+        yield from (Leaf(path, part, None, False, is_sparse=True) for part in _readable(tensor))
+        return
+    listed = tensor.to_sparse_coo()
+    for values in _readable(listed._values()):
+        yield Leaf(path, values, listed._indices()[0].cpu(), is_sparse=True)
+
+
+def _readable(tensor: Tensor) -> Iterator[Tensor]:
+    """The memory of the tensor on the host, complex numbers as pairs."""
+    if tensor.numel() == 0 and tensor.layout is torch.strided and not tensor.is_meta:
+        yield torch.zeros(tensor.shape)
+        return
+    for part in plain_parts(tensor):
+        if not is_readable(part.dtype):
+            continue
+        part = part.detach().cpu().resolve_conj().resolve_neg()
+        part = torch.view_as_real(part) if part.is_complex() else part
+        yield part if part.dtype in _REDUCIBLE else part.to(_wider(part.dtype))
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+Path = str | int
+Paths = Path | Sequence[Path]
+
+_TARGET = re.compile(
+    r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt|boxes|bboxes)(_ids?)?$"
+)
+_LABEL = re.compile(r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt)(_ids?)?$")
+_LENGTH = re.compile(r"(^|_)(lens?|lengths?)$")
+_BOOKKEEPING = re.compile(r"(^|_)(ids?|idx|index|indices|area|iscrowd|orig_size|size)$")
+
+
+class Role(Enum):
+    """What a tensor is for, as far as can be told."""
+
+    INPUT = "input"
+    TARGET = "target"
+    LABEL = "label"
+    MASK = "mask"
+    LENGTH = "length"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picked:
+    """Which parts of a batch the caller named, as paths such as "labels", 1 or "1.boxes"."""
+
+    inputs: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, inputs: Paths | None, targets: Paths | None) -> Picked:
+        return cls(inputs=_as_paths(inputs), targets=_as_paths(targets))
+
+    def refuse_unknown(self, found: Iterable[Leaf]) -> None:
+        """Raises InputError if a path that the caller named is not in the batch."""
+        paths = [leaf.path for leaf in found]
+        for asked in (*(self.inputs or ()), *(self.targets or ())):
+            if not any(_is_under(path, asked) for path in paths):
+                there = ", ".join(dict.fromkeys(_short(path) for path in paths)) or "nothing"
+                raise InputError(f"the batch has no tensor at {asked!r}; it has {there}.")
+
+
+def _as_paths(given: Paths | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    return (str(given),) if isinstance(given, str | int) else tuple(map(str, given))
+
+
+def _short(path: str) -> str:
+    return path.removeprefix(f"{ROOT}.").replace("*.", "").removesuffix(".*")
+
+
+def _is_under(path: str, asked: str) -> bool:
+    return f"{_short(path)}.".startswith(f"{asked}.")
+
+
+def roles_of(found: Sequence[Leaf], picked: Picked, classes: int | None) -> dict[str, Role]:
+    """The role of each path.
+
+    What the caller picked comes first, then names, as in {"input_ids": ..., "labels": ...}. Of a
+    tuple the first field is the input and all others are targets. Integers among these are labels
+    if there is one candidate; of several it is the one that fits `classes`, else the last.
+    """
+    roles = {leaf.path: _role(leaf, picked) for leaf in found}
+    labels = [leaf for leaf in found if roles[leaf.path] is Role.LABEL and not _name(leaf.path)]
+    if picked.targets is None and len({leaf.path for leaf in labels}) > 1:
+        kept = _likeliest(labels, classes)
+        roles |= {leaf.path: Role.OTHER for leaf in labels if leaf.path != kept}
+    if picked.targets is None and any(map(_is_named_label, roles)):
+        # Among boxes, areas and image numbers, what is called labels are the labels.
+        roles |= {
+            path: Role.OTHER
+            for path, role in roles.items()
+            if role is Role.LABEL and not _is_named_label(path)
+        }
+    return roles
+
+
+def _role(leaf: Leaf, picked: Picked) -> Role:
+    if picked.targets is not None and any(_is_under(leaf.path, p) for p in picked.targets):
+        return Role.LABEL if _is_whole(leaf.values) else Role.TARGET
+    if picked.inputs is not None:
+        is_named = any(_is_under(leaf.path, p) for p in picked.inputs)
+        return Role.INPUT if is_named else _named_role(leaf) or Role.OTHER
+    named = _named_role(leaf)
+    if named is not None:
+        return named
+    if picked.targets is None and _field(leaf.path) > 0:
+        return Role.LABEL if _is_whole(leaf.values) and not is_binary(leaf) else Role.TARGET
+    return Role.INPUT
+
+
+def _named_role(leaf: Leaf) -> Role | None:
+    name = _name(leaf.path)
+    if "mask" in name or is_additive_mask(leaf.values):
+        return Role.LABEL if _is_segmentation(name, leaf.values) else Role.MASK
+    if _LENGTH.search(name):
+        return Role.LENGTH
+    if _TARGET.search(name):
+        return Role.LABEL if _is_whole(leaf.values) and _LABEL.search(name) else Role.TARGET
+    if _BOOKKEEPING.search(name) and name not in ("input_ids", "token_ids", "ids"):
+        return Role.OTHER
+    return None
+
+
+def _is_segmentation(name: str, values: Tensor) -> bool:
+    """A mask with a class for each pixel."""
+    is_picture = values.ndim > 2 and _is_whole(values) and values.numel() > 0
+    return is_picture and "att" not in name and bool(values.amax() > 1)
+
+
+def _name(path: str) -> str:
+    """The last word in the path; "" when there are only numbers."""
+    words = [part for part in path.split(".")[1:] if part != "*" and not part.isdigit()]
+    return words[-1].lower() if words else ""
+
+
+def _is_named_label(path: str) -> bool:
+    return _LABEL.search(_name(path)) is not None
+
+
+def _field(path: str) -> int:
+    """The number of the field in a batch that is a tuple; 0 in any other."""
+    parts = path.split(".")
+    return int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+
+
+def _likeliest(labels: list[Leaf], classes: int | None) -> str:
+    fitting = [leaf for leaf in labels if classes and _fits(leaf.values, classes)]
+    return (fitting or labels)[-1].path
+
+
+def _fits(values: Tensor, classes: int) -> bool:
+    return values.numel() > 0 and int(values.min()) >= 0 and int(values.max()) < classes
+
+
+def _is_whole(values: Tensor) -> bool:
+    return not values.is_floating_point() and values.dtype is not torch.bool
+
+
+def is_binary(leaf: Leaf) -> bool:
+    """Whether all values are 0 or 1, and there are several to a row: a mask, or many labels."""
+    values = leaf.values
+    if values.dtype is torch.bool:
+        return True
+    return values.ndim > 1 and values.shape[1] > 1 and bool(((values == 0) | (values == 1)).all())
+
+
+def is_additive_mask(values: Tensor) -> bool:
+    """Whether it is added to attention scores: 0 where they count, -Inf or the like elsewhere."""
+    if not values.is_floating_point() or values.ndim < 2 or not values.numel():
+        return False
+    lowest = values.amin()
+    if not bool(lowest <= -1e4) or bool(values.amax() != 0):
+        return False
+    return bool(((values == 0) | (values == lowest)).all())
+
+
+_MOST_PLACES = 10_000
+
+
+class PaddingMasks:
+    """Rows of booleans that change at most once, as those of padding masks do.
+
+    Whether True keeps or hides is not known. Sequences that fill the whole width are common, so
+    of rows that are all True and rows that are all False the rarer kind is taken as hidden.
+    """
+
+    def __init__(self) -> None:
+        self.is_padding = True
+        self._has_edges = False
+        self._counts = [0, 0]
+        self._places = (array("q"), array("q"))
+
+    def add(self, values: Tensor, places: Tensor) -> None:
+        self.is_padding = self.is_padding and values.ndim == 2 and values.shape[1] > 1
+        if not self.is_padding:
+            return
+        changes = (values[:, 1:] != values[:, :-1]).sum(1)
+        self.is_padding = bool((changes <= 1).all())
+        self._has_edges = self._has_edges or bool((changes == 1).any())
+        for kind in (False, True):
+            rows = (changes == 0) & (values[:, 0] == kind)
+            self._counts[kind] += int(rows.sum())
+            if len(self._places[kind]) < _MOST_PLACES:
+                self._places[kind].extend(places[rows].tolist())
+
+    @property
+    def hidden(self) -> array[int]:
+        """The places of rows that hide everything."""
+        if not (self.is_padding and self._has_edges and all(self._counts)):
+            return array("q")
+        return self._places[self._counts[True] < self._counts[False]]
+
+    @property
+    def places(self) -> array[int]:
+        """The places that `hidden` may still speak of."""
+        return self._places[0] + self._places[1] if self.is_padding else array("q")

@@ -1,4 +1,4 @@
-"""check_data: is the data fit to train on?"""
+"""check_data: is the data fit to train on? Every batch is looked at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,30 @@ from rich.console import Console
 from rich.progress import Progress
 
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.prevent.data.failures import Failures, no_batches, stopped
-from stayfinite.prevent.data.findings import DataFinding, DataReport, in_order
-from stayfinite.prevent.data.inspection import Inspection, Key
-from stayfinite.prevent.data.judgement import Judgement
-from stayfinite.prevent.data.judging import findings, judgements, profiles
-from stayfinite.prevent.data.reading import Read, Reader, is_death_of_worker, told
-from stayfinite.prevent.data.roles import Paths, Picked
-from stayfinite.prevent.data.second import Confirmation, SecondPass
-from stayfinite.prevent.data.twin import Twin
-from stayfinite.prevent.data.untouched import as_before
-from stayfinite.prevent.risks import LEVELS
+from stayfinite.prevent.data.batch import Paths, Picked
+from stayfinite.prevent.data.inspection import Inspection, Key, Kind
+from stayfinite.prevent.data.loader import (
+    Confirmation,
+    Read,
+    Reader,
+    SecondPass,
+    Twin,
+    as_before,
+    errors_of,
+    is_death_of_worker,
+    read_each,
+    told,
+)
+from stayfinite.prevent.data.problems import (
+    DataFinding,
+    DataReport,
+    Judgement,
+    findings,
+    in_order,
+    judgements,
+    profiles,
+)
+from stayfinite.prevent.risks import LEVELS, Risk
 
 
 def check_data(
@@ -158,3 +171,136 @@ def _failed(reader: Reader, failures: Failures, inspection: Inspection) -> Itera
         yield stopped(reader.was_stopped, inspection.batches)
     elif not inspection.batches and not any(failures.findings()):
         yield no_batches()
+
+
+def batch_risks(
+    batch: Any,
+    *,
+    classes: int | None = None,
+    ignore_index: int = -100,
+    inputs: Paths | None = None,
+    targets: Paths | None = None,
+) -> list[Risk]:
+    """Everything that is wrong with a batch, the worst first; see check_data for what is looked at.
+
+    One batch says less than all of them: outliers and columns that do not vary need 32 rows. The
+    batch is not changed.
+
+    >>> import torch
+    >>> images, labels = torch.rand(64, 3, 8, 8), torch.randint(10, (64,))
+    >>> batch_risks([images, labels], classes=10)
+    []
+    >>> images[5, 0, 0, 0] = float("nan")
+    >>> [(risk.level, risk.where, risk.cause) for risk in batch_risks([images, labels])]
+    [('high', 'batch.0', 'bad_input_data')]
+    """
+    inspection = Inspection(
+        classes=classes, ignore_index=ignore_index, picked=Picked.of(inputs, targets)
+    )
+    inspection.look(batch)
+    return list(findings(judgements(inspection), {}))
+
+
+_MOST_PLACES = 100
+_FIX = "Open such a sample yourself, `dataset[index]`, and repair it or leave it out."
+
+
+class Failures:
+    """Batches in whose place there was an error, and the samples that are to blame for it."""
+
+    def __init__(self) -> None:
+        self._batches: list[Read] = []
+        self._samples: dict[Any, str] = {}
+
+    def add(self, read: Read) -> None:
+        self._batches.append(read)
+
+    def look_again(self, twin: Twin, inspection: Inspection) -> None:
+        """Reads the samples of these batches one by one, and looks at those that can be read."""
+        batches = [read for read in self._batches if read.indices]
+        errors = iter(errors_of(twin, [i for read in batches for i in read.indices or ()]))
+        rest: list[tuple[int, list[Any]]] = []
+        for read in batches:
+            bad = {i: error for i in read.indices or () if (error := next(errors))}
+            self._samples |= bad
+            if bad:
+                self._batches.remove(read)
+                rest.append((read.number, [i for i in read.indices or () if i not in bad]))
+        rest = [(number, indices) for number, indices in rest if indices]
+        for (number, indices), (batch, error) in zip(
+            rest, read_each(twin, [indices for _, indices in rest]), strict=True
+        ):
+            if error is None:
+                inspection.look(batch, number=number, indices=indices)
+
+    def findings(self) -> Iterator[DataFinding]:
+        """One for each type of error."""
+        for errors in _by_type(self._samples.items()):
+            indices = in_order(index for index, _ in errors)
+            yield _finding("error", "dataset", _of_samples(errors), indices=indices)
+        for errors in _by_type([(read, read.error or "") for read in self._batches]):
+            places = tuple((read.number, 0) for read, _ in errors)
+            yield _finding("error", "loader", _of_batches(errors), places=places)
+
+
+def _by_type(errors: Any) -> list[list[tuple[Any, str]]]:
+    groups: dict[str, list[tuple[Any, str]]] = {}
+    for item, error in errors:
+        groups.setdefault(error.partition(":")[0], []).append((item, error))
+    return list(groups.values())
+
+
+def _of_samples(errors: list[tuple[Any, str]]) -> str:
+    error = errors[0][1]
+    count = "1 sample" if len(errors) == 1 else f"{len(errors):,} samples"
+    end = " It ends the epoch in silence." if error.startswith("StopIteration") else ""
+    return f"Reading {count} raises {error.removesuffix('.')}.{end}"
+
+
+def _of_batches(errors: list[tuple[Any, str]]) -> str:
+    error = errors[0][1]
+    count = "1 batch" if len(errors) == 1 else f"{len(errors):,} batches"
+    alone = any(read.indices for read, _ in errors)
+    end = " Each sample alone can be read: it is the collate function." if alone else ""
+    return f"Reading {count} raises {error.removesuffix('.')}.{end}"
+
+
+def stopped(error: str, batches: int) -> DataFinding:
+    """The loader broke down, and the rest could not be looked at."""
+    what = f"After {batches:,} batches it could not go on: {error.removesuffix('.')}."
+    return _finding("stopped", "loader", what)
+
+
+def no_batches() -> DataFinding:
+    return DataFinding(
+        kind="no_batches",
+        level="high",
+        what="It gives no batch: a mean over the epoch is 0 / 0.",
+        where="loader",
+        fix="Look at the length of the dataset; `drop_last=True` drops a batch that is not full.",
+        cause="empty_reduction",
+    )
+
+
+def _finding(
+    kind: Kind,
+    where: str,
+    what: str,
+    *,
+    indices: tuple[Any, ...] = (),
+    places: tuple[tuple[int, int], ...] = (),
+) -> DataFinding:
+    rows = len(indices) or len(places)
+    return DataFinding(
+        kind=kind,
+        level="high",
+        what=what,
+        where=where,
+        fix=_FIX,
+        cause="bad_input_data",
+        evidence={"rows": rows},
+        score=float(rows),
+        rows=rows,
+        indices=indices,
+        places=places[:_MOST_PLACES],
+    )

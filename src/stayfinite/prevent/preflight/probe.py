@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import sys
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stayfinite.detect.walk import named_tensors
-from stayfinite.explain.history import Context
+from stayfinite.explain.clue import Context
 from stayfinite.explain.rules import diagnose
-from stayfinite.locate.ops import is_bad
+from stayfinite.locate.operators import is_bad
 from stayfinite.locate.origin import origin_of
-from stayfinite.locate.replay import LossFunction, call, loss_of
+from stayfinite.locate.search import LossFunction, call, loss_of
 from stayfinite.locate.tracer import Tracer
-from stayfinite.prevent.preflight.eager import eager, quiet_about_hooks
-from stayfinite.prevent.preflight.scene import Scene
+from stayfinite.nested import named_tensors
+from stayfinite.prevent.preflight.claims import Scene
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import Origin
 from stayfinite.snapshot import Snapshot
@@ -175,3 +177,27 @@ def _risk(name: str, origin: Origin, scene: Scene) -> Risk:
         evidence={"probe": name, "code": origin.code},
         score=0.9,
     )
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """A time in which nothing is compiled, since nothing is seen inside compiled code.
+
+    Asking for it loads the compiler, which takes seconds, so it is asked only if that is there.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextlib.contextmanager
+def quiet_about_hooks() -> Iterator[None]:
+    """A time in which torch does not warn a user of hooks that are ours."""
+    with warnings.catch_warnings():
+        ignore_hooks()
+        yield
+
+
+def ignore_hooks() -> None:
+    """No warning about global hooks around a compiled module."""
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on")

@@ -1,24 +1,34 @@
-"""The dashboard's server: a page, its data, and a stream that says when there is more."""
+"""The dashboard's server on this machine, and who may see its page."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from importlib import resources
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from http.cookies import CookieError, SimpleCookie
+from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
-from stayfinite.errors import RecordError
+from stayfinite.errors import ConfigError, PackageError, RecordError
 from stayfinite.report.dashboard import views
-from stayfinite.report.dashboard.comparing import compare_view
-from stayfinite.report.dashboard.incidents import incident_view, incidents_view
-from stayfinite.report.dashboard.shelf import Shelf
+from stayfinite.report.dashboard.live_runs import Shelf
+from stayfinite.report.dashboard.views import compare_view, incident_view, incidents_view
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
 
 _TICK = 0.2  # seconds between two looks at what is new
 _ALIVE = 10.0  # seconds after which a silent stream says that it is there
@@ -218,3 +228,209 @@ def _nothing() -> Response:
     from starlette.responses import PlainTextResponse
 
     return PlainTextResponse("stayfinite: there is nothing here\n", status_code=404)
+
+
+PORT = 8642
+_TRIED = 20  # ports after it, if none was asked for
+
+
+def check_packages() -> None:
+    """PackageError, with the command that installs them, if the server's packages are missing."""
+    for package in ("starlette", "uvicorn"):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            command = "pip install 'stayfinite[ui]'"
+            raise PackageError(f"{package} is not installed: {command}") from None
+
+
+def serve(
+    places: Sequence[Path],
+    *,
+    port: int | None = None,
+    report_of: Callable[[Path], str] | None = None,
+    tell: Callable[[str], None] = print,
+    opens_browser: bool = False,
+) -> None:
+    """Show the runs in these places until Ctrl-C; `tell` gets the address with its token."""
+    check_packages()
+    import uvicorn
+
+    listening = _listen(port)
+    chosen, token = listening.getsockname()[1], secrets.token_urlsafe(24)
+    shelf = Shelf([place.absolute() for place in places])
+    server: uvicorn.Server
+    app = make_app(shelf, report_of=report_of, is_ending=lambda: server.should_exit)
+    guarded = Access(app, token=token, secret=kept_secret(), port=chosen)
+    config = uvicorn.Config(
+        guarded,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        http="h11",
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    address = f"http://127.0.0.1:{chosen}/?token={token}"
+    tell(address)
+    if opens_browser and _has_screen():
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+    with listening:
+        server.run(sockets=[listening])
+
+
+def _listen(port: int | None) -> socket.socket:
+    """A socket on the loopback interface; without a port, on the first that is free."""
+    for candidate in range(PORT, PORT + _TRIED) if port is None else (port,):
+        made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        if sys.platform != "win32":  # there it would let two servers share the port
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind(("127.0.0.1", candidate))
+            made.listen(64)
+        except (OSError, OverflowError) as error:
+            made.close()
+            reason = error
+            continue
+        return made
+    wanted = f"port {port}" if port is not None else f"ports {PORT} to {PORT + _TRIED - 1}"
+    raise ConfigError(f"{wanted} cannot be used: {reason}. Choose another with --port.")
+
+
+def _has_screen() -> bool:
+    """Whether a browser would open before the eyes of the one who asked."""
+    if os.environ.get("SSH_CONNECTION"):
+        return False
+    if sys.platform in ("win32", "darwin"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Awaitable[None]]
+
+
+class Access:
+    """Stands before the app: only reading, only this machine's names, only with the token.
+
+    The token of the address is exchanged for a cookie. The cookie stays good when the server is
+    started again on its port, so that a page that is open finds its way back.
+    """
+
+    def __init__(self, app: App, *, token: str, secret: bytes, port: int) -> None:
+        self._app, self._token = app, token
+        self._name = f"stayfinite-{port}"
+        self._cookie = hmac.new(secret, self._name.encode(), hashlib.sha256).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal:
+            await _answer(send, *refusal)
+            return
+        cookie = f"{self._name}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
+        extra = {"Set-Cookie": cookie} if self._has_token(scope) else {}
+        await self._app(scope, receive, _adding(send, {**HEADERS, **extra}))
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, "This page only shows; it takes no changes."
+        if _host(headers.get("host", "")) not in LOOPBACK:
+            return 421, "This page answers to localhost only."
+        if headers.get("sec-fetch-site", "none") == "cross-site" and not self._has_token(scope):
+            return 403, "Another site may not read this page."
+        if scope["path"].startswith("/assets/") or self._has_token(scope):
+            return None
+        if hmac.compare_digest(self._sent(headers.get("cookie", "")), self._cookie):
+            return None
+        return 403, "Open the address that `stayfinite ui` printed: it has the token of this page."
+
+    def _has_token(self, scope: Scope) -> bool:
+        sent = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        return scope["path"] == "/" and hmac.compare_digest(sent.encode(), self._token.encode())
+
+    def _sent(self, header: str) -> str:
+        try:
+            found = SimpleCookie(header).get(self._name)
+        except CookieError:
+            return ""
+        return found.value if found and found.value.isascii() else ""
+
+
+def _host(header: str) -> str:
+    """The name without the port, which may be another behind a tunnel."""
+    name, colon, port = header.rpartition(":")
+    return (name if colon and port.isdigit() else header).lower()
+
+
+def _adding(send: Any, extra: dict[str, str]) -> Any:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            present = {name.lower() for name, _ in message.get("headers", [])}
+            message["headers"] = [*message.get("headers", [])] + [
+                (name.lower().encode(), value.encode())
+                for name, value in extra.items()
+                if name.lower().encode() not in present
+            ]
+        await send(message)
+
+    return sending
+
+
+async def _answer(send: Any, status: int, text: str) -> None:
+    body = f"stayfinite: {text}\n".encode()
+    headers = {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}
+    lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    lines.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})
+
+
+def kept_secret() -> bytes:
+    """The key that cookies are made with: made once and kept for this user alone.
+
+    Where it cannot be kept, it is new, and a page must be opened again after a restart.
+    """
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(base) / "stayfinite" / "ui-key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return _read(path) or secrets.token_bytes(32)
+    except (OSError, RuntimeError):
+        return secrets.token_bytes(32)
+    with open(file, "wb") as out:
+        key = secrets.token_bytes(32)
+        out.write(key)
+    return key
+
+
+def _read(path: Path) -> bytes:
+    try:
+        key = path.read_bytes()
+    except OSError:
+        return b""
+    return key if len(key) == 32 else b""

@@ -1,23 +1,33 @@
-"""What the page asks for, as plain data."""
+"""What the page asks for, as plain data: steps as few points, incidents, comparisons."""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
 
-from stayfinite.records import to_data
-from stayfinite.report.dashboard.buckets import bucketed, grid_over, totals
-from stayfinite.report.dashboard.columns import Columns
-from stayfinite.report.dashboard.heat import UNKNOWN
-from stayfinite.report.dashboard.live import GlancedRun, LiveRun
-from stayfinite.report.dashboard.shelf import Entry, Shelf
+from stayfinite import text as wording
+from stayfinite.records import Incident, Origin, TensorSummary, to_data
+from stayfinite.report.dashboard.live_runs import (
+    UNKNOWN,
+    Columns,
+    Entry,
+    GlancedRun,
+    LiveRun,
+    Shelf,
+)
+from stayfinite.report.excerpt import SourceLine, excerpt
+from stayfinite.report.run_summary import Range, RunSummary, compare, summarised
 from stayfinite.report.store.reading import Run
+from stayfinite.text import FULL, plain, remark
 
 METRICS = ("loss", "norm", "lr", "scale", "seconds")
 _MOST_POINTS = 2000
@@ -167,3 +177,251 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else to_data(value)
     return value
+
+
+Values = np.ndarray[Any, Any]
+
+_BLOCK = 1 << 16  # steps that are looked at together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Buckets over steps; runs that are laid over one another share them."""
+
+    first: int
+    width: int
+    count: int
+
+    @property
+    def starts(self) -> Values:
+        return self.first + self.width * np.arange(self.count, dtype=np.int64)
+
+
+def grid_over(first: int, last: int, *, most: int) -> Grid:
+    """At most so many buckets; their width is 1, 2 or 5 times a power of ten.
+
+    So the buckets stay the same while a run grows, and the picture does not shiver.
+    """
+    least, width = max(1, -(-(last - first + 1) // max(most - 1, 1))), 1
+    for factor in _round_numbers():
+        width = factor
+        if width >= least:
+            break
+    start = first // width * width
+    return Grid(first=start, width=width, count=max(0, (last - start) // width + 1))
+
+
+def _round_numbers() -> Any:
+    power = 1
+    while True:
+        yield from (power, 2 * power, 5 * power)
+        power *= 10
+
+
+def bucketed(columns: Columns, names: list[str], grid: Grid) -> dict[str, dict[str, Any]]:
+    """For each column, `mid`, `low` and `high` of the finite values, and the `bad` ones' count.
+
+    None where nothing finite is known. `low` and `high` are left out where buckets are single
+    steps.
+    """
+    with columns.lock:
+        cuts = _cuts(columns.view("step"), grid)
+        return {name: _column(columns.view(name), cuts, grid) for name in names}
+
+
+def totals(columns: Columns, name: str, grid: Grid) -> list[int]:
+    """The sum of a column of whole numbers in each bucket."""
+    with columns.lock:
+        values, cuts = columns.view(name), _cuts(columns.view("step"), grid)
+        return [int(values[start:end].sum()) for start, end in itertools.pairwise(cuts)]
+
+
+def _cuts(steps: Values, grid: Grid) -> Values:
+    """Where each bucket begins in the columns, and where the last one ends."""
+    edges = grid.first + grid.width * np.arange(grid.count + 1, dtype=np.int64)
+    return np.searchsorted(steps, edges)
+
+
+def _column(values: Values, cuts: Values, grid: Grid) -> dict[str, Any]:
+    # In blocks: what is computed on the way must not take the memory that the columns save.
+    size = max(1, _BLOCK // grid.width)
+    blocks = [_block(values, cuts[at : at + size + 1]) for at in range(0, grid.count, size)]
+    mid, low, high, bad = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    found: dict[str, Any] = {"mid": _listed(mid)}
+    if grid.width > 1:
+        found |= {"low": _listed(low), "high": _listed(high)}
+    return found | {"bad": bad.astype(int).tolist() if bad.any() else 0}
+
+
+def _block(values: Values, cuts: Values) -> tuple[Values, Values, Values, Values]:
+    """Mean, least, largest and the count of what is not finite, in each bucket."""
+    is_filled = cuts[:-1] < cuts[1:]
+    mid, low, high, bad = (np.full(len(is_filled), start) for start in (np.nan,) * 3 + (0.0,))
+    if is_filled.any():
+        inside, starts = values[cuts[0] : cuts[-1]], cuts[:-1][is_filled] - cuts[0]
+        is_known = inside != UNKNOWN
+        is_finite = np.isfinite(inside) & is_known
+        finite = np.where(is_finite, inside, np.nan)
+        sums = np.add.reduceat(np.where(is_finite, inside, 0), starts, dtype=np.float64)
+        counts = np.add.reduceat(is_finite, starts, dtype=np.int64)
+        mid[is_filled] = np.divide(sums, counts, where=counts > 0, out=np.full(len(sums), np.nan))
+        low[is_filled] = np.fmin.reduceat(finite, starts)
+        high[is_filled] = np.fmax.reduceat(finite, starts)
+        bad[is_filled] = np.add.reduceat(is_known & ~is_finite, starts, dtype=np.int64)
+    return mid, low, high, bad
+
+
+def _listed(values: Values) -> list[float | None]:
+    return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]
+
+
+_WIDTH = 96
+
+
+def incidents_view(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+    """A line for each incident, the newest first."""
+    found = [
+        {"run": identity, "number": number, **_line(incident)}
+        for identity, run in runs.items()
+        for number, incident in enumerate(run.incidents)
+    ]
+    return sorted(found, key=lambda line: (line["time"], line["step"]), reverse=True)
+
+
+def incident_view(run: Run, number: int) -> dict[str, Any] | None:
+    """All that is known of one incident; None if there is none of this number."""
+    if not 0 <= number < len(run.incidents):
+        return None
+    incident = run.incidents[number]
+    script = run.info.script
+    folder = Path(script).parent if script else Path(run.info.cwd or ".")
+    return {
+        **_line(incident),
+        "first": _first_operation(incident, folder),
+        "tensors": _tensors(incident.origin),
+        "fix": plain(incident.diagnosis.fix) if incident.diagnosis else "",
+        "patch": _patch(incident),
+        "evidence": [plain(each) for each in incident.diagnosis.evidence]
+        if incident.diagnosis
+        else [],
+        "noticed": [
+            f"{wording.KINDS[report.nan_type]} in {wording.place(report)}"
+            for report in incident.reports
+            if report.has_nan
+        ],
+    }
+
+
+def _line(incident: Incident) -> dict[str, Any]:
+    diagnosis, outcome = incident.diagnosis, incident.outcome
+    return {
+        "step": incident.step,
+        "rank": incident.rank,
+        "time": incident.time,
+        "headline": wording.headline(incident),
+        "spot": wording.spot(incident.origin) if incident.origin else "",
+        "cause": plain(diagnosis.cause) if diagnosis else "",
+        "why": plain(diagnosis.why) if diagnosis else "",
+        "confidence": wording.CONFIDENCE[diagnosis.confidence] if diagnosis else "",
+        "done": ": ".join(filter(None, (plain(outcome.strategy), plain(outcome.detail))))
+        if outcome
+        else "",
+    }
+
+
+def _first_operation(incident: Incident, folder: Path) -> dict[str, Any] | None:
+    origin = incident.origin
+    if origin is None:
+        return None
+    lines = excerpt(origin, folder=folder, width=_WIDTH)
+    return {
+        "spot": wording.spot(origin),
+        "source": [{"number": line.number, "parts": _marked(line)} for line in lines],
+        "birth": wording.birth(incident, origin) if origin.op else "",
+        "op": wording.full_op(origin),
+        "exact": origin.exact,
+        "path": [
+            {"kind": hop.kind, "words": wording.hop_words(hop, first=n == 0)}
+            for n, hop in enumerate(origin.lineage)
+        ],
+        "reached": wording.noticed(incident),
+    }
+
+
+def _marked(line: SourceLine) -> list[str]:
+    """The text before the marked part, in it, and after it."""
+    start, end = (_characters(line.text, cells) for cells in (line.start, line.end))
+    return [line.text[:start], line.text[start:end], line.text[end:]]
+
+
+def _characters(text: str, cells: int) -> int:
+    """How many characters fill so many cells."""
+    return next((n for n in range(len(text)) if cell_len(text[:n]) >= cells), len(text))
+
+
+def _tensors(origin: Origin | None) -> dict[str, Any] | None:
+    if origin is None or not (origin.inputs or origin.outputs):
+        return None
+    rows = [("input", each) for each in origin.inputs]
+    rows += [("output", each) for each in origin.outputs]
+    return {"columns": [*FULL], "rows": [_tensor(role, tensor) for role, tensor in rows]}
+
+
+def _tensor(role: str, tensor: TensorSummary) -> dict[str, Any]:
+    return {
+        "role": role,
+        "name": plain(tensor.name),
+        "cells": [column(tensor) for column in FULL.values()],
+        "remark": remark(tensor),
+        "bad": bool(tensor.bad_count),
+        "histogram": [[_finite(limit), count] for limit, count in tensor.histogram],
+    }
+
+
+def _finite(limit: float) -> float | None:
+    return float(limit) if abs(limit) < float("inf") else None
+
+
+def _patch(incident: Incident) -> list[str]:
+    patch = incident.diagnosis.patch if incident.diagnosis else None
+    return [plain(line) for line in (patch or "").split("\n") if line]
+
+
+def compare_view(runs: dict[str, LiveRun]) -> dict[str, Any]:
+    """The first run against each other one; empty with less than two."""
+    readable = {name: run for name, run in runs.items() if run.ranks and not run.problem}
+    if len(readable) < 2:
+        return {"before": None, "pairs": []}
+    (first, before), *others = readable.items()
+    pairs = [
+        {"run": name, **to_data(compare(before, after, summarise=summary_of))}
+        for name, after in others
+    ]
+    return {"before": first, "pairs": pairs}
+
+
+def summary_of(run: Run) -> RunSummary:
+    """As of `stayfinite show`, from packed columns; without the worst layers."""
+    columns = run.series if isinstance(run.series, Columns) else Columns()
+    with columns.lock:
+        return summarised(
+            run,
+            spread_of=lambda name: _spread(columns, name),
+            terms={name: _spread(columns, f"term:{name}") for name in columns.terms},
+            skipped=int(columns.view("skipped").sum()) if len(columns) else 0,
+            seconds=columns.lasted,
+        )
+
+
+def _spread(columns: Columns, name: str) -> Range | None:
+    values = columns.view(name)
+    known = values[np.isfinite(values) & (values != UNKNOWN)]
+    if not len(known):
+        return None
+    return Range(
+        first=float(known[0]),
+        last=float(known[-1]),
+        low=float(known.min()),
+        high=float(known.max()),
+        median=float(np.median(known)),
+    )

@@ -12,9 +12,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from stayfinite import text as wording
 from stayfinite.records import Hop, Incident
-from stayfinite.report import wording
-from stayfinite.report.html.svg import tag, unit
+from stayfinite.report.html.charts import tag, unit
 
 ROW = 52  # pixels, as in the style sheet
 _LANE = 22

@@ -13,7 +13,7 @@ from typing import Any
 
 from stayfinite.errors import RecordError
 from stayfinite.records import Incident, RunResult, from_data, from_json
-from stayfinite.report.store.schema import COLUMNS, RESULT, SCHEMA, End, RunInfo
+from stayfinite.report.store.writer import COLUMNS, RESULT, SCHEMA, End, RunInfo
 
 _WORDS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 

@@ -1,20 +1,26 @@
-"""Adds lines to a run directory, from a thread of its own."""
+"""Adds lines to a run directory, from a thread of its own; which lines there are."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import platform
 import queue
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from stayfinite.records import Incident, to_data
-from stayfinite.report.store.schema import COLUMNS, SCHEMA, End, LayerRow, RunInfo, StepRow
 
 logger = logging.getLogger("stayfinite")
 
@@ -158,3 +164,187 @@ def _steps_line(rows: list[StepRow]) -> dict[str, Any]:
 def _short(values: Iterable[Any]) -> list[float | None]:
     """With the digits that a float32 has."""
     return [None if value is None else float(f"{float(value):.{_DIGITS}g}") for value in values]
+
+
+# The lines of a run directory.
+#
+# A run directory has a file `rank-0.jsonl`, and one for each other rank. Lines are only added,
+# each is a JSON object with its `kind`:
+#
+# - `begin`: `schema` and `run`, a RunInfo.
+# - `steps`: columns, a value for each of several steps of one optimizer, null where it is not
+#   known.
+# - `layers`: the names of the layers, whenever they change; of one optimizer.
+# - `norms`: of one sampled step, a value for each layer: the norm of its gradient, and its
+#   headroom, the doublings that are left until the largest element overflows its dtype.
+# - `incident`, `forecast`: a record.
+# - `end`: `exit`, `code` and `time`.
+#
+# `result.json` is there when `stayfinite run` has ended: its incidents are explained best.
+# Non-finite numbers are the strings "nan", "inf" and "-inf".
+
+SCHEMA = 1
+RESULT = "result.json"
+COLUMNS = ("step", "time", "seconds", "loss", "norm", "lr", "scale", "skipped")
+"""Of a `steps` line. `time` is in seconds since the beginning, `seconds` what the step took,
+`skipped` is 1 where the update was left out; `terms` has more columns, by the name of a term."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What was run, with what, and where."""
+
+    started: float
+    script: str = ""
+    command: tuple[str, ...] = ()
+    cwd: str = ""
+    rank: int = 0
+    world: int = 1
+    pid: int = 0
+    host: str = ""
+    python: str = ""
+    platform: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str | None = None
+    is_dirty: bool = False
+    seed: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    """Files of the script's folder, each with its checksum; what `compare` tells of code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How the process ended."""
+
+    exit: str
+    code: int = 0
+    time: float = 0.0
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One attempted update."""
+
+    step: int
+    time: float
+    seconds: float | None = None
+    loss: float | None = None
+    norm: float | None = None
+    lr: float | None = None
+    scale: float | None = None
+    skipped: bool = False
+    terms: dict[str, float] | None = None
+    optimizer: int = 0
+
+
+@dataclass(slots=True)
+class LayerRow:
+    """The sampled gradients of one step."""
+
+    step: int
+    norms: list[float]
+    headroom: list[float]
+    optimizer: int = 0
+
+
+RUNS = "stayfinite-runs"
+_PACKAGES = (
+    ("stayfinite", "torch", "numpy", "lightning", "pytorch-lightning", "transformers")
+    + ("accelerate", "pytorch-ignite", "safetensors")
+)  # fmt: skip
+_MOST_SOURCES = 200
+_LARGEST_SOURCE = 1 << 20
+_GIT_SECONDS = 2.0
+
+
+def new_run_folder(script: str, *, started: float, within: str | os.PathLike[str] = RUNS) -> Path:
+    """A path for a run that begins now; nothing is made yet."""
+    clock = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
+    stem = Path(script).stem or "run"
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)
+    folder = Path(within).absolute() / f"{clock}-{name}"
+    number = 2
+    while os.path.lexists(folder):
+        folder = folder.with_name(f"{clock}-{name}-{number}")
+        number += 1
+    return folder
+
+
+def run_info(
+    *,
+    started: float,
+    script: str = "",
+    command: tuple[str, ...] = (),
+    rank: int = 0,
+    world: int = 1,
+    seed: int | None = None,
+    config: dict[str, Any] | None = None,
+) -> RunInfo:
+    """The facts of this process; takes some milliseconds, and none of it can fail."""
+    folder = Path(script).parent if script else Path.cwd()
+    commit, is_dirty = commit_of(folder)
+    return RunInfo(
+        started=started,
+        script=script,
+        command=command or tuple(sys.orig_argv),
+        cwd=os.getcwd(),
+        rank=rank,
+        world=world,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        versions=_versions(),
+        commit=commit,
+        is_dirty=is_dirty,
+        seed=seed,
+        config=config or {},
+        sources=_sources(folder) if script else {},
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit_of(folder: Path) -> tuple[str | None, bool]:
+    """The commit that is checked out there, and whether files differ from it; None without git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None, False
+    return commit, bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _sources(folder: Path) -> dict[str, str]:
+    """The Python files beside the script, and in packages beside it."""
+    found: dict[str, str] = {}
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")])[:_MOST_SOURCES]:
+        try:
+            if path.stat().st_size <= _LARGEST_SOURCE:
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+                found[path.relative_to(folder).as_posix()] = digest
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,625 @@
+"""Epochs over a loader: progress, evaluation, schedulers, and what a trainer tells."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from stayfinite.amp.config import AMPConfig
+from stayfinite.amp.scaler import DynamicLossScaler
+from stayfinite.amp.update import Done, Losses
+from stayfinite.detect.detector import bad_reports, report_on
+from stayfinite.errors import ConfigError, InputError, TrainingAbortedError
+from stayfinite.nested import named_tensors
+from stayfinite.records import Incident, NaNReport
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """What came of one epoch; `loss` is the mean over the finite batches."""
+
+    loss: float
+    batches: int
+    skipped_batches: int
+    seconds: float
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches it has; None when it does not know."""
+    try:
+        return len(loader)
+    except TypeError:  # no __len__, or a DataLoader over a stream
+        return None
+
+
+def run_epochs(
+    train: Callable[[Any, int | None], Tensor | None],
+    loader: Iterable[Any],
+    epochs: int,
+    *,
+    after_epoch: Callable[[Epoch], None],
+) -> None:
+    """Call `train` with each batch, and with how many the epoch has left with it."""
+    length = length_of(loader)
+    with ProgressBar(epochs=epochs) as bar:
+        for number in range(epochs):
+            bar.begin_epoch(number, length)
+            after_epoch(_run_epoch(train, loader, length, bar))
+
+
+def _run_epoch(
+    train: Callable[[Any, int | None], Tensor | None],
+    loader: Iterable[Any],
+    length: int | None,
+    bar: ProgressBar,
+) -> Epoch:
+    # The loader is asked for one batch at a time: asking ahead would change the order in which
+    # it and the model draw random numbers.
+    started, count, skipped = time.perf_counter(), 0, 0
+    total: Tensor | None = None
+    loss: Tensor | None = None
+    for batch in loader:
+        loss = train(batch, None if length is None else max(1, length - count))
+        count += 1
+        if loss is None:
+            skipped += 1
+        else:
+            total = loss.double() if total is None else total + loss
+        bar.advance(loss=loss, skipped=skipped)
+    bar.end_epoch(loss=loss, skipped=skipped)
+    return Epoch(
+        loss=math.nan if total is None else float(total) / (count - skipped),  # host sync
+        batches=count,
+        skipped_batches=skipped,
+        seconds=time.perf_counter() - started,
+    )
+
+
+_SECONDS = 0.1  # between two looks at the screen
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """rich draws from Python's generator, even while it is imported; training must not notice."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+class ProgressBar:
+    """One line for each epoch: how far, the loss, and how many batches were skipped."""
+
+    def __init__(self, *, epochs: int, console: Console | None = None) -> None:
+        self._epochs = epochs
+        self._task: Any = None
+        self._drawn = 0.0
+        with _same_random_numbers():
+            self._progress = _bar(console)
+
+    def begin_epoch(self, number: int, length: int | None) -> None:
+        with _same_random_numbers():
+            description = f"epoch {number + 1}/{self._epochs}"
+            self._task = self._progress.add_task(description, total=length, said="")
+
+    def advance(self, *, loss: Any, skipped: int) -> None:
+        """One batch is done. The loss is read from its device only when it is shown."""
+        if self._progress.disable:
+            return
+        self._progress.advance(self._task)
+        if time.monotonic() - self._drawn >= _SECONDS:
+            self._show(loss, skipped)
+
+    def end_epoch(self, *, loss: Any, skipped: int) -> None:
+        """The last batch of an epoch is done."""
+        if not self._progress.disable:
+            self._show(loss, skipped)
+
+    def _show(self, loss: Any, skipped: int) -> None:
+        said = "skipped" if loss is None else f"loss {float(loss):.4g}"  # host sync
+        said += f", {skipped} skipped" if skipped else ""
+        with _same_random_numbers():
+            self._progress.update(self._task, said=said)
+            self._progress.refresh()
+        self._drawn = time.monotonic()
+
+    def __enter__(self) -> Self:
+        with _same_random_numbers():
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _same_random_numbers():
+            self._progress.stop()
+
+
+def _bar(console: Console | None) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeColumn
+
+    console = console or Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}"),
+        TimeColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,  # a thread would draw random numbers at any time
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Means over the finite batches, each sample with the same weight; NaN if there was none.
+
+    `bad` has a report on each loss or term that is not finite, such as "batches.3.loss". These
+    are in no mean.
+    """
+
+    loss: float
+    terms: dict[str, float] = field(default_factory=dict)
+    batches: int
+    samples: int
+    bad: tuple[NaNReport, ...] = ()
+
+
+@torch.no_grad()
+def evaluate(
+    batches: Iterable[Any], *, model: nn.Module, losses_of_batch: Callable[[Any], Losses]
+) -> Evaluation:
+    """What the model makes of these batches; its train flags are as before afterwards."""
+    means = _Means()
+    with in_eval_mode(model):
+        for batch in batches:
+            means.add(losses_of_batch(batch), samples=batch_size(batch))
+    return means.result()
+
+
+class _Means:
+    """Sums that no bad value gets into."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._bad: list[NaNReport] = []
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, losses: Losses, *, samples: int) -> None:
+        named = {"loss": losses.total, **{f"loss.{n}": term for n, term in losses.terms.items()}}
+        found = bad_reports((f"batches.{self._batches}.{n}", value) for n, value in named.items())
+        self._bad += found
+        self._batches += 1
+        is_bad = {report.location.split(".", 2)[2] for report in found}
+        for name, value in named.items():
+            if not is_bad & {"loss", name}:  # with a bad total none of the terms counts
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + float(value) * samples, count + samples  # host sync
+
+    def result(self) -> Evaluation:
+        means = {name: total / max(1, count) for name, (total, count) in self._sums.items()}
+        return Evaluation(
+            loss=means.pop("loss", math.nan),
+            terms={name.removeprefix("loss."): mean for name, mean in means.items()},
+            batches=self._batches,
+            samples=self._sums.get("loss", (0.0, 0))[1],
+            bad=tuple(self._bad),
+        )
+
+
+def batch_size(batch: Any) -> int:
+    """The length of the first tensor in the batch that has one; else 1."""
+    sizes = (tensor.shape[0] for _, tensor in named_tensors(batch, "") if tensor.dim())
+    return next(sizes, 1)
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; each module has its own flag back afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+logger = logging.getLogger("stayfinite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """One batch is done. `loss` is None when it was skipped; `was_update` when weights moved."""
+
+    step: int
+    epoch: int
+    loss: Tensor | None
+    was_update: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEvent:
+    """One epoch is done. `loss` is the mean over its finite batches, NaN if there was none."""
+
+    epoch: int
+    step: int
+    loss: float
+    batches: int
+    skipped_batches: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogEvent:
+    """Numbers of one update, every `log_every` of them.
+
+    The norms are of all gradients together, `largest` of single parameters before clipping, the
+    largest first. `learning_rates` has one number for each group of the optimizer.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    terms: dict[str, float] = field(default_factory=dict)
+    norm: float
+    norm_after_clipping: float
+    largest: tuple[tuple[str, float], ...]
+    learning_rates: tuple[float, ...]
+    scale: float
+
+
+class Callback(Protocol):
+    """Who is told; derive from it and change what you need, or give any object with some of these.
+
+    A callback that raises is logged once and called again; only TrainingAbortedError leaves it,
+    and ends the training.
+    """
+
+    def on_step(self, event: StepEvent) -> None:
+        """A batch is done."""
+
+    def on_nan(self, incident: Incident) -> None:
+        """A bad value was found; `incident.outcome` is what was done about it."""
+
+    def on_recovery(self, incident: Incident) -> None:
+        """Training goes on after this incident."""
+
+    def on_epoch(self, event: EpochEvent) -> None:
+        """An epoch of `fit` is done."""
+
+    def on_log(self, event: LogEvent) -> None:
+        """Statistics of this update."""
+
+
+class Callbacks:
+    """Tells all callbacks, in the order in which they were given."""
+
+    def __init__(self, callbacks: Sequence[Any] = ()) -> None:
+        self._callbacks = list(callbacks)
+        self._failed: set[int] = set()
+
+    def add(self, callback: Any) -> None:
+        self._callbacks.append(callback)
+
+    def tell(self, name: str, event: Any) -> None:
+        """Call the method of this name on each callback that has it."""
+        for number, callback in enumerate(self._callbacks):
+            method = getattr(callback, name, None)
+            if method is not None:
+                self._call(number, method, event)
+
+    def _call(self, number: int, method: Any, event: Any) -> None:
+        try:
+            method(event)
+        except TrainingAbortedError:
+            raise
+        except Exception:
+            if number not in self._failed:
+                self._failed.add(number)
+                logger.exception("callback %r failed; training goes on", method)
+
+
+class Teller:
+    """Tells log and callbacks of each batch and incident, and keeps the incidents in the list.
+
+    `bad_losses` are the bad losses and terms of the window that is under way, by name. `log`
+    gives a function that logs a bad value and its step, or None once there is nobody to log.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        *,
+        optimizer: Optimizer,
+        scaler: DynamicLossScaler | None,
+        bad_losses: dict[str, Tensor],
+        incidents: list[Incident],
+        log: Callable[[], Callable[[NaNReport, int], None] | None],
+    ) -> None:
+        self.callbacks = Callbacks(callbacks)
+        self.incidents = incidents
+        self._log_recovery = log
+        self._optimizer, self._scaler, self._bad_losses = optimizer, scaler, bad_losses
+        self._told = 0
+
+    @property
+    def news(self) -> list[Incident]:
+        """The incidents since the last batch was done."""
+        return self.incidents[self._told :]
+
+    def noticed(self, incident: Incident) -> None:
+        """The guard has found and answered a bad step."""
+        reports = with_terms(incident.reports, self._bad_losses)
+        incident = dataclasses.replace(incident, reports=reports)
+        self.incidents.append(incident)
+        log = self._log_recovery()
+        if log is not None and incident.reports:
+            log(incident.reports[0], incident.step)
+        self.callbacks.tell("on_nan", incident)
+
+    def incident_of(self, report: NaNReport, step: int) -> Incident:
+        """The incident of this step that the report is about; one of its own where there is none.
+
+        The report of a step that the trainer has not answered says what to do.
+        """
+        known = [each for each in self.incidents if each.step == step]
+        matching = (each for each in reversed(known) if report in each.reports)
+        return next(matching, Incident(step=step, reports=(report,)))
+
+    def batch_done(self, done: Done | None, *, step: int, epoch: int) -> None:
+        """A batch is over, without an abort; `done` is None if it was skipped or recovered."""
+        news, self._told = self.news, len(self.incidents)
+        for incident in news:
+            self.callbacks.tell("on_recovery", incident)
+        was_update = done is not None and done.was_update
+        if done is not None and was_update:
+            self._log(done, step=step, epoch=epoch)
+        loss = None if done is None else done.kept_loss
+        event = StepEvent(step=step, epoch=epoch, loss=loss, was_update=was_update)
+        self.callbacks.tell("on_step", event)
+
+    def _log(self, done: Done, *, step: int, epoch: int) -> None:
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        event = log_event(done, step=step, epoch=epoch, optimizer=self._optimizer, scale=scale)
+        if event is not None:
+            logger.info("%s", log_line(event))
+            self.callbacks.tell("on_log", event)
+
+
+def log_event(
+    done: Done, *, step: int, epoch: int, optimizer: Optimizer, scale: float
+) -> LogEvent | None:
+    """The numbers of an update; None when no statistics were taken of it."""
+    if done.before is None or done.after is None:
+        return None
+    return LogEvent(
+        step=step,
+        epoch=epoch,
+        loss=float(done.loss),
+        terms={name: float(term) for name, term in done.terms.items()},
+        norm=done.before.norm,
+        norm_after_clipping=done.after.norm,
+        largest=done.before.largest,
+        learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        scale=scale,
+    )
+
+
+def log_line(event: LogEvent) -> str:
+    """The event in one line."""
+    terms = ", ".join(f"{name} {value:.4g}" for name, value in event.terms.items())
+    norm = f"{event.norm:.4g}"
+    if event.norm_after_clipping != event.norm:
+        norm += f" clipped to {event.norm_after_clipping:.4g}"
+    largest = ", ".join(f"{name} {value:.3g}" for name, value in event.largest[:3])
+    rates = ", ".join(f"{rate:.3g}" for rate in event.learning_rates)
+    parts = [
+        f"loss {event.loss:.4g}" + (f" ({terms})" if terms else ""),
+        f"gradient norm {norm}" + (f" (largest: {largest})" if largest else ""),
+        f"lr {rates}",
+        *([f"scale {event.scale:g}"] if event.scale != 1.0 else []),
+    ]
+    return f"step {event.step}: " + "; ".join(parts)
+
+
+def incident_line(incident: Incident) -> str:
+    """The incident in one line: what, where, why, and what was done."""
+    first = incident.reports[0] if incident.reports else None
+    what = f"{first.location} is {first.nan_type.word}" if first else "a value is not finite"
+    others = len(incident.reports) - 1
+    more = f" and {others} more tensor{'s' * (others > 1)}" if others > 0 else ""
+    origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome
+    where = f", from {origin.file}:{origin.line}" if origin and origin.file else ""
+    why = f". {diagnosis.cause}: {diagnosis.why} {diagnosis.fix}" if diagnosis else "."
+    did = f" Done: {outcome.strategy}: {outcome.detail}." if outcome else ""
+    return f"step {incident.step}: {what}{more}{where}{why}{did}"
+
+
+def with_terms(
+    reports: tuple[NaNReport, ...], bad_losses: dict[str, Tensor]
+) -> tuple[NaNReport, ...]:
+    """The reports with one for each bad loss term, which comes before the loss it spoils."""
+    seen = {report.location for report in reports}
+    terms = [report_on(name, t) for name, t in bad_losses.items() if name not in seen]
+    return (*sorted(terms, key=lambda report: report.location == "loss"), *reports)
+
+
+SchedulerEvery = Literal["update", "epoch"]
+
+
+class Followers:
+    """Steps the schedulers and updates the averaged weights, after each update or epoch.
+
+    ReduceLROnPlateau needs a loss to look at, so it is stepped after each epoch, with its mean.
+    """
+
+    def __init__(
+        self,
+        config: AMPConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: Any = None,
+        every: SchedulerEvery = "update",
+        ema: Any = None,
+    ) -> None:
+        if every not in get_args(SchedulerEvery):
+            known = " or ".join(map(repr, get_args(SchedulerEvery)))
+            raise ConfigError(f"scheduler_every is {every!r}; it must be {known}.")
+        given = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
+        self.schedulers: list[Any] = [each for each in given if each is not None]
+        self.warmup: LinearWarmup | None = None
+        if config.warmup_epochs > 0 and not self.schedulers:
+            self.warmup = LinearWarmup(optimizer, config.warmup_epochs)
+        self.ema = ema
+        self._config = config
+        self._model = model
+        self._every = every
+        self._average = None if ema is None else _averaging(ema)
+
+    @property
+    def has_scheduler(self) -> bool:
+        return bool(self.schedulers) or self.warmup is not None
+
+    def all_schedulers(self) -> list[Any]:
+        return [*self.schedulers, *([] if self.warmup is None else [self.warmup])]
+
+    def begin_warmup(self, batches_per_epoch: int) -> None:
+        """It is known now how long an epoch is."""
+        if self.warmup is not None:
+            updates = math.ceil(batches_per_epoch / self._config.accumulate_grad_batches)
+            self.warmup.begin(updates)
+
+    def require_length(self) -> None:
+        """ConfigError if a warm-up is asked for that nobody knows the length of."""
+        if self.warmup is not None and self.warmup.length is None:
+            raise ConfigError(
+                f"warmup_epochs is {self._config.warmup_epochs:g}, but it is not known how long "
+                "an epoch is: give batches_per_epoch."
+            )
+
+    def after_update(self) -> None:
+        """Weights have moved."""
+        if self.warmup is not None:
+            self.warmup.step()
+        for scheduler in self.schedulers:
+            if self._every == "update" and not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+        if self._average is not None:
+            self._average(self._model)
+
+    def after_epoch(self, loss: float) -> None:
+        """An epoch with this mean loss is over."""
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                if math.isfinite(loss):
+                    scheduler.step(loss)
+            elif self._every == "epoch":
+                scheduler.step()
+
+
+def _averaging(ema: Any) -> Any:
+    if callable(getattr(ema, "update_parameters", None)):
+        return ema.update_parameters
+    if callable(getattr(ema, "update", None)):
+        return lambda model: ema.update()
+    raise InputError(
+        f"ema is a {type(ema).__name__}; it must have update_parameters(model), "
+        "as torch.optim.swa_utils.AveragedModel has, or update()."
+    )
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float, *, scheduler: Any = None) -> None:
+    """As if the optimizer had been made with lr=rate: groups with a rate of their own keep it.
+
+    ConfigError where a scheduler was made for another rate: it would bring that one back.
+    """
+    default = optimizer.defaults.get("lr")
+    ours = [group for group in optimizer.param_groups if _initial(group) == _number(default)]
+    if scheduler is not None and _number(default) != rate:
+        raise ConfigError(
+            f"learning_rate is {rate:g}, but the scheduler was made for an optimizer with "
+            f"lr={_number(default):g}. Make the optimizer with lr=config.learning_rate."
+        )
+    for group in ours if scheduler is None else ():
+        _write(group, rate)
+    optimizer.defaults["lr"] = default.fill_(rate) if isinstance(default, Tensor) else rate
+
+
+def _initial(group: dict[str, Any]) -> float:
+    return _number(group.get("initial_lr", group["lr"]))
+
+
+def _number(rate: Any) -> float:
+    return math.nan if rate is None else float(rate)
+
+
+def _write(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+class LinearWarmup:
+    """Brings each learning rate up in a straight line over the first epochs, then leaves it alone.
+
+    Update k of w (from 0) has (k + 1) / w of the rate. It has the methods of a torch scheduler
+    that a snapshot and a checkpoint need. Nothing happens before `begin` says how long an
+    epoch is.
+    """
+
+    def __init__(self, optimizer: Optimizer, epochs: float) -> None:
+        self._optimizer = optimizer
+        self._epochs = epochs
+        self.updates = 0
+        self.length: int | None = None
+        self.base_lrs: list[float] = [_number(group["lr"]) for group in optimizer.param_groups]
+
+    def begin(self, updates_per_epoch: int) -> None:
+        """The epochs are this long; a second call changes nothing."""
+        if self.length is None:
+            self.length = max(1, round(self._epochs * updates_per_epoch))
+            self._apply()
+
+    def step(self) -> None:
+        """An update was made."""
+        self.updates += 1
+        self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "updates": self.updates,
+            "length": self.length,
+            "base_lrs": list(self.base_lrs),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates, self.length = state["updates"], state["length"]
+        self.base_lrs = list(state["base_lrs"])
+
+    def _apply(self) -> None:
+        # Once it is over the rates are the user's: nothing is written any more.
+        if self.length is None or self.updates >= self.length:
+            return
+        part = (self.updates + 1) / self.length
+        for group, rate in zip(self._optimizer.param_groups, self.base_lrs, strict=False):
+            _write(group, rate * part)

@@ -1,0 +1,367 @@
+"""A capsule put together from what was kept of a bad step and what it ran with."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import platform
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stayfinite.capsule import limits
+from stayfinite.capsule.contents import Birth, Capsule, Operation, SourceFile, State, is_safe
+from stayfinite.causes import CAUSES
+from stayfinite.checkpoint.checks import judge
+from stayfinite.checkpoint.format import bytes_of, digest
+from stayfinite.checkpoint.modules import Members, Placing, canonical
+from stayfinite.checkpoint.problem import Rules, errors_in, refusal
+from stayfinite.checkpoint.save import collect
+from stayfinite.checkpoint.values import encode, hold, own_contents, part_name
+from stayfinite.errors import CapsuleError, CheckpointError
+from stayfinite.locate.capture import Kept, KeptCall, described
+from stayfinite.nested import children, is_container, named_tensors
+from stayfinite.records import Incident
+from stayfinite.report.html.notebook import without_source
+from stayfinite.snapshot import RandomState
+
+Redact = Callable[[Any], Any]
+
+
+def birth_of(kept: Kept | None, *, with_data: bool) -> Birth | None:
+    """The guilty operation; of tensors that may come from data only statistics, unless wanted."""
+    if kept is None:
+        return None
+    forward = None if kept.forward is None else _operation(kept.forward, with_data)
+    return Birth(
+        operation=_operation(kept.call, with_data), nan_type=kept.nan_type, forward=forward
+    )
+
+
+def _operation(call: KeptCall, with_data: bool) -> Operation:
+    arguments = {
+        name: _shown(name, value, with_data or name in call.open)
+        for name, value in call.arguments.items()
+        if _can_be_stored(value)
+    }
+    return Operation(op=call.op, arguments=arguments)
+
+
+def _shown(name: str, value: Any, is_shown: bool) -> Any:
+    if isinstance(value, list):
+        return [_shown(f"{name}[{number}]", item, is_shown) for number, item in enumerate(value)]
+    return value if is_shown or not isinstance(value, Tensor) else described(name, value)
+
+
+def _can_be_stored(value: Any) -> bool:
+    """Layouts, memory formats, devices and generators are left to their defaults."""
+    left_out = (torch.layout, torch.memory_format, torch.device, torch.Generator)
+    return not isinstance(value, left_out)
+
+
+def batch_of(
+    batch: tuple[Any, ...], *, with_batch: bool, redact: Redact | None
+) -> tuple[tuple[Any, ...], str | None]:
+    """What goes into the capsule of the batch, and a note if that is not all of it."""
+    if not with_batch:
+        return (), "the batch is not in it: that needs consent (with_batch)"
+    if redact is not None:
+        batch = tuple(redact(each) for each in batch)
+    size = batch_size(batch)
+    if size > limits.BATCH:
+        return (), f"the batch has {size:,} bytes, and is not in it: {limits.BATCH:,} are possible"
+    batch = tuple(copied(each) for each in batch)
+    try:
+        encode(batch, "batch", {})
+    except CheckpointError as error:
+        return (), f"the batch is not in it: {error}"
+    return batch, None
+
+
+def batch_size(batch: tuple[Any, ...]) -> int:
+    """Bytes of the tensors in it."""
+    return sum(tensor.nbytes for _, tensor in named_tensors(batch, "batch"))
+
+
+def copied(value: Any) -> Any:
+    """The value with its own tensors, on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    if is_container(value) and (isinstance(value, dict) or hasattr(value, "keys")):
+        return {key: copied(item) for key, item in children(value)}
+    return value
+
+
+def told(incident: Incident, *, with_source: bool) -> Incident:
+    """The incident as the capsule tells it: without source it quotes no line, but says which."""
+    if with_source or incident.origin is None:
+        return incident
+    origin, quiet = incident.origin, without_source(incident, CAUSES)
+    assert quiet.origin is not None
+    known = replace(quiet.origin, file=origin.file, line=origin.line, end_line=origin.end_line)
+    return replace(quiet, origin=known)
+
+
+def check_redaction(redact: Redact | None, *, with_batch: bool) -> None:
+    """A redaction that would not be used is a misunderstanding."""
+    if redact is not None and not with_batch:
+        raise CapsuleError("redact is for the batch, which is only in it with with_batch=True.")
+
+
+_MOST_TENSORS = 3_000
+_RANDOM = "random."  # generators have a place of their own in a capsule
+
+
+@torch.no_grad()
+def state_of(
+    members: Members, *, buffers: Sequence[Mapping[str, Tensor]] = ()
+) -> tuple[State | None, str | None]:
+    """The state as it is now, copied, and a note if it is not whole.
+
+    `buffers` are older values of each model's, which the step has changed since.
+    """
+    try:
+        tree, tensors = collect(members, None, ignore=())
+    except CheckpointError as error:
+        return None, f"the state before the step is not in it: {error}"
+    found = {name: each for name, each in tensors.items() if not name.startswith(_RANDOM)}
+    for number, older in enumerate(buffers):
+        part = part_name("model", number, len(members.models))
+        known = {f"{part}.{canonical(name)}": buffer for name, buffer in older.items()}
+        found |= {name: buffer for name, buffer in known.items() if name in found}
+    return _state({**tree, "random": None}, found)
+
+
+def _state(tree: Any, tensors: dict[str, Tensor]) -> tuple[State, str | None]:
+    size = sum(each.nbytes for each in tensors.values())
+    digests = {
+        name: _digest(each) if size <= limits.HASHED else "" for name, each in tensors.items()
+    }
+    if size > limits.STATE or len(tensors) > _MOST_TENSORS:
+        note = f"the state before the step has {size:,} bytes; only its hashes are in it"
+        return State(tree=None, digests=digests), note
+    copies = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()}
+    return State(tree=tree, digests=digests, tensors=copies), None
+
+
+def _digest(tensor: Tensor) -> str:
+    return digest(bytes_of(tensor).numpy()).hex()
+
+
+@torch.no_grad()
+def put_state(state: State, members: Members) -> None:
+    """Put models, optimizers and the rest as they were; CapsuleError if they do not fit."""
+    if state.tensors is None:
+        raise CapsuleError("it has only hashes of the state before the step.")
+    held = {name: hold(name, tensor) for name, tensor in state.tensors.items()}
+    rest: dict[str, Any] = {"views": {}, "step": None, "saved_at": None, "nonfinite_ok": ["*"]}
+    try:
+        contents = own_contents({**state.tree, **rest}, held)
+        known = dataclasses.replace(
+            contents,
+            schedulers=contents.schedulers[: len(members.schedulers)],
+            averages=contents.averages[: len(members.averages)],
+            optimizers=contents.optimizers[: len(members.optimizers)],
+        )
+        judged = judge(known, members, Rules(nonfinite_ok=("*",)), forward=None)
+        if errors_in(judged.problems):
+            raise refusal("the model is another one than that of the capsule", judged.problems)
+        with Placing() as placing:
+            placing.parts(known, members, judged)
+    except CheckpointError as error:
+        raise CapsuleError(str(error)) from error
+
+
+def put_random(random: Mapping[str, Any]) -> None:
+    """Put python's, NumPy's and torch's generators as they were; those of devices that are here."""
+    try:
+        devices = tuple(random["devices"])[: torch.cuda.device_count()]
+        RandomState(random["python"], random["numpy"], random["torch"], devices).restore()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CapsuleError("its random states are not those of this version.") from error
+
+
+_PATHS = sysconfig.get_paths()
+_OTHERS = tuple(
+    os.path.realpath(path) + os.sep
+    for path in (*(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
+) + (os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCode:
+    """The files, folders of the path within the project, and what was left out."""
+
+    sources: tuple[SourceFile, ...]
+    paths: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return digests_of(self.sources)
+
+
+def digests_of(sources: Iterable[SourceFile]) -> dict[str, str]:
+    """SHA-256 of each file, by its name."""
+    return {each.name: hashlib.sha256(each.text).hexdigest() for each in sources}
+
+
+def own_code(root: str, *extra: str) -> OwnCode:
+    """The Python files that this process has loaded from the project and from beside it.
+
+    Installed packages are not among them. `extra` are files that count too.
+    """
+    root = os.path.realpath(root)
+    roots = [root]
+    found: dict[tuple[int, str], SourceFile] = {}
+    left_out: list[str] = []
+    size = 0
+    for path, home in _loaded(extra):
+        place = _place(path, home, roots)
+        if place is None or place in found:
+            continue
+        text = _text(path)
+        if text is None or size + len(text) > limits.SOURCES or len(found) == limits.FILES:
+            left_out.append(place[1])
+            continue
+        size += len(text)
+        found[place] = SourceFile(name=place[1], text=text, root=place[0])
+    notes = (f"too large or unreadable, left out: {', '.join(left_out[:20])}",) if left_out else ()
+    return OwnCode(sources=tuple(found.values()), paths=_paths(root), notes=notes)
+
+
+def own_files(root: str) -> list[str]:
+    """The Python files of the project that this process has loaded."""
+    inside = os.path.realpath(root) + os.sep
+    return [path for path, _ in _loaded(()) if path.startswith(inside)]
+
+
+def with_files(capsule: Capsule, root: str) -> Capsule:
+    """The capsule with the project's files that this process has loaded beside its own ones.
+
+    For a script whose other processes made the capsule: they do not load all that it does.
+    """
+    names = {each.name for each in capsule.sources if not each.root}
+    more = [each for each in own_code(root).sources if not each.root and each.name not in names]
+    size = sum(len(each.text) for each in (*capsule.sources, *more))
+    if not more or size > limits.SOURCES or len(capsule.sources) + len(more) > limits.FILES:
+        return capsule
+    digests = {**capsule.code.digests, **digests_of(more)}
+    code = replace(capsule.code, digests=digests)
+    return replace(capsule, code=code, sources=(*capsule.sources, *more))
+
+
+def _loaded(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+    """(file, folder that its module's name begins from), the latter None where it has none."""
+    for path in extra:
+        yield os.path.realpath(path), None
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and os.path.isfile(file):
+            path = os.path.realpath(file)
+            if not path.startswith(_OTHERS) and "-packages" + os.sep not in path:
+                yield path, _home(path, name)
+
+
+def _home(path: str, module: str) -> str | None:
+    inner = module.replace(".", os.sep)
+    for ending in (f"{os.sep}{inner}.py", os.path.join(f"{os.sep}{inner}", "__init__.py")):
+        if path.endswith(ending):
+            return path.removesuffix(ending)
+    return None
+
+
+def _place(path: str, home: str | None, roots: list[str]) -> tuple[int, str] | None:
+    """(number of the root, name within it); None for what could not be put back there."""
+    base = roots[0] if path.startswith(roots[0] + os.sep) else home
+    if base is None:
+        return None
+    name = os.path.relpath(path, base).replace(os.sep, "/")
+    if not is_safe(name):
+        return None
+    if base not in roots:
+        roots.append(base)
+    return roots.index(base), name
+
+
+def _text(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(limits.SOURCE + 1)
+    except OSError:
+        return None
+    return text if len(text) <= limits.SOURCE else None
+
+
+def _paths(root: str) -> tuple[str, ...]:
+    """Where modules are looked for within the project."""
+    real = [os.path.realpath(path) for path in sys.path if path]
+    inside = [path for path in real if path == root or path.startswith(root + os.sep)]
+    names = [os.path.relpath(path, root).replace(os.sep, "/") for path in inside]
+    return tuple(dict.fromkeys(name for name in names if _is_folder(name)))
+
+
+def _is_folder(name: str) -> bool:
+    return name == "." or is_safe(f"{name}/_.py")
+
+
+_PACKAGES = ("stayfinite", "torch", "numpy", "lightning", "transformers", "accelerate")
+# Those that change what is computed. No others are kept: an environment is full of secrets.
+_VARIABLES = (
+    ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    + ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ENABLE_MPS_FALLBACK")
+)  # fmt: skip
+_VALUE = re.compile(r"[\w:,.-]{1,40}")
+
+
+def versions() -> dict[str, str]:
+    """Of python, the system, torch and what is used with it."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**found, "torch": torch.__version__, "device": _device()}
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+
+
+def environment() -> dict[str, str]:
+    """The variables that change results, and the number of torch's threads."""
+    chosen = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return usable({"OMP_NUM_THREADS": str(torch.get_num_threads()), **chosen})
+
+
+def usable(variables: dict[str, str]) -> dict[str, str]:
+    """Those of the variables that may be set from a capsule."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name in _VARIABLES and _VALUE.fullmatch(value)
+    }
+
+
+def differences(made_with: dict[str, str]) -> list[str]:
+    """Versions that are others here, as lines."""
+    here = versions()
+    return [
+        f"{name} {theirs} there, {here.get(name, 'none')} here"
+        for name, theirs in made_with.items()
+        if here.get(name) != theirs
+    ]

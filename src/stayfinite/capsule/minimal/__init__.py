@@ -1,1 +1,0 @@
-"""The smallest thing that still goes bad: one operation, as few numbers as it takes, a script."""

@@ -1,1 +1,0 @@
-"""Checkpoints of others, read without running any code of theirs."""

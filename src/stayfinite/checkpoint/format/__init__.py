@@ -1,1 +1,0 @@
-"""The file format: safetensors with a seal, and the state besides tensors as JSON."""

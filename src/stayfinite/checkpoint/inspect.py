@@ -1,0 +1,296 @@
+"""Looks through checkpoints: one, two side by side, latest_good, first_bad_checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stayfinite.checkpoint.checks import judge
+from stayfinite.checkpoint.fit import is_narrower, name_of
+from stayfinite.checkpoint.folder import age, checkpoints_in, generations
+from stayfinite.checkpoint.foreign import is_torch_file, read_torch, shards_of
+from stayfinite.checkpoint.load import open_checkpoint
+from stayfinite.checkpoint.modules import Members, gather
+from stayfinite.checkpoint.problem import Problem, Rules, errors_in, sorted_problems
+from stayfinite.checkpoint.stream import Reading, nothing_told
+from stayfinite.checkpoint.values import (
+    Contents,
+    Held,
+    ModuleRecord,
+    hold_all,
+    is_same,
+    leaves,
+    part_name,
+)
+from stayfinite.errors import CheckpointError, InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a checkpoint, such as the optimizer; `largest` is a finite magnitude."""
+
+    name: str
+    tensors: int
+    bytes: int
+    dtypes: tuple[str, ...]
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What a checkpoint is, and all that is wrong with it. Unreadable: it has no layout."""
+
+    path: Path
+    layout: str | None = None
+    step: int | None = None
+    parts: tuple[Part, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    comparison: Comparison | None = None
+
+    @property
+    def is_readable(self) -> bool:
+        return self.layout is not None
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_readable and not errors_in(self.problems)
+
+
+def check(
+    path: Path,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    against: Path | None = None,
+    rules: Rules | None = None,
+    progress: Callable[[int], None] = nothing_told,
+) -> Check:
+    """Stream through the file, and through the other one that it is compared with."""
+    members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
+    reading = Reading(digests=against is not None or bool(members.models), progress=progress)
+    try:
+        contents, damage = open_checkpoint(path, reading)
+        other = None if against is None else open_checkpoint(against, reading)[0]
+    except CheckpointError as error:
+        problem = Problem(kind="unreadable", key="file", message=str(error))
+        return Check(path=path, problems=(problem,))
+    judged = judge(contents, members, rules or Rules())
+    comparison = None if other is None else compare(contents, other)
+    found = [*damage, *judged.problems, *(comparison.problems if comparison else ())]
+    return Check(
+        path=path,
+        layout=contents.layout,
+        step=contents.step,
+        parts=tuple(_part(*each) for each in tensors_of(contents).items()),
+        problems=tuple(sorted_problems(found)),
+        comparison=comparison,
+    )
+
+
+def _part(name: str, tensors: Mapping[str, Held]) -> Part:
+    values = tensors.values()
+    return Part(
+        name=name,
+        tensors=len(tensors),
+        bytes=sum(held.nbytes for held in values),
+        dtypes=tuple(sorted({name_of(held.dtype) for held in values})),
+        largest=max((held.tally.largest for held in values), default=0.0),
+    )
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes that reading the checkpoint will go through; 0 when that cannot be known."""
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if path.name.endswith(".index.json"):
+            return sum(shard.stat().st_size for shard in shards_of(path))
+        return path.stat().st_size
+    except (OSError, CheckpointError):
+        return 0
+
+
+GROWTH = 100.0
+"""So many times the largest magnitude of before is worth a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How many tensors are the same to the byte, which are not, and what is wrong with that."""
+
+    same: int
+    changed: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def compare(contents: Contents, other: Contents) -> Comparison:
+    """The first against the second, tensor by tensor; they must have been read with digests."""
+    ours, theirs = _compared(contents), _compared(other)
+    both = [key for key in ours if key in theirs]
+    same = [key for key in both if is_same(ours[key], theirs[key])]
+    problems = [*_one_sided(ours, theirs)]
+    for key in both:
+        problems += _differences(key, ours[key], theirs[key])
+    known = set(same)
+    changed = tuple(key for key in both if key not in known)
+    return Comparison(same=len(same), changed=changed, problems=tuple(problems))
+
+
+def tensors_of(contents: Contents) -> dict[str, dict[str, Held]]:
+    """The tensors of each part that is there, by their names in it."""
+    parts: dict[str, Any] = {}
+    several = {
+        "model": contents.models,
+        "ema": contents.averages,
+        "optimizer": [each.state_dict for each in contents.optimizers],
+        "scheduler": contents.schedulers,
+    }
+    for part, trees in several.items():
+        for number, tree in enumerate(trees):
+            parts[part_name(part, number, len(trees))] = tree
+    parts |= {"scaler": contents.scaler, "random": contents.random, "extra": contents.extra}
+    return {part: dict(_named(tree)) for part, tree in parts.items() if tree}
+
+
+def _named(tree: Any, above: str = "") -> Iterator[tuple[str, Held]]:
+    if isinstance(tree, Held):
+        yield above, tree
+    elif isinstance(tree, ModuleRecord):
+        yield from tree.tensors.items()
+    elif isinstance(tree, (dict, list, tuple)):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _named(item, f"{above}.{key}" if above else str(key))
+
+
+def _compared(contents: Contents) -> dict[str, Held]:
+    """The tensors of models, averages and optimizers by their full names."""
+    return {
+        f"{part}.{name}": held
+        for part, tensors in tensors_of(contents).items()
+        if part.partition(".")[0] in ("model", "ema", "optimizer")
+        for name, held in tensors.items()
+    }
+
+
+def _one_sided(ours: Mapping[str, Held], theirs: Mapping[str, Held]) -> Iterator[Problem]:
+    for key in theirs:
+        if key not in ours:
+            yield Problem(kind="missing", key=key, message="is only in the other one.")
+    for key in ours:
+        if key not in theirs:
+            yield Problem(kind="unexpected", key=key, message="is not in the other one.")
+
+
+def _differences(key: str, held: Held, other: Held) -> Iterator[Problem]:
+    if held.shape != other.shape:
+        message = f"has shape {list(held.shape)}, and {list(other.shape)} in the other one."
+        yield Problem(kind="shape", key=key, message=message)
+    if held.dtype != other.dtype:
+        message = f"is {name_of(held.dtype)}, and {name_of(other.dtype)} in the other one."
+        is_error = is_narrower(held.dtype, other.dtype)
+        yield Problem(kind="dtype", key=key, message=message, is_error=is_error)
+    before, now = other.tally.largest, held.tally.largest
+    if before > 0 and now > GROWTH * before and now > 1:
+        message = f"its largest magnitude went from {before:.3g} to {now:.3g}."
+        yield Problem(kind="drift", key=key, message=message, is_error=False)
+
+
+def latest_good(
+    directory: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    ignore: Sequence[str] = (),
+    nonfinite_ok: Sequence[str] = (),
+) -> Path | None:
+    """The newest checkpoint in the folder that has no error, or None when there is none.
+
+    Given the path of a checkpoint, its generations are looked at instead. With a model it must
+    fit that model too. They are read one after another from the newest until one is good.
+
+    >>> import tempfile, torch
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name, value in (("a.pt", 1.0), ("b.pt", float("nan"))):
+    ...     torch.save({"weight": torch.tensor([value])}, folder / name)
+    >>> latest_good(folder).name
+    'a.pt'
+    """
+    place = Path(directory)
+    candidates = checkpoints_in(place) if place.is_dir() else generations(place)
+    members = gather(model=model, optimizer=None, scheduler=None, scaler=None, ema=None)
+    rules = Rules(ignore=ignore, nonfinite_ok=nonfinite_ok)
+    for path in sorted(candidates, key=age, reverse=True):
+        try:
+            contents, damage = open_checkpoint(path, Reading())
+        except CheckpointError:
+            continue
+        judged = judge(contents, members, rules)
+        if contents.models and not errors_in([*damage, *judged.problems]):
+            return path
+    return None
+
+
+AnyPath = str | os.PathLike[str]
+
+
+def first_bad_checkpoint(
+    checkpoints: AnyPath | Sequence[AnyPath],
+    is_bad: Callable[[Path], bool] | None = None,
+) -> Path | None:
+    """The first bad one of a series of checkpoints, by bisection; None when the last is good.
+
+    Give a folder (its checkpoints are taken by the time of saving) or the paths, oldest first;
+    files of `save_checkpoint` and of others, as `stayfinite check` reads them. A bad one stays
+    bad in the checkpoints after it, so about log2(n) files are read. `is_bad(path)` may replace
+    the default: a value in it that no training can go on from, such as a weight that is not
+    finite. Nothing is unpickled.
+
+    >>> import tempfile, torch
+    >>> files = [Path(tempfile.mkdtemp()) / f"{step}.pt" for step in range(4)]
+    >>> for step, file in enumerate(files):
+    ...     torch.save({"weight": torch.tensor(1.0 if step < 2 else float("nan"))}, file)
+    >>> first_bad_checkpoint(files).name
+    '2.pt'
+    """
+    paths = _series(checkpoints)
+    judged = is_bad if is_bad is not None else has_bad_value
+    if not paths or not judged(paths[-1]):
+        return None
+    low, high = 0, len(paths) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if judged(paths[middle]) else (middle + 1, high)
+    return paths[low]
+
+
+def _series(checkpoints: AnyPath | Sequence[AnyPath]) -> list[Path]:
+    if not isinstance(checkpoints, (str, os.PathLike)):
+        return [Path(path) for path in checkpoints]
+    folder = Path(checkpoints)
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is not a folder; give a folder of checkpoints or a list of files."
+        )
+    return checkpoints_in(folder)
+
+
+def has_bad_value(path: Path) -> bool:
+    """Whether it holds a value that no training can go on from; InputError if it is unreadable."""
+    try:
+        contents, _ = open_checkpoint(path, Reading())
+    except CheckpointError as error:
+        return _has_bad_tensor(path, error)
+    return bool(errors_in(judge(contents, Members(), Rules()).problems))
+
+
+def _has_bad_tensor(path: Path, refused: CheckpointError) -> bool:
+    """The same of a file of torch in which no model can be told: whether any tensor is bad."""
+    try:
+        if not path.is_file() or not is_torch_file(path):
+            raise refused
+        tree, _ = read_torch(path, Reading())
+    except (CheckpointError, OSError) as error:
+        raise InputError(str(refused)) from error
+    return not all(held.tally.is_finite for held in leaves(hold_all(tree, "file")))

@@ -1,0 +1,394 @@
+"""load_checkpoint and validate_checkpoint: all is checked before anything is touched.
+
+A file of any layout is opened by what is in it rather than by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stayfinite.checkpoint.checks import Judged, judge
+from stayfinite.checkpoint.folder import (
+    checkpoints_in,
+    generations,
+    is_checkpoint_folder,
+    is_dcp_folder,
+)
+from stayfinite.checkpoint.foreign import (
+    contents_of_sections,
+    folder_files,
+    is_torch_file,
+    module_record,
+    read_torch,
+    shards_of,
+    step_of,
+)
+from stayfinite.checkpoint.modules import Members, Placing, gather
+from stayfinite.checkpoint.problem import Problem, Rules, errors_in, refusal, sorted_problems
+from stayfinite.checkpoint.stream import Reading, nothing_told, one_line_errors, read_safetensors
+from stayfinite.checkpoint.values import (
+    Contents,
+    Layout,
+    ModuleRecord,
+    hold_all,
+    own_contents,
+    tree_of,
+    with_tensors,
+)
+from stayfinite.errors import CheckpointError
+from stayfinite.snapshot import RandomState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What was loaded. `state` has all parts when there was nothing to load them into.
+
+    >>> Checkpoint(path=Path("last.ckpt"), layout="torch", step=10).step
+    10
+    """
+
+    path: Path
+    layout: Layout
+    step: int | None = None
+    extra: Any = None
+    warnings: tuple[Problem, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+    nonfinite_ok: Sequence[str] = (),
+    forward: Any = None,
+    random: bool | None = None,
+) -> Checkpoint:
+    """Load a checkpoint into the objects given, in place.
+
+    Reads files of save_checkpoint, torch.save (with weights_only=True), Lightning, safetensors,
+    Hugging Face folders and shard indices, and folders of torch.distributed.checkpoint. Everything
+    is checked first; a CheckpointError has all `problems`, and then nothing has changed.
+
+    With strict=False, missing and unexpected tensors are warnings. `ignore` and `nonfinite_ok` are
+    patterns of tensor names. `forward` is a batch (or True: one is made up) on which a copy of the
+    model must give finite outputs. The random number generators are put back when an optimizer is
+    loaded, or as `random` says. Without any object, the parts come back in `state`.
+
+    >>> import stayfinite, tempfile
+    >>> model = torch.nn.Linear(2, 1)
+    >>> path = stayfinite.save_checkpoint(f"{tempfile.mkdtemp()}/last.ckpt", model=model, step=10)
+    >>> load_checkpoint(path, model=model).step
+    10
+    """
+    file = Path(path)
+    members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
+    contents, damage = _opened(file, Reading(keep=_wanted(members)))
+    rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
+    with_random = bool(members.optimizers) if random is None else random
+    problems = _load(
+        file, contents, damage, members, rules, forward=forward, with_random=with_random
+    )
+    return Checkpoint(
+        path=file,
+        layout=contents.layout,
+        step=contents.step,
+        extra=with_tensors(contents.extra),
+        warnings=problems,
+        state=_all_parts(contents) if members.has_none else {},
+    )
+
+
+def restore_checkpoint(
+    place: str | os.PathLike[str],
+    *,
+    model: Any,
+    optimizer: Any,
+    needs_optimizer: bool,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+) -> Restored:
+    """Load a checkpoint, or the newest good one of a folder, into a training that goes on.
+
+    The model must fit. The others get their states where the file has them, and stay as they are
+    where it has none; one without the optimizer's state is refused if `needs_optimizer`. Random
+    states are left alone. CheckpointError says what is wrong with each; nothing has changed then.
+    """
+    asked = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
+    reasons: list[str] = []
+    for file in _candidates(Path(place)):
+        try:
+            contents, damage = open_checkpoint(file, Reading(keep=_wanted(asked)))
+            members = _present(asked, contents)
+            if needs_optimizer and not members.optimizers:
+                raise CheckpointError(f"{file} has no state of the optimizer, whose own is bad.")
+            _load(file, contents, damage, members, Rules())
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return Restored(path=file, step=contents.step, parts=_parts_of(members))
+    raise CheckpointError(" ".join(reasons) or f"{place} is a folder without a checkpoint in it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was loaded, and into which parts of training."""
+
+    path: Path
+    step: int | None
+    parts: tuple[str, ...]
+
+
+def _candidates(place: Path) -> list[Path]:
+    if not place.is_dir() or is_checkpoint_folder(place):
+        return [place]
+    return list(reversed(checkpoints_in(place)))
+
+
+def _present(asked: Members, contents: Contents) -> Members:
+    """Those of whom the file has as many; all of the models, which must be there."""
+
+    def kept(there: Sequence[Any], members: tuple[Any, ...]) -> tuple[Any, ...]:
+        return members if len(there) == len(members) else ()
+
+    return Members(
+        models=asked.models,
+        optimizers=kept(contents.optimizers, asked.optimizers),
+        schedulers=kept(contents.schedulers, asked.schedulers),
+        scaler=asked.scaler if contents.scaler else None,
+        averages=kept(contents.averages, asked.averages),
+    )
+
+
+def _parts_of(members: Members) -> tuple[str, ...]:
+    there = {
+        "model": members.models,
+        "optimizer": members.optimizers,
+        "scheduler": members.schedulers,
+        "scaler": members.scaler is not None,
+        "ema": members.averages,
+    }
+    return tuple(part for part, is_there in there.items() if is_there)
+
+
+def _load(
+    file: Path,
+    contents: Contents,
+    damage: list[Problem],
+    members: Members,
+    rules: Rules,
+    *,
+    forward: Any = None,
+    with_random: bool = False,
+) -> tuple[Problem, ...]:
+    """Put everything in place if there is no error; the warnings."""
+    judged = judge(contents, members, rules, forward=forward) if not damage else Judged()
+    problems = sorted_problems([*damage, *judged.problems, *_left_out(contents, members)])
+    if errors_in(problems):
+        hint = _way_out(file) if damage else ""
+        raise refusal(f"{file} was not loaded, and nothing was changed{hint}", problems)
+    _place(contents, members, judged, with_random=with_random)
+    return tuple(problems)
+
+
+def validate_checkpoint(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    *,
+    optimizer: Any = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+    nonfinite_ok: Sequence[str] = (),
+    forward: Any = None,
+    progress: Callable[[int], None] = nothing_told,
+) -> list[Problem]:
+    """All problems of a checkpoint, errors first; an empty list when it is good.
+
+    Nothing is raised for a bad file and nothing is changed. Without `forward` the file is streamed,
+    so it may be larger than memory; `progress` is told of the bytes as they are read.
+
+    >>> import tempfile
+    >>> path = f"{tempfile.mkdtemp()}/last.pt"
+    >>> torch.save({"weight": torch.tensor([[1.0, float("inf")]])}, path)
+    >>> [problem.kind for problem in validate_checkpoint(path)]
+    ['nonfinite']
+    """
+    members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
+    keep = None if forward is None else _wanted(members)
+    reading = Reading(keep=keep, digests=bool(members.models), progress=progress)
+    try:
+        contents, damage = open_checkpoint(Path(path), reading)
+    except CheckpointError as error:
+        return [Problem(kind="unreadable", key="file", message=str(error))]
+    rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
+    judged = judge(contents, members, rules, forward=None if damage else forward)
+    return sorted_problems([*damage, *judged.problems])
+
+
+def _wanted(members: Members) -> Callable[[str], bool]:
+    """Which tensors of our own files to keep: those of the parts that have a member."""
+    has_member = {
+        "model": bool(members.models),
+        "optimizer": bool(members.optimizers),
+        "scheduler": bool(members.schedulers),
+        "scaler": members.scaler is not None,
+        "ema": bool(members.averages),
+    }
+    return lambda name: members.has_none or has_member.get(name.partition(".")[0], True)
+
+
+def _opened(file: Path, reading: Reading) -> tuple[Contents, list[Problem]]:
+    try:
+        return open_checkpoint(file, reading)
+    except CheckpointError as error:
+        problem = Problem(kind="unreadable", key="file", message=str(error))
+        raise CheckpointError(f"{error}{_way_out(file)}", problems=[problem]) from error
+
+
+def _left_out(contents: Contents, members: Members) -> Iterator[Problem]:
+    """Who loads an optimizer goes on training, and needs the rest as well."""
+    rest = {
+        "scheduler": contents.schedulers and not members.schedulers,
+        "scaler": contents.scaler and members.scaler is None,
+        "ema": contents.averages and not members.averages,
+    }
+    for part, is_left_out in rest.items():
+        if members.optimizers and is_left_out:
+            message = f"is in the file and was not loaded; pass {part}= to go on with it."
+            yield Problem(kind="not_loaded", key=part, message=message, is_error=False)
+
+
+def _way_out(file: Path) -> str:
+    """Where an older generation is whole, said in the error of a damaged one."""
+    older = [path for path in generations(file) if path != file]
+    good = next((path for path in older if is_whole(path)), None)
+    return f" ({good.name} beside it is whole)" if good is not None else ""
+
+
+def _place(contents: Contents, members: Members, judged: Judged, *, with_random: bool) -> None:
+    with Placing() as placing:
+        placing.parts(contents, members, judged)
+        if with_random and contents.random is not None:
+            saved = RandomState(**with_tensors(contents.random))
+            devices = saved.devices[: torch.cuda.device_count()]
+            state = RandomState(saved.python, saved.numpy, saved.torch, devices)
+            placing.calling(RandomState.capture().restore, state.restore)
+
+
+def _all_parts(contents: Contents) -> dict[str, Any]:
+    parts = {
+        "model": [_tensors(each) for each in contents.models],
+        "optimizer": [with_tensors(each.state_dict) for each in contents.optimizers],
+        "scheduler": [with_tensors(each) for each in contents.schedulers],
+        "ema": [
+            _tensors(each) if isinstance(each, ModuleRecord) else with_tensors(each)
+            for each in contents.averages
+        ],
+    }
+    single = {name: each[0] if len(each) == 1 else each for name, each in parts.items() if each}
+    scaler = {} if contents.scaler is None else {"scaler": with_tensors(contents.scaler)}
+    return {**single, **scaler}
+
+
+def _tensors(record: ModuleRecord) -> dict[str, Any]:
+    found = {name: held.tensor for name, held in record.tensors.items()}
+    return found | {alias: found[name] for alias, name in record.ties.items()}
+
+
+Opened = tuple[Contents, list[Problem]]
+
+
+def open_checkpoint(path: Path, reading: Reading) -> Opened:
+    """What the checkpoint holds, and what was damaged; CheckpointError if it cannot be read."""
+    with one_line_errors(path):
+        if not path.exists():
+            raise FileNotFoundError(2, "there is no such file or folder")
+        if path.is_dir():
+            return _open_folder(path, reading)
+        if path.name.endswith(".index.json"):
+            return _open_shards(path, reading)
+        if is_torch_file(path):
+            tree, problems = read_torch(path, reading)
+            return contents_of_sections(hold_all(tree, "file")), problems
+        return _open_safetensors(path, reading)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint of any layout can be read and no checksum differs."""
+    try:
+        _, problems = open_checkpoint(path, Reading())
+    except CheckpointError:
+        return False
+    return not problems
+
+
+def verify(path: Path) -> None:
+    """Read one of our files back; CheckpointError if it is not to the byte what was written."""
+    file = read_safetensors(path, Reading(scan=True))
+    if file.problems or not file.is_ours:
+        raise refusal("the disk gave back something else than was written", file.problems)
+
+
+def _open_safetensors(path: Path, reading: Reading) -> Opened:
+    file = read_safetensors(path, reading)
+    if not file.is_ours:
+        return Contents(layout="safetensors", models=(module_record(file.held),)), file.problems
+    return own_contents(tree_of(file.header.metadata), file.held), file.problems
+
+
+def _open_shards(index: Path, reading: Reading) -> Opened:
+    tensors: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for shard, names in shards_of(index).items():
+        found = _tensors_in(shard, reading, problems)
+        tensors |= {name: found[name] for name in names if name in found}
+        problems += [
+            Problem(kind="missing", key=name, message=f"is not in {shard.name}, as the index says.")
+            for name in names
+            if name not in found
+        ]
+    return Contents(layout="huggingface", models=(module_record(tensors),)), problems
+
+
+def _tensors_in(path: Path, reading: Reading, problems: list[Problem]) -> dict[str, Any]:
+    with one_line_errors(path):
+        if is_torch_file(path):
+            tree, found = read_torch(path, reading)
+            problems += found
+            return dict(hold_all(tree, "file"))
+        file = read_safetensors(path, reading)
+        problems += file.problems
+        return file.held
+
+
+def _open_folder(path: Path, reading: Reading) -> Opened:
+    if is_dcp_folder(path):
+        # Late: it imports torch.distributed.checkpoint, which takes a tenth of a second.
+        from stayfinite.checkpoint.dcp import read_dcp
+
+        return contents_of_sections(hold_all(read_dcp(path), "file"), layout="dcp"), []
+    files = folder_files(path)
+    if "model" not in files:
+        raise CheckpointError(
+            "it is a folder without .metadata, model.safetensors or an index of shards."
+        )
+    contents, problems = open_checkpoint(files.pop("model"), reading)
+    sections: dict[str, Any] = {}
+    for name, file in files.items():
+        sections[name], found = read_torch(file, reading)
+        problems = problems + found
+    rest = contents_of_sections(hold_all({"model": {}, **sections}, "file"), layout="huggingface")
+    return dataclasses.replace(rest, models=contents.models, step=step_of(path)), problems

@@ -1,0 +1,259 @@
+"""save_checkpoint: all of the training state in one file, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from stayfinite.checkpoint.checks import own_problems
+from stayfinite.checkpoint.folder import install, written_beside
+from stayfinite.checkpoint.format import NAMES, bytes_of, sealed_pieces
+from stayfinite.checkpoint.load import is_whole, verify
+from stayfinite.checkpoint.modules import (
+    Members,
+    canonical,
+    extra_states,
+    gather,
+    identity,
+    parameter_names,
+    places,
+)
+from stayfinite.checkpoint.problem import Problem, errors_in, matches, refusal
+from stayfinite.checkpoint.values import STATE, Tensors, encode, hold, own_contents, part_name
+from stayfinite.errors import CheckpointError, ConfigError, InputError, NonFiniteError
+from stayfinite.snapshot import RandomState
+
+logger = logging.getLogger("stayfinite")
+
+ASIDE = ".nonfinite"
+
+
+@torch.no_grad()
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    ignore: Sequence[str] = (),
+    nonfinite_ok: Sequence[str] = (),
+    if_bad: Literal["refuse", "aside"] = "refuse",
+    on_error: Literal["raise", "warn"] = "raise",
+) -> Path | None:
+    """Save the state of training and give back where it is.
+
+    The file has every parameter, buffer and float tensor attribute of the model, the state of the
+    others, and the random number generators. It is written beside the path, synced, read back,
+    and takes the path's place in one rename; `keep` generations stay (path, path.1, ...).
+    model, optimizer, scheduler and ema may be lists. In `extra` goes any plain python data.
+
+    A bad value is a NonFiniteError, or with if_bad="aside" saved as path.nonfinite instead.
+    `ignore` and `nonfinite_ok` are patterns of tensor names, such as "*.last_attention". With
+    on_error="warn" a full or failing disk is logged, and None is given back.
+
+    >>> import tempfile, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> save_checkpoint(f"{tempfile.mkdtemp()}/last.ckpt", model=model, step=10).name
+    'last.ckpt'
+    """
+    target = _checked(path, keep, if_bad, on_error)
+    members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
+    tree, tensors = collect(members, dict(extra or {}), ignore=ignore)
+    stored, views = storable(tensors)
+    tree |= {"step": step, "saved_at": time.time(), "nonfinite_ok": list(nonfinite_ok)}
+    held = {key: hold(key, tensor) for key, tensor in tensors.items()}
+    problems = errors_in(own_problems(own_contents({**tree, "views": {}}, held)))
+    tree["views"] = views
+    metadata = {"format": "pt", STATE: json.dumps(tree, separators=(",", ":"), allow_nan=False)}
+    if problems and if_bad == "refuse":
+        raise _bad_state(target, problems)
+    try:
+        pieces = sealed_pieces(stored, {key: each.tally for key, each in held.items()}, metadata)
+        return _write(_aside(target) if problems else target, pieces, keep)
+    except OSError as error:
+        failure = _failure(target, error)
+    except CheckpointError as error:
+        failure = error
+    if on_error == "raise":
+        raise failure
+    logger.warning("stayfinite: %s", failure)
+    return None
+
+
+def _checked(path: str | os.PathLike[str], keep: int, if_bad: str, on_error: str) -> Path:
+    if keep < 2:
+        raise ConfigError(f"keep is {keep}; it must be at least 2, so that one can go bad.")
+    if if_bad not in ("refuse", "aside"):
+        raise ConfigError(f"if_bad is {if_bad!r}; it must be 'refuse' or 'aside'.")
+    if on_error not in ("raise", "warn"):
+        raise ConfigError(f"on_error is {on_error!r}; it must be 'raise' or 'warn'.")
+    return Path(os.path.realpath(path))  # a link goes on pointing to it
+
+
+def _bad_state(target: Path, problems: Sequence[Problem]) -> Exception:
+    error = refusal(f"{target} was not saved, because training could not go on from it", problems)
+    if any(problem.kind == "nonfinite" for problem in problems):
+        return NonFiniteError(str(error))
+    return error
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(target.name + ASIDE)
+
+
+def _write(target: Path, pieces: Iterable[memoryview], keep: int) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        raise InputError(f"{target} is a folder; give the path of a file in it.")
+    with written_beside(target, pieces) as temporary:
+        verify(temporary)
+        install(temporary, target, keep=keep, is_whole=is_whole)
+    return target
+
+
+def _failure(target: Path, error: OSError) -> CheckpointError:
+    reason = error.strerror or error
+    failure = CheckpointError(
+        f"{target} could not be saved: {reason}. What was there before is as it was."
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def collect(members: Members, extra: Any, *, ignore: Sequence[str]) -> tuple[Any, Tensors]:
+    """The state as JSON, and its tensors by name."""
+    tensors: Tensors = {}
+    models, averages = members.models, members.averages
+    tree = {
+        "models": [
+            _module(model, part_name("model", i, len(models)), tensors, ignore)
+            for i, model in enumerate(models)
+        ],
+        "optimizers": [
+            _optimizer(each, part_name("optimizer", i, len(members.optimizers)), members, tensors)
+            for i, each in enumerate(members.optimizers)
+        ],
+        "schedulers": _states(members.schedulers, "scheduler", tensors),
+        "scaler": None if members.scaler is None else _state(members.scaler, "scaler", tensors),
+        "averages": [
+            _average(each, part_name("ema", i, len(averages)), tensors, ignore)
+            for i, each in enumerate(averages)
+        ],
+        "random": encode(vars(RandomState.capture()), "random", tensors),
+        "extra": encode(extra, "extra", tensors),
+    }
+    return tree, tensors
+
+
+def _module(model: nn.Module, part: str, tensors: Tensors, ignore: Sequence[str]) -> Any:
+    found = {name: p for name, p in places(model).items() if not matches(name, ignore)}
+    _require_all_of_state_dict(model, part, found, ignore)
+    first: dict[Any, str] = {}
+    stored, ties = {}, {}
+    for name, place in found.items():
+        assert place.tensor is not None
+        known = first.setdefault(place.identity, name)
+        if known != name:
+            ties[name] = known
+            continue
+        key = f"{part}.{name}"
+        tensors[key] = _plain(place.tensor, key)
+        stored[name] = {"key": key, "kind": place.kind}
+    states = {
+        name: encode(state, f"{part}.{name}._extra_state", tensors)
+        for name, state in extra_states(model).items()
+    }
+    return {"class": type(model).__name__, "tensors": stored, "ties": ties, "extra_states": states}
+
+
+def _require_all_of_state_dict(
+    model: nn.Module, part: str, found: Mapping[str, Any], ignore: Sequence[str]
+) -> None:
+    """Modules may put anything into their state_dict; what we would miss is an error."""
+    ours = {place.identity for place in found.values()}
+    for name, value in model.state_dict().items():
+        plain = canonical(name.removeprefix("module."))
+        if plain in found or canonical(name) in found or name.endswith("_extra_state"):
+            continue
+        if matches(plain, ignore) or _is_among(value, ours):
+            continue
+        raise CheckpointError(
+            f"{part}.{name} is in the state_dict, but no module has a parameter, buffer or "
+            "attribute of that name, so it could not be put back. Save it in `extra`, or leave it "
+            "out with `ignore`."
+        )
+
+
+def _is_among(value: Any, identities: set[Any]) -> bool:
+    return isinstance(value, Tensor) and identity(value) in identities
+
+
+def _optimizer(optimizer: Any, part: str, members: Members, tensors: Tensors) -> Any:
+    return {
+        "class": type(optimizer).__name__,
+        "names": parameter_names(optimizer, members.models),
+        "state_dict": _state(optimizer, part, tensors),
+    }
+
+
+def _states(members: tuple[Any, ...], part: str, tensors: Tensors) -> list[Any]:
+    return [
+        _state(each, part_name(part, i, len(members)), tensors) for i, each in enumerate(members)
+    ]
+
+
+def _state(member: Any, part: str, tensors: Tensors) -> Any:
+    return encode(member.state_dict(), part, tensors)
+
+
+def _average(average: Any, part: str, tensors: Tensors, ignore: Sequence[str]) -> Any:
+    if isinstance(average, nn.Module):
+        return {"module": _module(average, part, tensors, ignore)}
+    return {"state": _state(average, part, tensors)}
+
+
+def _plain(tensor: Tensor, key: str) -> Tensor:
+    """The tensor, if it is an ordinary one; else an error says what it is."""
+    kind = type(tensor)
+    is_ordinary = kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, nn.Parameter)
+    if is_lazy(tensor):
+        raise CheckpointError(f"{key} has no shape yet; run the model once before saving it.")
+    if tensor.is_meta:
+        raise CheckpointError(f"{key} is on the meta device, so it has no values to save.")
+    if hasattr(tensor, "__tensor_flatten__") or not is_ordinary:
+        raise CheckpointError(
+            f"{key} is a {kind.__name__}, of which a process may hold only a part. Gather the "
+            "whole tensors first, or save with torch.distributed.checkpoint."
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise CheckpointError(
+            f"{key} is not a dense tensor, and cannot be stored. Leave it out with `ignore`."
+        )
+    return tensor.detach()
+
+
+def storable(tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors in dtypes that safetensors has; the others as bytes, with how to view them."""
+    stored, views = {}, {}
+    for key, tensor in tensors.items():
+        plain = _plain(tensor, key)
+        if plain.dtype in NAMES:
+            stored[key] = plain
+        else:
+            stored[key] = bytes_of(plain)
+            views[key] = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
+    return stored, views

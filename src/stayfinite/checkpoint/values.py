@@ -1,0 +1,393 @@
+"""What a checkpoint holds: tensors, and python state as strict JSON and back.
+
+No pickle, and nothing is stored that would change.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stayfinite.checkpoint.format import Tally, bytes_of, digest, tally
+from stayfinite.errors import CheckpointError
+
+Layout = Literal["stayfinite", "torch", "lightning", "safetensors", "huggingface", "dcp"]
+PlaceKind = Literal["parameter", "buffer", "non-persistent buffer", "attribute"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRecord:
+    """The tensors of a model by name.
+
+    `kinds` is empty when the file does not say what they are. `others` are names of entries that
+    are no tensors. `is_complete`: non-persistent buffers and plain attributes were saved too.
+    """
+
+    tensors: Mapping[str, Held]
+    kinds: Mapping[str, PlaceKind] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    extra_states: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRecord:
+    """The state_dict of an optimizer; with its class and parameter names where they are known."""
+
+    state_dict: Mapping[str, Any]
+    class_name: str | None = None
+    names: tuple[str | None, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Everything in a checkpoint. An average is a record when a module made it, else a tree."""
+
+    layout: Layout
+    models: tuple[ModuleRecord, ...] = ()
+    optimizers: tuple[OptimizerRecord, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    scaler: Any = None
+    averages: tuple[Any, ...] = ()
+    random: Any = None
+    extra: Any = None
+    step: int | None = None
+    saved_at: float | None = None
+    nonfinite_ok: tuple[str, ...] = ()
+
+
+def part_name(part: str, number: int, count: int) -> str:
+    """ "model" when there is one of them, else "model.0", ..."""
+    return part if count == 1 else f"{part}.{number}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """A leaf in the place of a tensor; `tensor` is None when the file was only looked through.
+
+    `is_private`: its memory belongs to this file's entry alone, and may be written to.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tally: Tally
+    tensor: Tensor | None = None
+    digest: bytes | None = None
+    is_array: bool = False
+    is_private: bool = False
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def hold(key: str, tensor: Tensor) -> Held:
+    """The tensor as a leaf, with its values."""
+    return Held(
+        key=key,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        tally=tally(tensor),
+        tensor=tensor,
+    )
+
+
+def is_same(one: Held, other: Held) -> bool:
+    """Whether two tensors are the same to the byte; both must have values or digests."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return _known_digest(one) == _known_digest(other)
+
+
+def _known_digest(held: Held) -> bytes | None:
+    if held.digest is None and held.tensor is not None:
+        return digest(bytes_of(held.tensor).numpy())
+    return held.digest
+
+
+def hold_all(tree: Any, key: str) -> Any:
+    """The same nested dicts, lists and tuples, with a leaf for each tensor."""
+    if isinstance(tree, Tensor):
+        return hold(key, tree)
+    if isinstance(tree, dict) and not isinstance(tree, Counter):
+        return {name: hold_all(item, f"{key}.{name}") for name, item in tree.items()}
+    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+        return type(tree)(hold_all(item, f"{key}.{place}") for place, item in enumerate(tree))
+    return tree
+
+
+def mapped(tree: Any, change: Callable[[Held], Any]) -> Any:
+    """The same tree with each leaf changed; other values as they are."""
+    if isinstance(tree, Held):
+        return change(tree)
+    if isinstance(tree, dict):
+        return type(tree)({key: mapped(item, change) for key, item in tree.items()})
+    if type(tree) in (list, tuple, set):
+        return type(tree)(mapped(item, change) for item in tree)
+    return tree
+
+
+def leaves(tree: Any) -> Iterator[Held]:
+    """All tensors of a tree."""
+    if isinstance(tree, Held):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+
+
+def with_tensors(tree: Any) -> Any:
+    """The tree with true tensors and arrays in the place of leaves; all must have been kept."""
+    return mapped(tree, _value)
+
+
+def _value(held: Held) -> Any:
+    assert held.tensor is not None, held.key
+    return held.tensor.numpy() if held.is_array else held.tensor
+
+
+STATE = "state"
+"""The key of the JSON tree in the metadata."""
+
+
+def own_contents(tree: Any, held: Mapping[str, Held]) -> Contents:
+    """The contents that a JSON tree of ours describes."""
+    try:
+        return _contents(tree, held)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            "its state is not as this version of stayfinite writes it."
+        ) from error
+
+
+def _contents(tree: Any, held: Mapping[str, Held]) -> Contents:
+    find = {**held, **viewed(tree["views"], held)}.__getitem__
+    return Contents(
+        layout="stayfinite",
+        models=tuple(_module(each, find) for each in tree["models"]),
+        optimizers=tuple(_optimizer(each, find) for each in tree["optimizers"]),
+        schedulers=tuple(decode(each, find) for each in tree["schedulers"]),
+        scaler=decode(tree["scaler"], find),
+        averages=tuple(_average(each, find) for each in tree["averages"]),
+        random=decode(tree["random"], find),
+        extra=decode(tree["extra"], find),
+        step=tree["step"],
+        saved_at=tree["saved_at"],
+        nonfinite_ok=tuple(tree["nonfinite_ok"]),
+    )
+
+
+def tree_of(metadata: Mapping[str, str]) -> Any:
+    """The JSON tree in a header."""
+    try:
+        return json.loads(metadata[STATE])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError("its header has no state.") from error
+
+
+def viewed(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
+    """Tensors of dtypes that safetensors does not have, which are stored as bytes."""
+    viewed = {}
+    for name, (dtype_name, shape) in views.items():
+        dtype, data = dtype_named(dtype_name), held[name].tensor
+        tensor = None if data is None else data.view(dtype).reshape(shape)
+        viewed[name] = dataclasses.replace(
+            held[name], dtype=dtype, shape=tuple(shape), tensor=tensor
+        )
+    return viewed
+
+
+def _module(tree: Any, find: Find) -> ModuleRecord:
+    return ModuleRecord(
+        tensors={name: find(each["key"]) for name, each in tree["tensors"].items()},
+        kinds={name: each["kind"] for name, each in tree["tensors"].items()},
+        ties=tree["ties"],
+        extra_states={name: decode(each, find) for name, each in tree["extra_states"].items()},
+        is_complete=True,
+    )
+
+
+def _optimizer(tree: Any, find: Find) -> OptimizerRecord:
+    return OptimizerRecord(
+        state_dict=decode(tree["state_dict"], find),
+        class_name=tree["class"],
+        names=tuple(tree["names"]),
+    )
+
+
+def _average(tree: Any, find: Find) -> Any:
+    return _module(tree["module"], find) if "module" in tree else decode(tree["state"], find)
+
+
+# Python state as strict JSON and back: no pickle, and nothing is stored that would change.
+#
+# JSON's own values stand for themselves; the rest is an object with one key that begins with "$".
+# Tensors and arrays are stored beside the JSON, and named in it.
+
+Tensors = dict[str, Tensor]
+Find = Callable[[str], Held]
+
+_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_KINDS = "biufc"  # numpy's booleans, integers, floats and complex numbers
+_PLAIN = (bool, int, str, type(None))
+_ACCEPTED = (
+    "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, OrderedDict, Counter, "
+    "tensors, NumPy arrays and numbers, torch.dtype, torch.device and torch.Size"
+)
+
+
+def encode(value: Any, path: str, tensors: Tensors) -> Any:
+    """The value as JSON; its tensors are added to `tensors` under their path.
+
+    CheckpointError names the path of anything that cannot be stored.
+    """
+    return _encode(value, path, tensors, ())
+
+
+def _encode(value: Any, path: str, tensors: Tensors, above: tuple[int, ...]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _add(tensors, path, value)}
+    if id(value) in above:
+        raise CheckpointError(f"{path} holds itself, and cannot be stored.")
+    above = (*above, id(value))
+    if kind is list:
+        return [_encode(v, f"{path}.{i}", tensors, above) for i, v in enumerate(value)]
+    if kind in _MAPPINGS:
+        return _encode_mapping(value, path, tensors, above)
+    if kind in _SEQUENCES:
+        items = [_encode(v, f"{path}.{i}", tensors, above) for i, v in enumerate(value)]
+        return {_SEQUENCES[kind]: items}
+    return _encode_leaf(value, path, tensors)
+
+
+_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+# torch.Size is a tuple of its own type.
+_SEQUENCES[torch.Size] = "$size"
+
+
+def _encode_mapping(value: Any, path: str, tensors: Tensors, above: tuple[int, ...]) -> Any:
+    items = {key: _encode(item, f"{path}.{key}", tensors, above) for key, item in value.items()}
+    if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in items):
+        return items
+    pairs = [[_encode(key, f"{path}.{key}", {}, above), item] for key, item in items.items()]
+    return {_MAPPINGS[type(value)]: pairs}
+
+
+def _encode_leaf(value: Any, path: str, tensors: Tensors) -> Any:
+    if type(value) is bytes:
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if type(value) is complex:
+        return {"$complex": [_encode(part, path, tensors, ()) for part in (value.real, value.imag)]}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+    if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
+        return {"$array": _add(tensors, path, _tensor_of(value, path))}
+    if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
+        return {"$number": [value.dtype.name, _encode(value.item(), path, tensors, ())]}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointError(
+        f"{path} is a {kind}, which cannot be stored without pickle. Store what it is made of: "
+        f"{_ACCEPTED}."
+    )
+
+
+def _tensor_of(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(array, order="C"))  # a copy: it may not be writable
+    except TypeError as error:
+        raise CheckpointError(
+            f"{path} is an array of {array.dtype}, which torch does not have."
+        ) from error
+
+
+def _add(tensors: Tensors, path: str, tensor: Tensor) -> str:
+    """Put the tensor under its path, or under one beside it: keys may hold dots."""
+    name = path
+    while name in tensors:
+        name += "'"
+    tensors[name] = tensor
+    return name
+
+
+def decode(node: Any, find: Find) -> Any:
+    """The value that was encoded, with a leaf for each tensor."""
+    if isinstance(node, list):
+        return [decode(item, find) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tag = next(iter(node), "")
+    if tag[:1] != "$":
+        return {key: decode(item, find) for key, item in node.items()}
+    if len(node) != 1 or tag not in _DECODERS:
+        raise CheckpointError(f"the state holds {tag}, which this version does not know.")
+    try:
+        return _DECODERS[tag](node[tag], find)
+    except (TypeError, ValueError, KeyError, AttributeError, binascii.Error) as error:
+        raise CheckpointError(f"the state holds a {tag} that means nothing.") from error
+
+
+def _pairs(node: Any, find: Find) -> list[tuple[Any, Any]]:
+    return [(decode(key, find), decode(item, find)) for key, item in node]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    found = vars(torch).get(name)  # asking torch itself may import half of it
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)
+    return found
+
+
+_DECODERS: dict[str, Callable[[Any, Find], Any]] = {
+    "$float": lambda node, find: _NUMBERS[node],
+    "$tensor": lambda node, find: find(node),
+    "$array": lambda node, find: _as_array(find(node)),
+    "$number": lambda node, find: _number(node[0], node[1], find),
+    "$complex": lambda node, find: complex(*decode(node, find)),
+    "$bytes": lambda node, find: base64.b64decode(node, validate=True),
+    "$tuple": lambda node, find: tuple(decode(node, find)),
+    "$set": lambda node, find: set(decode(node, find)),
+    "$frozenset": lambda node, find: frozenset(decode(node, find)),
+    "$size": lambda node, find: torch.Size(decode(node, find)),
+    "$dict": lambda node, find: dict(_pairs(node, find)),
+    "$ordered": lambda node, find: OrderedDict(_pairs(node, find)),
+    "$counter": lambda node, find: Counter(dict(_pairs(node, find))),
+    "$dtype": lambda node, find: dtype_named(node),
+    "$device": lambda node, find: torch.device(node),
+}
+
+
+def _number(name: str, value: Any, find: Find) -> Any:
+    kind = np.sctypeDict.get(name)  # np.dtype(name) warns of old names
+    if kind is None or np.dtype(kind).kind not in _KINDS:
+        raise ValueError(name)
+    return kind(decode(value, find))
+
+
+def _as_array(held: Held) -> Held:
+    return dataclasses.replace(held, is_array=True)

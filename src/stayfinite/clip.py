@@ -1,0 +1,404 @@
+"""Clipping that survives what it is there for: NaN, Inf, and gradients too large to be squared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.finite import all_finite, note_finite
+from stayfinite.detect.memory import compact, pieces, plain_parts
+from stayfinite.errors import ConfigError, InputError
+from stayfinite.nested import Named
+from stayfinite.training import params_of
+
+Allowed = Callable[[float, bool], float]
+"""From a norm, and whether it is of sound gradients, to the norm that they may have at most."""
+
+
+@torch.no_grad()
+def clip_gradients(
+    target: Target,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    drop: Drop = "elements",
+    names: Iterable[str] | None = None,
+) -> ClipResult:
+    """Scale all gradients together, in place, so that their norm is at most `max_norm`.
+
+    The target is a module, an optimizer, a parameter or several. NaN and Inf are set to 0 first,
+    or with drop="tensors" each whole gradient that has one; the norm is that of the rest, and
+    `max_norm` inf drops without clipping. With drop="nothing", gradients with something bad in
+    them stay as they are, all of them, for whoever judges them next. Gradients are named as in
+    the module or the optimizer, by `names` (one for each parameter), or else by their number.
+    Costs one pass and one host read when there is nothing to do.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(3))
+    >>> weight.grad = torch.tensor([3e38, float("nan"), 4e30])
+    >>> clip_gradients(weight, 1.0, names=["weight"]).dropped
+    ('weight',)
+    >>> weight.grad
+    tensor([1.0000e+00, 0.0000e+00, 1.3333e-08])
+    """
+    _check_options(max_norm, norm_type)
+    check_drop(drop)
+    gradients = gradients_in(target, None if names is None else list(names))
+    return clip_whole(gradients, lambda norm, is_sound: max_norm, norm_type=norm_type, drop=drop)
+
+
+def clip_whole(
+    gradients: Sequence[Gradient], allowed: Allowed, *, norm_type: float = 2.0, drop: Drop
+) -> ClipResult:
+    """Scale all gradients together; the norm decides what is allowed, and is asked about once."""
+    parts = [part for gradient in gradients for part in gradient.memory]
+    elements = sum(part.numel() for part in parts)
+    norm, dropped = quick_norm(parts, norm_type), dict[str, int]()
+    if norm is None:
+        found = drop_bad(gradients, drop)
+        if found is None:
+            return left_alone(elements)
+        norm, dropped = true_norm(parts, norm_type), found
+    max_norm = allowed(float(norm), not dropped)
+    if norm > max_norm:
+        scale_down(parts, norm, max_norm)
+    note_finite([gradient.tensor for gradient in gradients], min(norm, max_norm))
+    return result_of(float(norm), dropped, elements, was_clipped=norm > max_norm, max_norm=max_norm)
+
+
+def _check_options(max_norm: float, norm_type: float) -> None:
+    if not max_norm > 0:
+        raise ConfigError(
+            f"max_norm is {max_norm}; it must be greater than 0. "
+            "To drop bad values without clipping, use inf."
+        )
+    if not norm_type >= 1:
+        raise ConfigError(f"norm_type is {norm_type}; it must be at least 1, or inf.")
+
+
+def check_drop(drop: str) -> None:
+    """ConfigError unless it is one of the choices."""
+    if drop not in get_args(Drop):
+        raise ConfigError(f"drop is {drop!r}; it must be one of {', '.join(get_args(Drop))}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipResult:
+    """What clipping found and did.
+
+    `norm` is the true norm of the finite rest before it was clipped; float(result) gives it. It
+    is NaN where drop="nothing" has left bad gradients as they were. `max_norm` is the norm that
+    was allowed, inf where each tensor or each unit has a limit of its own; then `clipped` names
+    the tensors that were scaled. `dropped` names the tensors in which something was not finite
+    and was set to 0.
+
+    >>> result = ClipResult(norm=12.5, was_clipped=True, max_norm=1.0)
+    >>> float(result)
+    12.5
+    """
+
+    norm: float
+    was_clipped: bool
+    dropped: tuple[str, ...] = ()
+    dropped_elements: int = 0
+    kept_elements: int = 0
+    max_norm: float = math.inf
+    clipped: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        return self.norm
+
+
+def result_of(
+    norm: float,
+    dropped: Mapping[str, int],
+    elements: int,
+    *,
+    was_clipped: bool,
+    max_norm: float = math.inf,
+    clipped: tuple[str, ...] = (),
+) -> ClipResult:
+    """A result from how many elements were dropped of which tensor, and of how many in all."""
+    count = sum(dropped.values())
+    return ClipResult(
+        norm=norm,
+        was_clipped=was_clipped,
+        dropped=tuple(dropped),
+        dropped_elements=count,
+        kept_elements=elements - count,
+        max_norm=max_norm,
+        clipped=clipped,
+    )
+
+
+def left_alone(elements: int) -> ClipResult:
+    """The result where something is bad, and nothing may be dropped."""
+    return result_of(math.nan, {}, elements, was_clipped=False)
+
+
+Target = nn.Module | Optimizer | Tensor | Iterable[Tensor]
+
+
+class Gradient(NamedTuple):
+    """A gradient, its parameter, and dense views of all that is in it, to be read and written."""
+
+    name: str
+    param: Tensor
+    tensor: Tensor
+    memory: list[Tensor]
+
+
+def gradients_in(target: Target, names: Sequence[str] | None = None) -> list[Gradient]:
+    """Each gradient once, by the name of its parameter."""
+    found = {
+        id(gradient): Gradient(name, param, gradient, _memory(gradient))
+        for name, param in _parameters(target, names)
+        if (gradient := param.grad) is not None
+    }
+    return list(found.values())
+
+
+def _parameters(target: Target, names: Sequence[str] | None) -> Iterable[Named]:
+    if isinstance(target, nn.Module) and names is None:
+        return target.named_parameters()
+    if isinstance(target, Optimizer) and names is None:
+        names = [name for group in target.param_groups for name in group.get("param_names", ())]
+    params = listed(target)
+    return zip(names or map(str, range(len(params))), params, strict=True)
+
+
+def listed(target: Target) -> list[Tensor]:
+    """The parameters of the target; InputError where it is none."""
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    if isinstance(target, Optimizer):
+        return params_of(target)
+    params = [target] if isinstance(target, Tensor) else list(target)
+    wrong = [type(param).__name__ for param in params if not isinstance(param, Tensor)]
+    if wrong:
+        raise InputError(
+            f"clip_gradients got a {wrong[0]} among the parameters; "
+            "it accepts a module, an optimizer, a parameter or several of them."
+        )
+    return params
+
+
+def _memory(gradient: Tensor) -> list[Tensor]:
+    if gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
+        gradient.copy_(gradient.coalesce())  # repeated entries are added; only sums have a norm
+    return [part for part in plain_parts(gradient) if part.is_floating_point() or part.is_complex()]
+
+
+WIDENED = 1 << 20
+"""Elements that are widened together."""
+
+_SHORT = 1 << 13  # elements that are widened and added up; more are by rows
+_ROW = 512
+_HALF = {torch.float16, torch.bfloat16}
+# For other powers, and for smaller norms of these, a term may underflow.
+_QUICK_POWERS = {1.0, 2.0, math.inf}
+_SAFE_NORM = 1e-15
+
+
+class Norm(float):
+    """A norm as `largest * ratio`, since the product of the two may overflow."""
+
+    largest: float
+    ratio: float
+
+    def __new__(cls, largest: float, ratio: float = 1.0) -> Norm:
+        norm = super().__new__(cls, largest * ratio)
+        norm.largest, norm.ratio = largest, ratio
+        return norm
+
+
+def quick_norm(parts: list[Tensor], power: float) -> Norm | None:
+    """The norm if it is finite and exact, which says that all elements are finite; else None."""
+    if power not in _QUICK_POWERS or any(part.is_complex() for part in parts):
+        return None
+    norms = [_joint(_each(group, power), power).to(parts[0].device) for group in by_kind(parts)]
+    if not norms:
+        return Norm(0.0)
+    total = float(norms[0] if len(norms) == 1 else _joint(norms, power))  # host sync
+    is_exact = math.isfinite(total) and (total > _SAFE_NORM or power != 2)
+    return Norm(total) if is_exact else None
+
+
+def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
+    """The same for each list of parts by itself, with power 2; one host read for each dtype."""
+    norms = [0.0] * len(memories)
+    owners = {id(part): number for number, parts in enumerate(memories) for part in parts}
+    for group in by_kind([part for parts in memories for part in parts]):
+        is_complex = group[0].is_complex()
+        own = [math.nan] * len(group) if is_complex else torch.stack(_each(group, 2.0)).tolist()
+        for part, norm in zip(group, own, strict=True):
+            norms[owners[id(part)]] = math.hypot(norms[owners[id(part)]], norm)
+    return [Norm(n) if math.isfinite(n) and n > _SAFE_NORM else None for n in norms]
+
+
+def true_norm(parts: list[Tensor], power: float) -> Norm:
+    """The norm of finite elements of any size: taken of quotients by the largest, widened."""
+    largest = max((float(_largest(part)) for part in parts), default=0.0)  # host sync
+    if largest == 0:
+        return Norm(0.0)
+    ratios = [value for part in parts for value in _ratios(part, largest, power)]
+    together = torch.tensor([float(ratio) for ratio in ratios], dtype=torch.float64)  # host sync
+    return Norm(largest, float(vector_norm(together, power)))
+
+
+def joint(norms: Sequence[Norm]) -> Norm:
+    """The norm of all from the norm of each, with power 2."""
+    largest = max((norm.largest for norm in norms), default=0.0)
+    if largest == 0:
+        return Norm(0.0)
+    return Norm(largest, math.hypot(*(norm.largest / largest * norm.ratio for norm in norms)))
+
+
+def by_kind(parts: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Grouped by what torch's fused calls need to have in common."""
+    if parts and all(part.is_cpu and part.dtype is parts[0].dtype for part in parts):
+        return (parts,)  # the usual case, in less time
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    return groups.values()
+
+
+def exact_dtype(part: Tensor) -> torch.dtype:
+    """The real dtype in which its elements can be multiplied without being rounded first."""
+    return torch.float32 if part.dtype in _HALF else part.dtype.to_real()
+
+
+def wide(part: Tensor) -> torch.dtype:
+    """The widest dtype on its device."""
+    if part.device.type == "mps":  # has no float64
+        return torch.complex64 if part.is_complex() else torch.float32
+    return torch.complex128 if part.is_complex() else torch.float64
+
+
+def vector_norm(tensor: Tensor, power: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, power)
+    return norm
+
+
+def _joint(norms: list[Tensor], power: float) -> Tensor:
+    together = torch.stack(norms)
+    return vector_norm(together.to(wide(together)), power)
+
+
+def _each(group: list[Tensor], power: float) -> list[Tensor]:
+    """The norm of each part, as 0-d tensors on their device."""
+    if not group[0].is_cpu:
+        return list(torch._foreach_norm(group, power, exact_dtype(group[0])))
+    long = {n: _by_rows(part, power) for n, part in enumerate(group) if part.numel() > _SHORT}
+    short = [part for part in group if part.numel() <= _SHORT]
+    norms = iter(torch._foreach_norm(short, power, torch.float64)) if short else iter(())
+    return [long[n] if n in long else next(norms) for n in range(len(group))]
+
+
+def _by_rows(part: Tensor, power: float) -> Tensor:
+    """In float64, but for short sums: of 30 million float32 the third digit would be wrong."""
+    flat = compact(part)
+    if flat.numel() != part.numel() or not flat.is_contiguous():
+        return _joint([vector_norm(p.double(), power) for _, p in pieces(part, _SHORT)], power)
+    flat, short = flat.view(-1), exact_dtype(part)
+    count = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:count].view(-1, _ROW), power, dim=1, dtype=short)
+    norm: Tensor = torch.linalg.vector_norm(rows, power, dtype=torch.float64)
+    if count == flat.numel():
+        return norm
+    return _joint([norm, vector_norm(flat[count:].double(), power)], power)
+
+
+def _largest(part: Tensor) -> Tensor:
+    real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+    return vector_norm(compact(real), math.inf)
+
+
+def _ratios(part: Tensor, largest: float, power: float) -> Iterator[Tensor]:
+    for _, piece in pieces(part, WIDENED):
+        yield vector_norm(piece.to(wide(part)) / largest, power)
+
+
+Drop = Literal["elements", "tensors", "nothing"]
+
+
+def drop_bad(gradients: Sequence[Gradient], drop: Drop) -> dict[str, int] | None:
+    """Set what is not finite to 0; how many elements, by the name of the gradient.
+
+    None when there is something bad, and nothing may be dropped.
+    """
+    if all_finite(part for gradient in gradients for part in gradient.memory):
+        return {}
+    if drop == "nothing":
+        return None
+    zero = _zero_all if drop == "tensors" else _zero_bad
+    return {
+        gradient.name: sum(map(zero, gradient.memory))
+        for gradient in gradients
+        if not all_finite(gradient.memory)
+    }
+
+
+def _zero_all(part: Tensor) -> int:
+    compact(part).zero_()
+    return part.numel()
+
+
+def _zero_bad(part: Tensor) -> int:
+    memory, count = compact(part), 0
+    for _, piece in pieces(memory, WIDENED):
+        bad = ~piece.isfinite()
+        count += int(bad.sum())  # host sync
+        piece.masked_fill_(bad, 0)
+    return count * part.numel() // memory.numel()
+
+
+def scale_down(parts: list[Tensor], norm: Norm, max_norm: float) -> None:
+    """Bring the norm down to `max_norm`."""
+    first, second = _factors(norm, max_norm)
+    for group in by_kind(parts):
+        memory = [compact(part) for part in group]
+        for factor in _steps(first, second, group[0]):
+            # As a tensor: a plain number would be rounded to float16 first.
+            dtype, device = exact_dtype(group[0]), group[0].device
+            torch._foreach_mul_(memory, torch.tensor(factor, dtype=dtype, device=device))
+
+
+def scale_each(parts: Sequence[tuple[list[Tensor], Norm, float]]) -> None:
+    """Bring the norm of each list of parts down to its own limit, in few calls."""
+    factors: dict[int, float] = {}
+    plain: list[Tensor] = []
+    for own, norm, max_norm in parts:
+        first, second = _factors(norm, max_norm)
+        if all(_is_plain(part, first * second) for part in own):
+            plain += own
+            factors.update((id(part), first * second) for part in own)
+        else:
+            scale_down(own, norm, max_norm)
+    for group in by_kind(plain):
+        memory = [compact(part) for part in group]
+        torch._foreach_mul_(memory, [factors[id(part)] for part in group])
+
+
+def _is_plain(part: Tensor, factor: float) -> bool:
+    """Whether it can be multiplied by a plain number."""
+    return exact_dtype(part) is part.dtype and factor > torch.finfo(part.dtype).tiny
+
+
+def _factors(norm: Norm, max_norm: float) -> tuple[float, float]:
+    """Two whose product brings it down; the first is exact."""
+    _, exponent = math.frexp(norm.largest)
+    first = math.ldexp(1.0, -exponent)  # a power of two: multiplying by it is exact
+    return first, max_norm / norm.ratio / (norm.largest * first)
+
+
+def _steps(first: float, second: float, part: Tensor) -> Iterable[float]:
+    """Both in one where that is not too small for the dtype."""
+    fits = first * second > torch.finfo(exact_dtype(part)).tiny
+    return (first * second,) if fits else (first, second)

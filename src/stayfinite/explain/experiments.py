@@ -1,0 +1,667 @@
+"""Counterfactual replays of a bad step, and what they prove of its diagnosis.
+
+Pure procedures over whoever can replay the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from stayfinite.explain.proof import is_seen_in_values
+from stayfinite.records import REPEATED, Diagnosis, NaNType, Origin
+
+Precision = Literal["float32", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """In what a replay differs from the step as it was; by default in nothing."""
+
+    rows: tuple[int, ...] | None = None
+    """Only these rows of the batch; one may be there twice."""
+    replaced: tuple[int, int] | None = None
+    """Of the first row, the values from the one to before the other are those of `donor`."""
+    donor: int | None = None
+    precision: Precision | None = None
+    is_compiled: bool | None = None
+    term: int | None = None
+    """Only this term of the loss is differentiated."""
+    snapshot: int | None = None
+    """With the weights of so many snapshots ago, 0 the newest."""
+    steps: int = 0
+    """So many steps before it are run again, too."""
+    learning_rate: float = 1.0
+    clip: float | None = None
+    """The largest norm that gradients may have in those steps."""
+    loss_scale: float = 1.0
+    is_guarded: bool = False
+    """The operation that went bad first is kept inside its domain, as the fix says."""
+
+
+AS_IT_WAS = Change()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a replay showed: finite, or where it went bad first."""
+
+    is_finite: bool
+    op: str | None = None
+    file: str | None = None
+    line: int | None = None
+    kind: NaNType = NaNType.NONE
+
+    def is_like(self, other: Seen) -> bool:
+        """Whether both went bad at the same place; where none is known, in the same way."""
+        if self.is_finite or other.is_finite:
+            return False
+        if self.op is None and self.line is None and other.op is None and other.line is None:
+            return self.kind is other.kind
+        return (self.op, self.file, self.line) == (other.op, other.file, other.line)
+
+
+class CannotReplayError(Exception):
+    """A change that this step, or who replays it, does not allow; says why."""
+
+
+class Replays(Protocol):
+    """One bad step that can be run again; every run begins from the same state."""
+
+    @property
+    def rows(self) -> int:
+        """How many samples the batch has; 0 if it cannot be split."""
+
+    @property
+    def values(self) -> int:
+        """How many numbers one sample has; 0 if they cannot be replaced."""
+
+    @property
+    def snapshots(self) -> int:
+        """How many earlier states are kept."""
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The terms of the loss; empty if it is no sum, or cannot be taken apart."""
+
+    def run(self, change: Change) -> Seen:
+        """Run the step with the change; CannotReplayError if that cannot be done.
+
+        Other errors are those of the step itself.
+        """
+
+
+Verdict = Literal[
+    "deterministic",  # the same failure each time
+    "transient",  # it does not come back
+    "inconclusive",  # neither
+    "guilty",  # what was named makes the step bad, alone
+    "innocent",  # it does not
+    "depends",  # the step is finite without it, and that is all that is known
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One experiment: what was seen, as a sentence, and what it means.
+
+    `reproduces`: with the named cause alone the failure is there. `vanishes`: without it, the
+    step is finite.
+    """
+
+    experiment: str
+    verdict: Verdict
+    sentence: str
+    reproduces: bool = False
+    vanishes: bool = False
+    rows: tuple[int, ...] = ()
+    removal: Change | None = None
+    """What takes the named cause away."""
+
+    @property
+    def is_proof(self) -> bool:
+        return self.reproduces and self.vanishes
+
+
+def with_samples(finding: Finding, samples: Sequence[Any] | None, dataset: str) -> Finding:
+    """The finding with the dataset's numbers of the rows that it names."""
+    if not samples or not finding.rows or max(finding.rows) >= len(samples):
+        return finding
+    names = ", ".join(f"row {row} is sample {samples[row]}" for row in finding.rows)
+    said = f"{finding.sentence} ({names} of the dataset {dataset})"
+    return dataclasses.replace(finding, sentence=said)
+
+
+def with_reason(diagnosis: Diagnosis, why_not: str | None) -> Diagnosis:
+    """The diagnosis with the reason why no sample was looked for."""
+    if why_not is None:
+        return diagnosis
+    said = f"the batch was not searched for a guilty sample: {why_not}"
+    return dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, said))
+
+
+Progress = Callable[[str, int], None]
+
+
+class OutOfTimeError(Exception):
+    """The budget does not allow another replay."""
+
+
+class Lab:
+    """Runs replays until `seconds` are over; one that is known is not run again.
+
+    `progress(experiment, replays so far)` is called before each replay. A replay that is
+    expected to end after the budget is not begun.
+    """
+
+    def __init__(
+        self,
+        replays: Replays,
+        *,
+        seconds: float,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replays = replays
+        self.count = 0
+        self.doing = ""
+        self._progress, self._clock = progress, clock
+        self._end = clock() + seconds
+        self._longest = 0.0
+        self._known: dict[Change, Seen | Exception] = {}
+
+    def run(self, change: Change, *, anew: bool = False) -> Seen:
+        """What the replay showed.
+
+        Raises OutOfTimeError without running it, CannotReplayError if it cannot be done or the
+        step itself raised.
+        """
+        if anew or change not in self._known:
+            self._known[change] = self._run(change)
+        seen = self._known[change]
+        if isinstance(seen, Exception):
+            raise seen
+        return seen
+
+    def fails(self, change: Change, *, anew: bool = False) -> bool:
+        """Whether the step goes bad at the same place as when nothing is changed.
+
+        False too where it raises, cannot be run, or goes bad elsewhere.
+        """
+        try:
+            return self.run(change, anew=anew).is_like(self.run(AS_IT_WAS))
+        except CannotReplayError:
+            return False
+
+    def is_finite(self, change: Change, *, anew: bool = False) -> bool:
+        """Whether the step is finite with the change; False where that cannot be said."""
+        try:
+            return self.run(change, anew=anew).is_finite
+        except CannotReplayError:
+            return False
+
+    def _run(self, change: Change) -> Seen | Exception:
+        begun = self._clock()
+        if begun + self._longest > self._end:
+            raise OutOfTimeError
+        if self._progress is not None:
+            self._progress(self.doing, self.count)
+        self.count += 1
+        try:
+            return self.replays.run(change)
+        except CannotReplayError as error:
+            return error
+        except Exception as error:  # the user's own: a batch of one that a layer refuses, say
+            return CannotReplayError(f"the step raised {type(error).__name__}")
+        finally:
+            self._longest = max(self._longest, self._clock() - begun)
+
+
+def repeated(lab: Lab) -> Finding:
+    """Whether the failure comes back when nothing is changed."""
+    try:
+        first = lab.run(AS_IT_WAS)
+        second = lab.run(AS_IT_WAS, anew=True)
+    except CannotReplayError as error:
+        return _repeats("inconclusive", f"the step could not be replayed: {error}")
+    if first.is_finite and second.is_finite:
+        return _repeats("transient", "the same step, run twice more, was finite both times")
+    if first.is_like(second):
+        return _repeats("deterministic", REPEATED)
+    if first.is_finite or second.is_finite:
+        said = (
+            "the same step, run twice more, was bad once and finite once: it is not deterministic"
+        )
+        return _repeats("inconclusive", said)
+    said = "the same step, run twice more, went bad in two places: it is not deterministic"
+    return _repeats("inconclusive", said)
+
+
+def _repeats(verdict: str, sentence: str) -> Finding:
+    is_same = verdict == "deterministic"
+    return Finding(
+        experiment="repeat",
+        verdict=verdict,  # type: ignore[arg-type]
+        sentence=sentence,
+        reproduces=is_same,
+    )
+
+
+def precise(lab: Lab) -> list[Finding]:
+    """Whether it is finite in float32 and in float64; only what could be run is said."""
+    return [
+        found
+        for precision in ("float32", "float64")
+        if (found := _in_precision(lab, precision)) is not None
+    ]
+
+
+def _in_precision(lab: Lab, precision: Precision) -> Finding | None:
+    change = Change(precision=precision)
+    if lab.is_finite(change):
+        return Finding(
+            experiment=precision,
+            verdict="depends",
+            sentence=f"in {precision} the same step is finite",
+            reproduces=not lab.run(AS_IT_WAS).is_finite,
+            vanishes=True,
+            removal=change,
+        )
+    if lab.fails(change):
+        said = f"in {precision} the same step goes bad at the same place"
+        return Finding(experiment=precision, verdict="innocent", sentence=said)
+    return None
+
+
+def compiled(lab: Lab) -> Finding | None:
+    """Whether only the compiled code goes bad, or only the eager one; None if neither is known."""
+    try:
+        optimised = lab.run(Change(is_compiled=True))
+        eager = lab.run(Change(is_compiled=False))
+    except CannotReplayError:
+        return None
+    if eager.is_finite == optimised.is_finite:
+        return None
+    which, other = ("compiled", "eager") if eager.is_finite else ("eager", "compiled")
+    said = f"the {which} step goes bad and the {other} one is finite, from the same state"
+    return Finding(
+        experiment="compiled", verdict="depends", sentence=said, reproduces=True, vanishes=True
+    )
+
+
+MOST_GUILTY = 8
+_SPREAD = 4
+_MOST_VALUES = 1 << 16
+Rows = tuple[int, ...]
+
+
+def guilty_rows(lab: Lab) -> Finding | None:
+    """The rows that go bad alone in the same place; None if there is nothing to be said.
+
+    At most 2 * log2(rows) + 4 replays for one such row, and about as many for each further one.
+    No row is named that was not seen to fail alone.
+    """
+    total = lab.replays.rows
+    if total < 2 or lab.run(AS_IT_WAS).is_finite:
+        return None
+    found: list[int] = []
+    left, is_clean = tuple(range(total)), False
+    try:
+        while left and len(found) < MOST_GUILTY and (row := _one_of(lab, left)) is not None:
+            found.append(row)
+            left = tuple(each for each in left if each != row)
+            is_clean = _is_surely_finite(lab, left)
+            if is_clean or not lab.fails(Change(rows=left)):
+                break
+            if len(found) == 1 and _is_everywhere(lab, left):
+                return _everywhere(total)
+    except OutOfTimeError:
+        if not found:
+            raise
+    return _told(found, left, is_clean=is_clean) if found else _together(lab, total)
+
+
+def _one_of(lab: Lab, rows: Rows) -> int | None:
+    """One that fails alone, twice; None if the failure needs several at once."""
+    row = _halved(lab, rows)
+    alone = _alone(lab, row)
+    return row if alone is not None and lab.fails(alone, anew=True) else None
+
+
+def _halved(lab: Lab, rows: Rows) -> int:
+    """The one that is left when the half that fails is halved again and again."""
+    while len(rows) > 1:
+        middle = (len(rows) + 1) // 2
+        rows = rows[:middle] if _fails(lab, rows[:middle]) else rows[middle:]
+    return rows[0]
+
+
+def _fails(lab: Lab, rows: Rows) -> bool:
+    return lab.fails(Change(rows=rows)) if len(rows) > 1 else _alone(lab, rows[0]) is not None
+
+
+def _alone(lab: Lab, row: int) -> Change | None:
+    """How the row fails alone; None if it does not."""
+    once, twice = Change(rows=(row,)), Change(rows=(row, row))
+    if lab.fails(once):
+        return once
+    # Some layers refuse a batch of one, or have no variance to divide by.
+    return None if lab.is_finite(once) or not lab.fails(twice) else twice
+
+
+def _is_surely_finite(lab: Lab, rows: Rows) -> bool:
+    change = Change(rows=rows)
+    return bool(rows) and lab.is_finite(change) and lab.is_finite(change, anew=True)
+
+
+def _told(found: list[int], left: Rows, *, is_clean: bool) -> Finding:
+    names = listed(found)
+    one = len(found) == 1
+    what = f"row {names} of the batch goes" if one else f"rows {names} of the batch go"
+    said = f"{what} bad alone"
+    if is_clean:
+        said += f", and the other {len(left)} rows together are finite"
+    elif left:
+        said += "; there may be others"
+    return Finding(
+        experiment="samples",
+        verdict="guilty",
+        sentence=said,
+        reproduces=True,
+        vanishes=is_clean,
+        rows=tuple(sorted(found)),
+        removal=Change(rows=left) if left else None,
+    )
+
+
+def _is_everywhere(lab: Lab, rows: Rows) -> bool:
+    """Whether rows from all over the batch fail alone."""
+    if len(rows) <= _SPREAD:
+        return False
+    picked = {rows[number * (len(rows) - 1) // (_SPREAD - 1)] for number in range(_SPREAD)}
+    return all(_alone(lab, row) is not None for row in sorted(picked))
+
+
+def _everywhere(total: int) -> Finding:
+    said = f"of the {total} rows of the batch, all {_SPREAD + 1} that were tried go bad alone: "
+    return Finding(
+        experiment="samples", verdict="innocent", sentence=said + "it is not a matter of samples"
+    )
+
+
+def _together(lab: Lab, total: int) -> Finding | None:
+    middle = (total + 1) // 2
+    halves = tuple(range(middle)), tuple(range(middle, total))
+    if not all(lab.is_finite(Change(rows=half)) for half in halves):
+        return None
+    said = "each half of the batch alone is finite: no single sample does it"
+    return Finding(experiment="samples", verdict="innocent", sentence=said)
+
+
+def guilty_values(lab: Lab, row: int, donor: int) -> Finding | None:
+    """Which value of a guilty row makes it bad; None if it is not a single one.
+
+    Values are replaced by those of `donor`, a row that is not guilty.
+    """
+    count = lab.replays.values
+    if not 1 < count <= _MOST_VALUES or not _heals(lab, row, donor, 0, count):
+        return None
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high + 1) // 2
+        halves = ((low, middle), (middle, high))
+        half = next((h for h in halves if _heals(lab, row, donor, *h)), None)
+        if half is None:
+            return None
+        low, high = half
+    said = f"with value {low} of row {row} taken from row {donor}, the batch is finite"
+    return Finding(
+        experiment="values",
+        verdict="guilty",
+        sentence=said,
+        reproduces=True,
+        vanishes=True,
+        rows=(row,),
+    )
+
+
+def _heals(lab: Lab, row: int, donor: int, low: int, high: int) -> bool:
+    others = (each for each in range(lab.replays.rows) if each != row)
+    # In the whole batch: some layers refuse a batch of one.
+    return lab.is_finite(Change(rows=(row, *others), replaced=(low, high), donor=donor))
+
+
+def listed(rows: list[int]) -> str:
+    """ "3", "3 and 5", "3, 5 and 8"."""
+    names = [str(row) for row in sorted(rows)]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+_LESS = 0.1
+_SMALLER = 1 / 16
+_CLIP = 1.0
+
+
+def guarded(lab: Lab) -> Finding | None:
+    """Whether the step is finite once the operation is kept inside its domain."""
+    change = Change(is_guarded=True)
+    if lab.is_finite(change):
+        return Finding(
+            experiment="guarded",
+            verdict="guilty",
+            sentence="with that operation kept inside its domain, the same step is finite",
+            reproduces=not lab.run(AS_IT_WAS).is_finite,
+            vanishes=True,
+            removal=change,
+        )
+    if lab.fails(change):
+        said = "with that operation kept inside its domain, the step goes bad all the same"
+        return Finding(experiment="guarded", verdict="innocent", sentence=said)
+    return None
+
+
+def terms(lab: Lab) -> Finding | None:
+    """Which terms of the loss go bad alone; None if it is no sum, or all or none do."""
+    names = lab.replays.terms
+    if len(names) < 2:
+        return None
+    is_bad = [lab.fails(Change(term=number)) for number in range(len(names))]
+    is_good = [lab.is_finite(Change(term=number)) for number in range(len(names))]
+    bad = [name for name, flag in zip(names, is_bad, strict=True) if flag]
+    good = [name for name, flag in zip(names, is_good, strict=True) if flag]
+    if not bad or not good:
+        return None
+    verb = "goes" if len(bad) == 1 else "go"
+    said = f"of the terms of the loss, {' and '.join(bad)} {verb} bad alone"
+    if len(bad) + len(good) == len(names):
+        said += f", and {' and '.join(good)} alone {'is' if len(good) == 1 else 'are'} finite"
+    return Finding(experiment="terms", verdict="guilty", sentence=said, reproduces=True)
+
+
+def weights(lab: Lab) -> Finding | None:
+    """Whether the batch goes bad on earlier weights too."""
+    for number in range(lab.replays.snapshots):
+        change = Change(snapshot=number)
+        if lab.is_finite(change):
+            said = "with the weights of an earlier snapshot the same batch is finite"
+            return Finding(experiment="weights", verdict="depends", sentence=said, vanishes=True)
+        if lab.fails(change) and number == lab.replays.snapshots - 1:
+            said = "with earlier weights the same batch goes bad too: it is not the weights"
+            return Finding(experiment="weights", verdict="innocent", sentence=said)
+    return None
+
+
+def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
+    """Whether the last steps, run again in gentler ways, end well: one finding for each way.
+
+    Only if they end badly as they were.
+    """
+    if steps < 1 or not lab.fails(Change(steps=steps)):
+        return []
+    many = "the last step" if steps == 1 else f"the last {steps} steps"
+    ways = [
+        (Change(steps=steps, learning_rate=_LESS), "a tenth of the learning rate"),
+        (Change(steps=steps, clip=_CLIP), f"gradients clipped to a norm of {_CLIP:g}"),
+        (Change(steps=steps, loss_scale=_SMALLER), "a sixteenth of the loss scale"),
+    ]
+    tried = [_gentler(lab, change, f"with {how} over {many}") for change, how in ways]
+    return [each for each in tried if each is not None]
+
+
+def _gentler(lab: Lab, change: Change, what: str) -> Finding | None:
+    if lab.is_finite(change):
+        return Finding(
+            experiment="dynamics",
+            verdict="depends",
+            sentence=f"{what} this one is finite",
+            reproduces=True,
+            vanishes=True,
+        )
+    if lab.fails(change):
+        said = f"{what} it goes bad all the same"
+        return Finding(experiment="dynamics", verdict="innocent", sentence=said)
+    return None
+
+
+_PRECISION = ("low_precision_overflow", "low_precision_underflow", "mask_value_overflow")
+_LOW = ("float16", "bfloat16")
+_DYNAMICS = ("lr_too_high", "exploding_recurrence", "unknown", "loss_of_extreme_logits")
+_ROUNDS = 2  # with one, chance would be taken for proof once in thirty times
+OUT_OF_TIME = "there was no time for more experiments"
+
+
+class _Question(NamedTuple):
+    diagnosis: Diagnosis
+    origin: Origin
+    is_diverging: bool
+
+
+def experiment(
+    lab: Lab, diagnosis: Diagnosis, origin: Origin, *, steps: int = 0, is_diverging: bool = False
+) -> list[Finding]:
+    """What there was time to find out, in the order in which it was done.
+
+    Nothing is tried on a step that does not go bad the same way twice.
+    """
+    question = _Question(diagnosis, origin, is_diverging)
+    first = _done(lab, "repeat", lambda: [repeated(lab)])
+    if not first or first[-1].verdict != "deterministic":
+        return first
+    plan: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("guarded", lambda: _one(guarded(lab))),
+        ("samples", lambda: _batch(lab)),
+        ("precision", lambda: [] if is_diverging else precise(lab)),  # it only takes longer
+        ("terms", lambda: _one(terms(lab))),
+        ("weights", lambda: _one(weights(lab))),
+        ("compiled", lambda: _one(compiled(lab))),
+    ]
+    if is_diverging or diagnosis.cause in _DYNAMICS:
+        plan.append(("dynamics", lambda: dynamics(lab, steps=steps)))
+    found = first
+    for name, act in plan:
+        more = [_confirmed(lab, each, question) for each in _done(lab, name, act)]
+        found = [*found, *more]
+        if more and more[-1].sentence == OUT_OF_TIME:
+            break
+    return found
+
+
+def _confirmed(lab: Lab, finding: Finding, question: _Question) -> Finding:
+    """A finding that proves must hold again: bad with the cause, finite without, every time."""
+    if finding.removal is None or not _proves(finding, question):
+        return finding
+    try:
+        for _ in range(_ROUNDS):
+            if not _is_bad_again(lab) or not lab.is_finite(finding.removal, anew=True):
+                said = f"{finding.sentence}, though not every time"
+                return dataclasses.replace(finding, vanishes=False, sentence=said)
+    except (OutOfTimeError, CannotReplayError):
+        return dataclasses.replace(finding, vanishes=False)
+    return finding
+
+
+def _is_bad_again(lab: Lab) -> bool:
+    before = lab.run(AS_IT_WAS)
+    return lab.run(AS_IT_WAS, anew=True).is_like(before)
+
+
+def judged(
+    diagnosis: Diagnosis,
+    origin: Origin,
+    findings: Sequence[Finding],
+    *,
+    is_diverging: bool = False,
+) -> Diagnosis:
+    """The diagnosis with the evidence, and as sure as the findings allow.
+
+    Where training was running away before, an operation that overflows is no cause.
+    """
+    question = _Question(diagnosis, origin, is_diverging)
+    if not findings:
+        return diagnosis
+    said = [each.sentence for each in findings if each.sentence != OUT_OF_TIME]
+    evidence = tuple(dict.fromkeys([*diagnosis.evidence, *(said or [OUT_OF_TIME])]))
+    confidence = diagnosis.confidence
+    if not any(each.experiment == "repeat" and each.reproduces for each in findings):
+        confidence = "possible" if confidence == "possible" else "likely"
+    elif any(_proves(each, question) for each in findings):
+        confidence = "proven"
+    elif any(_refutes(each, diagnosis) for each in findings):
+        confidence = "possible"
+    return dataclasses.replace(diagnosis, evidence=evidence, confidence=confidence)
+
+
+def _proves(finding: Finding, question: _Question) -> bool:
+    """Whether what was taken away is what the diagnosis names, and nothing else."""
+    diagnosis, origin = question.diagnosis, question.origin
+    if not finding.is_proof or not origin.exact:
+        return False
+    if question.is_diverging and finding.experiment != "samples":
+        return False
+    if finding.experiment == "guarded":
+        return is_seen_in_values(diagnosis.cause, origin)
+    if finding.experiment == "samples":
+        return diagnosis.cause in ("bad_input_data", "bad_label") and origin.phase == "data"
+    if finding.experiment == "float32":
+        dtypes = {each.dtype for each in origin.outputs}
+        return diagnosis.cause in _PRECISION and bool(dtypes) and dtypes <= set(_LOW)
+    return False
+
+
+def _refutes(finding: Finding, diagnosis: Diagnosis) -> bool:
+    if finding.verdict != "innocent":
+        return False
+    if finding.experiment == "guarded":
+        return True
+    return finding.experiment == "float32" and diagnosis.cause in _PRECISION
+
+
+def _batch(lab: Lab) -> list[Finding]:
+    """The guilty rows, and of a single one the guilty value."""
+    found = guilty_rows(lab)
+    if found is None:
+        return []
+    if len(found.rows) != 1 or not found.vanishes:
+        return [found]
+    donor = next(row for row in range(lab.replays.rows) if row not in found.rows)
+    try:
+        return [found, *_one(guilty_values(lab, found.rows[0], donor))]
+    except OutOfTimeError:
+        return [found]
+
+
+def _done(lab: Lab, name: str, act: Callable[[], list[Finding]]) -> list[Finding]:
+    lab.doing = name
+    try:
+        return act()
+    except OutOfTimeError:
+        return [Finding(experiment=name, verdict="inconclusive", sentence=OUT_OF_TIME)]
+    except CannotReplayError:
+        return []
+
+
+def _one(finding: Finding | None) -> list[Finding]:
+    return [] if finding is None else [finding]

@@ -1,1 +1,0 @@
-"""Ways to change an expression so that it stays finite, one family per file."""

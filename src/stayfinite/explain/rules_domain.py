@@ -1,0 +1,364 @@
+"""Rules for operations outside their domain, where their inputs show enough."""
+
+from __future__ import annotations
+
+import ast
+import math
+
+from stayfinite.explain.clue import Clue, argument, diagnosis, number, operands
+from stayfinite.records import Diagnosis, NaNType, TensorSummary
+from stayfinite.text import bare_name
+
+_LOGS = ("log", "log2", "log10", "log1p", "xlogy", "special_xlog1py", "logit")
+_LOG_NODES = ("Log", "Log2", "Log10", "Log1P", "Xlogy", "Logit")
+_RANDOM = ("rand", "rand_like", "uniform", "uniform_", "exponential_", "random_")
+
+
+def in_distribution(clue: Clue) -> Diagnosis | None:
+    """Inside torch.distributions: a scale of 0, or a value on the edge of the support."""
+    if not clue.inside.startswith("distributions/") and "distributions/" not in clue.inside:
+        return None
+    zeros = {item.name for item in clue.origin.inputs if item.zero_count}
+    divides = clue.op in ("div", "reciprocal") or clue.node in ("Div", "Reciprocal")
+    if divides and ("other" in zeros or zeros):
+        return diagnosis(
+            "zero_scale_distribution",
+            f"The scale of the distribution in `{clue.expression}` is 0, and it is divided by.",
+            "Bound it from below where it is made: `scale = F.softplus(raw) + 1e-4`.",
+        )
+    if clue.op in _LOGS and zeros and "normal" in clue.inside:
+        return diagnosis(
+            "zero_scale_distribution",
+            f"The scale of the distribution in `{clue.expression}` is 0, and its log is -Inf.",
+            "Bound it from below where it is made: `scale = F.softplus(raw) + 1e-4`.",
+        )
+    if clue.op in (*_LOGS, "log_sigmoid", "atanh") or clue.node in _LOG_NODES:
+        return diagnosis(
+            "support_boundary",
+            f"`{clue.expression}` is asked for a value on the edge of the distribution's support "
+            "(0 or 1), where its log density is infinite.",
+            "Keep samples and targets inside: `x.clamp(1e-6, 1 - 1e-6)`.",
+        )
+    return None
+
+
+def logarithm(clue: Clue) -> Diagnosis | None:
+    """log of zero or of less, and what people usually meant."""
+    if not (clue.op in _LOGS or (clue.is_backward and clue.node in _LOG_NODES)):
+        return None
+    inner = argument(clue.expression, clue.op) or argument(clue.expression) or "x"
+    out = clue.output
+    if out is not None and out.nan_count and not clue.is_backward:
+        lowest = clue.first.min if clue.first else None
+        return diagnosis(
+            "log_of_negative",
+            f"`{clue.expression}`: the argument goes down to {number(lowest)}, and the log of a "
+            "negative number is NaN.",
+            f"Find why `{inner}` can be negative (a wrong scale or sign); "
+            f"`torch.log({inner}.clamp_min(1e-8))` only hides it.",
+        )
+    if clue.is_backward and clue.node.startswith("Pow") and _goes_below_zero(clue):
+        return diagnosis(
+            "pow_of_negative",
+            f"The derivative of `{clue.expression}` by its exponent has the log of the base, which "
+            f"goes down to {number(clue.first.min if clue.first else None)} here.",
+            "Keep the base above 0 before the power: `x.clamp_min(1e-6)`.",
+        )
+    if any(op in _RANDOM for op in clue.made_by("self")):
+        return diagnosis(
+            "gumbel_log_zero",
+            f"`{clue.expression}` takes the log of a random number that can be exactly 0.",
+            "Draw it away from 0: `torch.rand(shape).clamp_min(torch.finfo(x.dtype).tiny)`, or use "
+            "-torch.empty(shape).exponential_().log().",
+        )
+    if _multiplied_by_zero(clue):
+        return diagnosis(
+            "kl_of_zero",
+            f"`{clue.expression}` is -Inf where a probability is 0, and 0 * -Inf is NaN, though "
+            "p log p goes to 0.",
+            "Use torch.xlogy(p, q), or clamp the probability: `q.clamp_min(1e-8)`.",
+        )
+    return diagnosis("log_of_zero", _log_why(clue), _log_fix(clue, inner))
+
+
+def _goes_below_zero(clue: Clue) -> bool:
+    return clue.first is not None and clue.first.negative_count > 0
+
+
+def _log_why(clue: Clue) -> str:
+    made = clue.made_by("self")
+    via = f" (made by {made[0].rstrip('_')})" if made and made[0] else ""
+    side = "derivative of the log there is 1 / 0" if clue.is_backward else "log of 0 is -Inf"
+    return f"The argument of `{clue.expression}` is exactly 0{via}, and the {side}."
+
+
+def _log_fix(clue: Clue, inner: str) -> str:
+    made = " ".join(clue.made_by("self"))
+    if "softmax" in made:
+        return "Use log_softmax on the logits instead of log(softmax(...))."
+    if "sigmoid" in made:
+        return "Use F.logsigmoid on the logits (or binary_cross_entropy_with_logits)."
+    if "exp" in made or "sum" in made:
+        return (
+            "Stay in log space: torch.logsumexp over the log terms instead of the log of a sum of "
+            f"exps; at least `torch.log({inner}.clamp_min(1e-30))`."
+        )
+    return f"Keep it away from 0: `torch.log({inner}.clamp_min(1e-8))`."
+
+
+def _multiplied_by_zero(clue: Clue) -> bool:
+    if any("kl_div" in place or "distributions/kl" in place for place in clue.fact("through", [])):
+        return True
+    turned = clue.fact("became_nan") or {}
+    if not str(turned.get("op", "")).startswith("aten.mul"):
+        return False
+    return any(item.get("zero_count", 0) for item in turned.get("inputs", []))
+
+
+LOG_RULES = (in_distribution, logarithm)
+
+
+_NORMS = ("linalg_vector_norm", "norm", "linalg_norm")
+_LINALG = ("linalg_", "cholesky", "svd", "inverse", "lu_", "triangular", "logdet", "ormqr", "eig")
+
+
+def nothing_left(clue: Clue) -> Diagnosis | None:
+    """The mean of no elements."""
+    empty = clue.fact("empty")
+    if not empty or clue.op in ("cat", "stack"):
+        return None
+    return diagnosis(
+        "empty_reduction",
+        f"`{clue.expression}` reduces a tensor without elements: the mean of nothing is 0 / 0.",
+        "Return 0 (or leave the term out) when the selection is empty: "
+        f"`{argument(clue.expression) or 'x'}.sum() / max(1, count)`.",
+    )
+
+
+def masked_row(clue: Clue) -> Diagnosis | None:
+    """A softmax over nothing but -Inf."""
+    if clue.is_backward or not any(n in clue.op for n in ("softmax", "attention", "logsumexp")):
+        return None
+    if not any(item.neg_inf_count for item in clue.origin.inputs):
+        return None
+    return diagnosis(
+        "softmax_all_masked",
+        f"A whole row of the scores is -Inf in `{clue.expression}`, and the softmax of such a row "
+        "is 0 / 0.",
+        "Leave one position open in each row, or zero those rows: "
+        "scores.masked_fill(mask, torch.finfo(scores.dtype).min), and attn.masked_fill(mask, 0.0) "
+        "after the softmax.",
+    )
+
+
+def infeasible_alignment(clue: Clue) -> Diagnosis | None:
+    """CTC with more labels than frames."""
+    if "ctc_loss" not in clue.op:
+        return None
+    return diagnosis(
+        "ctc_infeasible",
+        "A target of the batch (with one blank between equal labels) is longer than its input, so "
+        "no alignment exists and its loss is Inf.",
+        "Pass zero_infinity=True to CTCLoss, or drop samples whose target length plus repeats "
+        "exceeds the number of frames.",
+    )
+
+
+def no_labels(clue: Clue) -> Diagnosis | None:
+    """Every label is ignore_index."""
+    if not clue.op.startswith(("nll_loss", "cross_entropy")) or clue.is_backward:
+        return None
+    ignored = clue.scalars.get("ignore_index", -100)
+    if any(item.bad_count for item in clue.origin.inputs):
+        return None
+    return diagnosis(
+        "bad_label",
+        f"Every label of this batch is ignore_index ({ignored}) or has weight 0, so the mean in "
+        f"`{clue.expression}` is 0 / 0.",
+        "Sum the loss and divide by max(1, (labels != ignore_index).sum()), or drop such batches.",
+    )
+
+
+def single_value(clue: Clue) -> Diagnosis | None:
+    """The unbiased variance of one value."""
+    if not clue.op.startswith(("var", "std")) and clue.node not in ("Var", "Std", "VarMean"):
+        return None
+    item, out = clue.first, clue.output
+    correction = clue.scalars.get("correction", 1)
+    correction = correction if isinstance(correction, (int, float)) else 1
+    if item is None or out is None or out.numel == 0 or item.numel // out.numel > correction:
+        return None
+    return diagnosis(
+        "var_of_single",
+        f"`{clue.expression}` is the unbiased variance of a single value: 0 / (1 - 1).",
+        "Pass correction=0, or leave out groups of one.",
+    )
+
+
+def degenerate_matrix(clue: Clue) -> Diagnosis | None:
+    """A matrix that cannot be decomposed or inverted."""
+    if clue.op == "scalar_tensor" and "logdet" in clue.expression:
+        return diagnosis(
+            "degenerate_linalg",
+            f"The determinant in `{clue.expression}` is negative, and its logarithm is NaN.",
+            "Build the matrix so that it is positive definite: from a Cholesky factor, or with a "
+            "correlation of tanh(x), and add a small multiple of the identity.",
+        )
+    if not clue.op.startswith(_LINALG) or clue.op in _NORMS:
+        return None
+    return diagnosis(
+        "degenerate_linalg",
+        f"The matrix in `{clue.expression}` is singular or not positive definite to working "
+        "precision.",
+        "Add a small multiple of the identity, `a + 1e-6 * torch.eye(n)`, and compute in float64.",
+    )
+
+
+def division(clue: Clue) -> Diagnosis | None:
+    """x / 0."""
+    divides = clue.op in ("div", "reciprocal", "rsqrt", "remainder", "fmod", "true_divide")
+    by_node = clue.is_backward and clue.node in ("Div", "Reciprocal", "Rsqrt")
+    if not divides and not by_node:
+        return None
+    below = _denominator(clue)
+    if not (below and below.zero_count) and not by_node and clue.scalars.get("other", 1) != 0:
+        return None
+    name = below.name if below else "other"
+    text = _divisor(clue)
+    if set(clue.made_by(name)) & set(_NORMS) and _is_of_weights(clue):
+        return diagnosis(
+            "weight_norm_of_zero",
+            f"`{clue.expression}` divides a weight by its norm, and a row of it is all 0.",
+            f"Keep the norm away from 0 (`{text}.clamp_min(1e-8)`), and start with non-zero rows.",
+        )
+    if set(clue.made_by(name)) & set(_NORMS):
+        return diagnosis(
+            "cosine_zero_vector",
+            f"`{clue.expression}` divides by the norm of a vector that is all 0.",
+            "Use F.normalize(x, dim=-1) or F.cosine_similarity(a, b), which have an eps, or "
+            "`x / x.norm(dim=-1, keepdim=True).clamp_min(1e-8)`.",
+        )
+    if [bare_name(op) for op in clue.fact("reached", [])[:2]] == ["log", "mul"]:
+        return diagnosis(
+            "kl_of_zero",
+            f"`{clue.expression}` is p / q with q = 0, inside p * log(p / q): one distribution "
+            "is 0 where the other is not.",
+            "Clamp it, `q.clamp_min(1e-8)`, or use F.kl_div on log-probabilities from log_softmax.",
+        )
+    if below is not None and below.numel == 1 and "sum" in " ".join(clue.made_by(name)):
+        guard = f"`{text}.clamp_min(1)` if it counts, else `{text} + 1e-8`"
+    else:
+        guard = f"`{text}.clamp_min(1e-8)` if it cannot be negative, else `{text} + 1e-8`"
+    return diagnosis(
+        "division_by_zero",
+        f"`{text}` in `{clue.expression}` is 0: "
+        + ("x / 0 is Inf, 0 / 0 is NaN" if not clue.is_backward else "the derivative divides by it")
+        + ".",
+        f"Keep the denominator away from 0: {guard}.",
+    )
+
+
+def _is_of_weights(clue: Clue) -> bool:
+    """Whether no input of the model went into it."""
+    return clue.origin.module is not None and not clue.fact("from_batch")
+
+
+def _denominator(clue: Clue) -> TensorSummary | None:
+    return clue.input("other") or (clue.first if clue.op in ("reciprocal", "rsqrt") else None)
+
+
+def _divisor(clue: Clue) -> str:
+    pair = operands(clue.expression, ast.Div)
+    if pair is not None:
+        return pair[1]
+    return argument(clue.expression) or "the denominator"
+
+
+def root_of_negative(clue: Clue) -> Diagnosis | None:
+    """sqrt(-tiny)."""
+    item = clue.first
+    if clue.op not in ("sqrt", "rsqrt") or item is None or not item.negative_count:
+        return None
+    inner = argument(clue.expression) or "x"
+    return diagnosis(
+        "sqrt_of_negative",
+        f"`{clue.expression}`: the argument goes down to {number(item.min)}; a value that is 0 on "
+        "paper came out negative by rounding, or it has the wrong sign.",
+        f"Clamp before the root: `torch.sqrt({inner}.clamp_min(1e-12))`.",
+    )
+
+
+def power_of_negative(clue: Clue) -> Diagnosis | None:
+    """(-x) ** 0.5, and 0 ** -1."""
+    base = clue.first
+    if clue.op not in ("pow", "float_power") or base is None or clue.output is None:
+        return None
+    if clue.output.nan_count and base.negative_count:
+        return diagnosis(
+            "pow_of_negative",
+            f"`{clue.expression}`: a negative base (down to {number(base.min)}) to a fractional "
+            "power is NaN.",
+            "Use x.abs() ** p * x.sign(), or clamp the base to be positive first.",
+        )
+    exponent = clue.scalars.get("exponent", 1)
+    if base.zero_count and isinstance(exponent, (int, float)) and exponent < 0:
+        return diagnosis(
+            "division_by_zero",
+            f"`{clue.expression}`: 0 to a negative power is a division by zero.",
+            "Keep the base away from 0: `x.clamp_min(1e-8)`.",
+        )
+    return None
+
+
+def outside_arccosine(clue: Clue) -> Diagnosis | None:
+    """acos(1.0000001)."""
+    item = clue.first
+    if clue.op not in ("acos", "asin", "atanh", "acosh", "erfinv") or item is None:
+        return None
+    inner = argument(clue.expression) or "x"
+    return diagnosis(
+        "acos_domain",
+        f"`{clue.expression}`: the argument reaches from {number(item.min)} to {number(item.max)}, "
+        f"and {clue.op} is not defined (or infinite) at and beyond 1.",
+        f"Clamp it inside: `{inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
+    )
+
+
+def infinite_arithmetic(clue: Clue) -> Diagnosis | None:
+    """Inf - Inf and 0 * Inf, where the Inf itself was meant."""
+    out = clue.output
+    if out is None or out.nan_type is not NaNType.NAN:
+        return None
+    given = any(item.pos_inf_count or item.neg_inf_count for item in clue.origin.inputs)
+    constant = any(isinstance(v, float) and math.isinf(v) for v in clue.scalars.values())
+    if clue.op in ("sub", "add", "rsub", "sum", "mean", "cumsum", "logaddexp") and given:
+        return diagnosis(
+            "inf_minus_inf",
+            f"`{clue.expression}` subtracts one Inf from another; each alone is harmless.",
+            "Leave those entries out before the subtraction (select the columns, or clamp to a "
+            "finite minimum such as torch.finfo(x.dtype).min).",
+        )
+    if clue.op in ("mul", "mm", "bmm", "addmm", "dot", "matmul", "baddbmm") and (given or constant):
+        return diagnosis(
+            "zero_times_inf",
+            f"`{clue.expression}` multiplies 0 by Inf.",
+            "Choose instead of multiplying: `x.masked_fill(mask, float('-inf'))` or "
+            "torch.where(mask, a, b).",
+        )
+    return None
+
+
+DOMAIN_RULES = (
+    nothing_left,
+    masked_row,
+    infeasible_alignment,
+    no_labels,
+    single_value,
+    degenerate_matrix,
+    *LOG_RULES,
+    root_of_negative,
+    power_of_negative,
+    division,
+    outside_arccosine,
+    infinite_arithmetic,
+)

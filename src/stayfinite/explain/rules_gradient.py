@@ -1,0 +1,265 @@
+"""Rules for the backward pass and for 16-bit floats.
+
+There a finite value has a derivative that is not, or would be finite in float32.
+"""
+
+from __future__ import annotations
+
+from stayfinite.explain.clue import Clue, argument, diagnosis, largest, number
+from stayfinite.records import Diagnosis, NaNType, TensorSummary
+
+_SELECTORS = ("WhereBackward", "MaskedFillBackward", "MaskedScatterBackward")
+_TRAPPED = (
+    "Pow",
+    "Log",
+    "Sqrt",
+    "Div",
+    "Rsqrt",
+    "Reciprocal",
+    "Acos",
+    "Asin",
+    "Log2",
+    "Atan2",
+    "Exp",
+)
+_LINALG = ("Linalg", "Cholesky", "Svd", "Eigh", "Inverse", "LuSolve", "Triangular", "Det", "Qr")
+
+
+def untaken_branch(clue: Clue) -> Diagnosis | None:
+    """torch.where picked the other branch, and 0 times an infinite derivative is NaN."""
+    if not clue.is_backward or clue.node not in _TRAPPED:
+        return None
+    consumers = clue.fact("consumers", [])
+    if not any(name.startswith(_SELECTORS) for name in consumers) or not _by_zero_gradient(clue):
+        return None
+    inner = argument(clue.expression) or "x"
+    return diagnosis(
+        "where_grad_trap",
+        f"torch.where does not use this value of `{clue.expression}`, but its derivative there is "
+        "infinite, and 0 (the gradient of the branch not taken) times Inf is NaN.",
+        f"Make the input safe before the operation: `{inner} = torch.where(mask, {inner}, 1.0)`, "
+        "then torch.where(mask, ..., ...) as it is.",
+    )
+
+
+def _by_zero_gradient(clue: Clue) -> bool:
+    turned = clue.fact("became_nan") or {}
+    given = [item.get("zero_count", 0) for item in turned.get("inputs", [])]
+    zeros = [item.zero_count for item in clue.origin.inputs]
+    return any(given) or sum(bool(count) for count in zeros) > 1 or (bool(zeros) and zeros[0] > 0)
+
+
+def root_at_zero(clue: Clue) -> Diagnosis | None:
+    """1 / (2 sqrt(0)), also inside std()."""
+    if not clue.is_backward or clue.node not in ("Sqrt", "Std", "StdMean"):
+        return None
+    inner = argument(clue.expression) or "x"
+    if clue.node != "Sqrt":
+        return diagnosis(
+            "sqrt_grad_at_zero",
+            f"The standard deviation in `{clue.expression}` is 0 (all values equal, or only one), "
+            "and the derivative of the root there is infinite.",
+            "Use (x.var(...) + 1e-8).sqrt() instead of x.std(...).",
+        )
+    return diagnosis(
+        "sqrt_grad_at_zero",
+        f"`{clue.expression}` is taken at exactly 0, where the derivative 1 / (2 sqrt(x)) is "
+        "infinite.",
+        f"Put an eps inside the root: `torch.sqrt({inner} + 1e-8)`; one added outside comes too "
+        "late.",
+    )
+
+
+def norm_at_zero(clue: Clue) -> Diagnosis | None:
+    """x / |x| at the origin, in a first or second derivative."""
+    names = f"{clue.node} {clue.fact('made_in') or ''}"
+    if not clue.is_backward or not any(n in names for n in ("Norm", "Cdist", "Dist", "Renorm")):
+        return None
+    if (
+        "BatchNorm" in names
+        or "LayerNorm" in names
+        or "WeightNorm" in names
+        or "GroupNorm" in names
+    ):
+        return None
+    return diagnosis(
+        "norm_grad_at_zero",
+        f"The norm in `{clue.expression}` is 0, and its derivative x / |x| is 0 / 0 there.",
+        "Write it with the eps under the root: `torch.sqrt((x * x).sum(dim) + 1e-12)`.",
+    )
+
+
+def power_at_zero(clue: Clue) -> Diagnosis | None:
+    """p * 0 ** (p - 1)."""
+    if not clue.is_backward or not clue.node.startswith("Pow"):
+        return None
+    base = clue.first
+    if base is None or not any(item.zero_count for item in clue.origin.inputs):
+        return None
+    return diagnosis(
+        "pow_grad_at_zero",
+        f"`{clue.expression}` has a base of exactly 0 and an exponent below 1: the derivative "
+        "p * x ** (p - 1) is infinite there.",
+        "Keep the base positive: `x.clamp_min(1e-8) ** p`.",
+    )
+
+
+def angle_at_origin(clue: Clue) -> Diagnosis | None:
+    """atan2(0, 0)."""
+    if not clue.is_backward or clue.node != "Atan2":
+        return None
+    return diagnosis(
+        "atan2_grad_at_zero",
+        f"Both arguments of `{clue.expression}` are 0 or so small that their squares are: the "
+        "derivative divides by x**2 + y**2.",
+        "Move the arguments off the origin before the call: `torch.atan2(y, x + 1e-8 * (x == 0))`.",
+    )
+
+
+def edge_of_arccosine(clue: Clue) -> Diagnosis | None:
+    """acos'(±1)."""
+    if not clue.is_backward or clue.node not in ("Acos", "Asin", "Atanh", "Acosh", "Erfinv"):
+        return None
+    inner = argument(clue.expression) or "x"
+    return diagnosis(
+        "acos_domain",
+        f"`{clue.expression}` is taken at the edge of its domain, where its derivative is "
+        "infinite.",
+        f"Stay inside: `{inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
+    )
+
+
+def matrix_derivative(clue: Clue) -> Diagnosis | None:
+    """Repeated singular or eigen values: 1 / (a - b)."""
+    if not clue.is_backward or not clue.node.startswith(_LINALG) or "Norm" in clue.node:
+        return None
+    return diagnosis(
+        "degenerate_linalg",
+        f"The derivative of `{clue.expression}` divides by differences of eigenvalues or singular "
+        "values (or by a pivot), and two of them are equal (or it is 0).",
+        "Add a small multiple of the identity or small noise to the matrix, or use only functions "
+        "of it whose derivative is well defined (eigenvalues, not eigenvectors).",
+    )
+
+
+def weight_norm(clue: Clue) -> Diagnosis | None:
+    """g * v / |v| with v = 0."""
+    names = f"{clue.node} {clue.op} {clue.inside}"
+    if "weight_norm" not in names.lower() and "WeightNorm" not in names:
+        return None
+    return diagnosis(
+        "weight_norm_of_zero",
+        "weight_norm divides the direction by its norm, and a row of the weight is all 0.",
+        "Initialise the weight with non-zero rows before weight_norm is applied.",
+    )
+
+
+GRADIENT_RULES = (
+    weight_norm,
+    norm_at_zero,  # its own second derivative is full of masks
+    untaken_branch,
+    root_at_zero,
+    power_at_zero,
+    angle_at_origin,
+    edge_of_arccosine,
+    matrix_derivative,
+)
+
+
+_DOMAIN = ("log", "div", "rsqrt", "reciprocal", "log2", "log10", "pow", "native_layer_norm")
+
+
+def mask_value(clue: Clue) -> Diagnosis | None:
+    """-1e9 as a mask value is -Inf in float16."""
+    item = clue.first
+    if (
+        clue.dtype != "float16"
+        or clue.output is None
+        or clue.output.nan_type is not NaNType.NEG_INF
+    ):
+        return None
+    constants = [value for value in clue.scalars.values() if isinstance(value, float)]
+    by_constant = any(value < -65504 for value in constants)
+    by_cast = clue.op == "to_copy" and item is not None and (item.min or 0.0) < -65504
+    if not (by_constant or by_cast) or clue.is_backward:
+        return None
+    if by_cast and (item is None or (item.max or 0.0) > 1e4):
+        return None
+    return diagnosis(
+        "mask_value_overflow",
+        "The mask value is below -65504, the lowest float16, and became -Inf; a row that is masked "
+        "everywhere then has a softmax of NaN.",
+        "Mask with torch.finfo(scores.dtype).min, and leave one position open in each row.",
+    )
+
+
+def poisoned_statistics(clue: Clue) -> Diagnosis | None:
+    """The scaler protects the weights, nothing protects BatchNorm's running statistics."""
+    if not clue.context.poisoned_buffers or not clue.context.uses_scaler:
+        return None
+    names = ", ".join(clue.context.poisoned_buffers[:2])
+    bound = "Bound the input before it is cast (x.clamp(-1e4, 1e4))"
+    if clue.context.is_undone:
+        then, fix = "had taken the bad value; they were put back with the step.", f"{bound}."
+    else:
+        then = "have taken the bad value for good, so evaluation is NaN from now on."
+        fix = f"{bound} and reset the running statistics."
+    return diagnosis(
+        "bn_stats_poisoned",
+        f"`{clue.expression}` overflowed {clue.dtype}; the scaler skips the update, but the "
+        f"running statistics ({names}) {then}",
+        fix,
+    )
+
+
+def overflow(clue: Clue) -> Diagnosis | None:
+    """Above 65504 in float16, where float32 has room."""
+    if clue.dtype != "float16" or clue.output is None or clue.output.nan_count:
+        return None
+    if clue.op in _DOMAIN and any(item.zero_count for item in clue.origin.inputs):
+        return None
+    size = max((largest(item) for item in clue.origin.inputs), default=0.0)
+    if clue.outlier is not None and not clue.is_backward and clue.op == "to_copy":
+        path, now, usual = clue.outlier
+        detail = f" ({path} reaches {number(now)}, usually {number(usual)})"
+    else:
+        detail = ""
+    return diagnosis(
+        "low_precision_overflow",
+        f"`{clue.expression}` passed 65504, the largest float16, from inputs up to "
+        f"{number(size)}{detail}; float32 and bfloat16 have room for it.",
+        "Run it in float32, `with torch.autocast(device_type, enabled=False):` around it with "
+        ".float() inputs, or use dtype=torch.bfloat16.",
+    )
+
+
+def underflow(clue: Clue) -> Diagnosis | None:
+    """A small number that is 0 in 16 bits and then divides or is logged."""
+    halves = [item for item in clue.origin.inputs if item.dtype in ("float16", "bfloat16")]
+    if clue.op not in _DOMAIN or not any(item.zero_count for item in halves):
+        return None
+    if clue.dtype == "bfloat16":  # it has float32's range: a zero there is one, less a difference
+        return _rounded_difference(clue) if _is_difference(clue, halves) else None
+    return diagnosis(
+        "low_precision_underflow",
+        f"`{clue.expression}` met a 0 in float16, where everything below 6e-8 is 0 (an eps of 1e-8 "
+        "too).",
+        "Compute it in float32 (.float()), or use an eps that float16 can hold, such as 1e-4.",
+    )
+
+
+def _is_difference(clue: Clue, halves: list[TensorSummary]) -> bool:
+    return any({"sub", "rsub"} & set(clue.made_by(item.name)) for item in halves)
+
+
+def _rounded_difference(clue: Clue) -> Diagnosis:
+    return diagnosis(
+        "low_precision_underflow",
+        f"`{clue.expression}` met a 0 that is a difference of bfloat16 numbers, which have 8 bits: "
+        "what is within 0.4% of 1 is rounded to 1, and 1 - p to 0.",
+        "Compute it in float32 (.float()) and bound it away from 0, or start from the logits "
+        "(logsigmoid, log_softmax).",
+    )
+
+
+PRECISION_RULES = (mask_value, poisoned_statistics, overflow, underflow)

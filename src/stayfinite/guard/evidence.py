@@ -1,0 +1,554 @@
+"""What is kept of the last steps, at next to no cost, and the incident made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stayfinite.detect.detector import bad_reports
+from stayfinite.detect.finite import all_finite, finite_norm, known_norm, largest, surely_finite
+from stayfinite.distributed import rank, world_size
+from stayfinite.explain.clue import Context, History, OptimizerFacts, Ranges, weight_growth
+from stayfinite.living import Names, leaves_of, one_look, running_statistics
+from stayfinite.locate.clock import Tracing
+from stayfinite.nested import Named, named_tensors
+from stayfinite.records import Incident, Origin, Outcome, Phase
+from stayfinite.settings import ROUND, GuardSettings
+from stayfinite.text import on_rank
+from stayfinite.training import params_of
+
+_SAMPLES = 64
+_SHARES = 4
+_EVERY_NORM, _SOME_NORMS = 16, 16  # after 16 steps only every sixteenth has its norm
+
+
+class Tally:
+    """How many updates of one optimizer were attempted, and how many of them were bad.
+
+    `loss` is that of the last good one, `loss_before` that of the last before the first bad one;
+    both may still be on a device.
+    """
+
+    __slots__ = ("_earlier", "bad", "count", "loss", "loss_before")
+
+    def __init__(self) -> None:
+        self.count = self.bad = 0
+        self.loss: Any = None
+        self.loss_before: Any = None
+        self._earlier: Any = None
+
+    def attempted(self, loss: Any) -> None:
+        """One more, with this loss."""
+        self.count += 1
+        self._earlier, self.loss = self.loss, loss
+
+    def was_bad(self) -> None:
+        """The last one; its loss is none that training has learnt from."""
+        self.loss = self._earlier
+        if not self.bad:
+            self.loss_before = self.loss
+        self.bad += 1
+
+    @property
+    def share(self) -> float:
+        """The part that was bad, from 0 to 1."""
+        return self.bad / self.count if self.count else 0.0
+
+
+class _Book:
+    """The attempted updates of one optimizer."""
+
+    __slots__ = ("history", "tally", "turn")
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.turn = 0  # when it stepped last, as the number of updates of all
+        self.history = History()
+
+
+class Evidence:
+    """Counts and histories of the optimizers and of the calls to top-level modules."""
+
+    def __init__(self) -> None:
+        self._books: weakref.WeakKeyDictionary[Optimizer, _Book] = weakref.WeakKeyDictionary()
+        self._inputs: dict[str, deque[float]] = {}
+        self._calls: dict[tuple[int, bool], int] = {}
+        self._kinds: dict[tuple[str, bool], int] = {}
+        self._last: tuple[Callable[[], Optimizer | None], _Book] = (lambda: None), _Book(Tally())
+        self._passes = History()  # of losses, as long as no optimizer has stepped
+        self._tallies: list[Tally] = []  # those of optimizers that are gone too
+        self._most = self._updates = 0
+        self.backward_passes = 0
+        self.passes = Tally()  # counts the bad ones, in case that there is no optimizer
+        self.saw_bad = False  # in the step that is under way
+        self.trained: Any = WeakIdKeyDictionary()  # leaves of losses, before any update
+        self.on_step: Callable[..., None] | None = None  # told of each attempted update
+        self.loss: Any = None
+        self.bad_loss: Any = None  # of the step that is under way
+        self.grad_norm: Any = None
+        self.scale: float | None = None
+        self.scaler: Any = None  # the one that multiplied the last loss
+        self.uses_scaler = False
+        self.skips_in_a_row = 0
+        self.bad_keys: list[str] = []
+        self.bad_inputs: dict[str, Tensor] = {}
+        self._initial_weights: Ranges = {}
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._normalisers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._bootstrap_steps = 0
+        self._twice_called_steps = 0
+        self._latest: Callable[[], Optimizer | None] = lambda: None
+        self._turns = 0  # how often another optimizer than the one before has stepped
+
+    @property
+    def steps(self) -> int:
+        """Updates attempted on the busiest optimizer, now or ever; without one, backward passes."""
+        return self._most or self.backward_passes
+
+    def saw_loss(self, loss: float | Tensor) -> None:
+        """A backward pass begins from this loss; one on another device is read only if needed."""
+        self.loss = loss
+        if not self._most:
+            self._passes.add(step=self.backward_passes, loss=loss)
+
+    @property
+    def has_stepped(self) -> bool:
+        return self._most > 0
+
+    def count(self, optimizer: Optimizer) -> int:
+        book = self._book_of(optimizer)
+        return book.tally.count if book is not None else 0
+
+    def _book_of(self, optimizer: Optimizer) -> _Book | None:
+        if self._last[0]() is not optimizer:  # most often it is, and the dictionary is slow
+            book = self._books.get(optimizer)
+            if book is None:
+                return None
+            self._last = weakref.ref(optimizer), book
+        return self._last[1]
+
+    def last_turn(self, optimizer: Optimizer) -> int:
+        """When it stepped last, as the number of updates of all optimizers; 0 if it has not."""
+        book = self._books.get(optimizer)
+        return 0 if book is None else book.turn
+
+    def due(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters whose turn it is to be looked at.
+
+        A quarter of them every fourth step, which is cheaper than some at every step.
+        """
+        turn = self.count(optimizer) % ROUND
+        return params_of(optimizer)[turn // _SHARES :: _SHARES] if turn % _SHARES == 0 else []
+
+    def statistics_are_due(self, optimizer: Optimizer) -> bool:
+        """Whether it is the turn of the running statistics."""
+        return self.count(optimizer) % ROUND == 0
+
+    def forget_counts(self) -> None:
+        """Start again, in a process of its own."""
+        self._books.clear()
+        self._tallies.clear()
+        self._last = (lambda: None), _Book(Tally())
+        self._most = self.backward_passes = 0
+        self.passes, self.saw_bad = Tally(), False
+
+    def was_bad(self, optimizer: Optimizer) -> None:
+        """The update that was attempted last was bad."""
+        book = self._book_of(optimizer)
+        if book is not None:
+            book.tally.was_bad()
+
+    def worst_tally(self) -> Tally:
+        """Of the optimizer with the largest share of bad updates; without one, of the passes."""
+        if not self._tallies:
+            self.passes.count, self.passes.loss = self.backward_passes, self.loss
+            return self.passes
+        return max(self._tallies, key=lambda tally: (tally.share, tally.count))
+
+    def first_look(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's first update: how large are its weights?"""
+        if optimizer not in self._met:
+            self._met.add(optimizer)
+            self._initial_weights.update(weight_ranges(params_of(optimizer)))
+
+    def registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        """A module gets a buffer: running statistics are looked at from time to time."""
+        if name.startswith("running_"):
+            self._normalisers.add(module)
+
+    def statistics(self) -> list[Tensor]:
+        """The running statistics of the living modules that were made under watch."""
+        return [
+            tensor
+            for module in self._normalisers
+            for name, tensor in module._buffers.items()
+            if tensor is not None and name.startswith("running_")
+        ]
+
+    def saw_finite(self, optimizer: Optimizer, gradients: list[Tensor]) -> bool:
+        """Whether all gradients are known to be finite; some steps by their norm, which is kept."""
+        self.grad_norm = known_norm(gradients)
+        if self.grad_norm is not None:  # clipping has just read them
+            return True
+        step = self.count(optimizer)
+        if step > _EVERY_NORM and step % _SOME_NORMS and gradients:
+            return surely_finite(gradients, of=optimizer)
+        self.grad_norm = finite_norm(gradients)
+        return self.grad_norm is not None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block, in which a step is run once more, that leaves no trace here."""
+        before = dict(vars(self))
+        boxes = ("_calls", "_kinds", "bad_keys", "bad_inputs")
+        vars(self).update({name: copy.copy(before[name]) for name in boxes})
+        self._inputs, self._passes = copy.deepcopy(self._inputs), History()
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def seen(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Norm, loss and learning rate, in those steps that have a norm."""
+        if self.grad_norm is None:
+            return {}
+        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        return {"grad_norm": self.grad_norm, "loss": self.loss, "lr": rate}
+
+    def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        """Close the books on one attempted update."""
+        book = self._book_of(optimizer)
+        if book is None:
+            self._tallies.append(Tally())
+            book = self._books[optimizer] = _Book(self._tallies[-1])
+        if self.on_step is not None:
+            self.on_step(optimizer, self, skipped=skipped)
+        groups = optimizer.param_groups
+        book.history.add(
+            step=book.tally.count,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            learning_rate=groups[0].get("lr") if groups else None,
+            scale=self.scale,
+            skipped=skipped,
+        )
+        book.tally.attempted(self.loss)
+        self._updates += 1
+        book.turn = self._updates
+        if self._latest() is not optimizer:
+            self._latest, self._turns = weakref.ref(optimizer), self._turns + 1
+        self._most = max(self._most, book.tally.count)
+        self.grad_norm = self.bad_loss = None
+        self.bad_inputs.clear()
+        self._close_calls()
+
+    def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A top-level module is called: remember how large its inputs are, and in which mode."""
+        grad = torch.is_grad_enabled()
+        self._called.add(module)
+        for path, tensor in named_tensors(args, "inputs"):
+            if tensor.is_floating_point() and tensor.numel() and not tensor.requires_grad:
+                size = largest(tensor)
+                self._inputs.setdefault(path, deque(maxlen=_SAMPLES)).append(size)
+                if not math.isfinite(size):
+                    self.bad_inputs[path] = tensor
+        if module.training:
+            key, kind = (id(module), grad), (_signature(module), grad)
+            self._calls[key] = self._calls.get(key, 0) + 1
+            self._kinds[kind] = self._kinds.get(kind, 0) + 1
+
+    def _close_calls(self) -> None:
+        if not self._calls:
+            return
+        kinds = self._kinds
+        self._bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
+        self._twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
+        self._calls, self._kinds = {}, {}
+
+    def context(
+        self, optimizer: Optimizer | None, *, step: int, locations: tuple[str, ...]
+    ) -> Context:
+        """All of it as plain values; reads what is still on a device."""
+        chosen = optimizer if optimizer is not None else self.at_work()
+        book = self._books.get(chosen) if chosen is not None else None
+        history = book.history if book is not None else self._passes
+        steps = max(1, self.steps)
+        weights = weight_ranges(self._parameters())
+        return Context(
+            step=step,
+            locations=locations,
+            history=history.steps(),
+            optimizer=optimizer_facts(chosen) if chosen is not None else None,
+            optimizer_count=len(self._books),
+            scaler_skips=self.skips_in_a_row,
+            uses_scaler=self.uses_scaler,
+            scale=self.scale,
+            input_ranges={path: tuple(ring) for path, ring in self._inputs.items()},
+            initial_weights=self._initial_weights or weights,
+            weight_growth=weight_growth(self._initial_weights, weights),
+            poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
+            loaded_keys=tuple(self.bad_keys),
+            bootstraps=self._bootstrap_steps > steps // 2,
+            is_adversarial=self._take_turns() and self._twice_called_steps > steps // 2,
+        )
+
+    def _take_turns(self) -> bool:
+        """Whether several optimizers step one after the other, again and again."""
+        return self._turns > 2 + min((book.tally.count for book in self._books.values()), default=0)
+
+    def at_work(self) -> Optimizer | None:
+        """The one that stepped last; LBFGS may go wrong inside its first update."""
+        latest = self._latest()
+        return latest if latest is not None else next(iter(self._met), None)
+
+    def optimizers(self) -> list[Optimizer]:
+        return list(self._books)
+
+    def _parameters(self) -> list[Tensor]:
+        """What the optimizers have; before the first update, what the called modules have."""
+        optimized = [param for optimizer in self._books for param in params_of(optimizer)]
+        return optimized or [param for module in self._called for param in module.parameters()]
+
+
+def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
+    """Its first group's settings, as far as it has them."""
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    rate = group.get("lr")
+    params = params_of(optimizer)
+    return OptimizerFacts(
+        kind=type(optimizer).__name__,
+        learning_rate=float(rate) if rate is not None else None,
+        eps=group.get("eps") if isinstance(group.get("eps"), float) else None,
+        momentum=group.get("momentum"),
+        line_search=group.get("line_search_fn"),
+        dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+    )
+
+
+def weight_ranges(params: list[Tensor]) -> Ranges:
+    """(largest magnitude, standard deviation) of each parameter that has values."""
+    names = Names()
+    ranges: Ranges = {}
+    for param in params:
+        if param.is_floating_point() and param.numel() and not param.is_meta:
+            values = param.detach()
+            name = names.tensor(param) or f"parameter {len(ranges)}"
+            ranges[name] = largest(values), values.float().std(correction=0).item()
+    return ranges
+
+
+def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """Those that are not finite, with their names."""
+    if all_finite(statistics):
+        return []
+    names = Names()
+    bad = [tensor for tensor in statistics if not all_finite([tensor])]
+    return [(names.tensor(tensor) or "running statistics", tensor) for tensor in bad]
+
+
+def _signature(module: nn.Module) -> str:
+    # A target network is another object of the same build.
+    return f"{type(module).__name__}:{[tuple(p.shape) for p in module.parameters()][:4]}"
+
+
+_DESCRIBED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Named tensors of which some are bad, and what was done about it."""
+
+    named: list[Named]
+    optimizer: Optimizer | None = None
+    _: dataclasses.KW_ONLY
+    did: str = "nothing was changed"
+    is_after_update: bool = False
+
+
+def gradients_found(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> Finding:
+    """Gradients, each with its parameter, of which some are bad."""
+    names = Names()
+    named = [
+        (f"gradients.{names.tensor(param) or number}", gradient)
+        for number, (param, gradient) in enumerate(pairs)
+    ]
+    return Finding(named, optimizer, did="the update was vetoed")
+
+
+def parameters_found(optimizer: Optimizer) -> Finding:
+    """An optimizer's parameters, of which some are bad after its update."""
+    names = Names()
+    named = [
+        (f"parameters.{names.tensor(param) or number}", param)
+        for number, param in enumerate(params_of(optimizer))
+    ]
+    did = "the weights had taken the bad values already"
+    return Finding(named, optimizer, did=did, is_after_update=True)
+
+
+def statistics_found(bad: list[Named], optimizer: Optimizer | None) -> Finding:
+    """Running statistics that have gone bad, though the weights may be fine."""
+    named = [(f"buffers.{name}", tensor) for name, tensor in bad]
+    did = "the running statistics had taken the bad values already"
+    return Finding(named, optimizer, did=did, is_after_update=True)
+
+
+def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incident:
+    """The incident as it was noticed: which values, in which step, and what was done."""
+    named = [*finding.named, *evidence.bad_inputs.items()]
+    did = "nothing was changed" if strategy == "warn" else finding.did
+    return Incident(
+        step=noticed_step(finding, evidence),
+        rank=rank(),
+        world=world_size(),
+        time=time.time(),
+        reports=tuple(bad_reports(named, described=_DESCRIBED)),
+        outcome=Outcome(strategy=strategy, detail=did),
+    )
+
+
+@one_look()
+def explained(
+    incident: Incident,
+    finding: Finding,
+    evidence: Evidence,
+    tracing: Tracing,
+    settings: GuardSettings,
+) -> Incident:
+    """The incident with origin and diagnosis, as far as they can be known here.
+
+    Its step becomes the one in which the value was born.
+    """
+    from stayfinite.explain.rules import diagnose  # late: a healthy run needs no rules
+
+    tensors = [tensor for _, tensor in finding.named]
+    found = tracing.origin(tensors, folder=settings.folder, of=finding.optimizer)
+    origin = found[0] if found else origin_from_graph(tensors)
+    if origin is None:
+        return incident
+    noticed = incident.step
+    born = noticed if found is None or found[1] is None else min(noticed, found[1])
+    facts = {**origin.facts, "noticed_step": noticed}
+    origin = dataclasses.replace(origin, facts=facts, phase=_phase(origin, incident))
+    locations = tuple(report.location for report in incident.reports)
+    context = evidence.context(finding.optimizer, step=born, locations=locations)
+    done = "" if incident.outcome is None else incident.outcome.strategy
+    is_undone = settings.is_undone or done == "recover"
+    diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))
+    return dataclasses.replace(incident, step=born, origin=origin, diagnosis=diagnosis)
+
+
+def _phase(origin: Origin, incident: Incident) -> Phase:
+    """A gradient that changed after it was computed was given by another rank, if there are any."""
+    came = origin.lineage[0].kind == "foreign" if origin.lineage else False
+    if incident.world > 1 and came and not origin.op and origin.phase == "backward":
+        return "distributed"
+    return origin.phase
+
+
+def in_short(incident: Incident) -> str:
+    """What is not finite, why, and in which line, as far as that is known."""
+    where = incident.reports[0].location if incident.reports else "a value"
+    cause = "" if incident.diagnosis is None else incident.diagnosis.cause
+    origin = incident.origin
+    at = f"{origin.file}:{origin.line}" if origin is not None and origin.file else ""
+    known = " at ".join(filter(None, (cause, at)))
+    return f"{where} is not finite{on_rank(incident)}" + (f" ({known})" if known else "")
+
+
+def noticed_step(finding: Finding, evidence: Evidence) -> int:
+    """Updates attempted before on its optimizer; without one, backward passes."""
+    if finding.optimizer is None:
+        return evidence.steps if evidence.has_stepped or not _is_optimized(evidence) else 0
+    # The update that made the parameters bad has been counted already.
+    return max(0, evidence.count(finding.optimizer) - finding.is_after_update)
+
+
+def _is_optimized(evidence: Evidence) -> bool:
+    """Whether an optimizer is there whose first update of what is trained is still to come."""
+    trained = set(map(id, evidence.trained))
+    params = (param for optimizer in _living_optimizers() for param in params_of(optimizer))
+    return any(not trained or id(param) in trained for param in params)
+
+
+def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:
+    """Whose update this loss is for: of those that it reaches, the one that has waited longest.
+
+    A generator's loss reaches the discriminator too, but that has just stepped.
+    """
+    leaves = set(map(id, leaves_of([loss])))
+    owners: dict[frozenset[int], Optimizer] = {}
+    for optimizer in sorted(_living_optimizers(), key=evidence.count):
+        reached = frozenset(leaves.intersection(map(id, params_of(optimizer))))
+        if reached:
+            owners[reached] = optimizer  # a wrapper has the same ones, and never steps itself
+    return min(owners.values(), key=evidence.last_turn, default=None)
+
+
+def _living_optimizers() -> list[Optimizer]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+
+
+_MOST_NODES = 20_000
+
+
+def origin_from_graph(tensors: Iterable[Tensor]) -> Origin | None:
+    """The earliest operation that handled a bad value, by its saved tensors; never exact.
+
+    It knows neither line nor operator, only the autograd node and, where one of its inputs is
+    a parameter, the module.
+    """
+    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    bad = [node for node in _nodes(roots) if _has_bad_save(node)]
+    if not bad:
+        return None
+    first = min(bad, key=lambda node: node._sequence_nr())
+    module = _module(first)
+    return Origin(phase="forward", node=first.name(), module=module, exact=False)
+
+
+def _nodes(roots: list[Any]) -> list[Any]:
+    seen: dict[Any, None] = {}
+    waiting = list(roots)
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node not in seen:
+            seen[node] = None
+            waiting.extend(after for after, _ in node.next_functions if after is not None)
+    return list(seen)
+
+
+def _has_bad_save(node: Any) -> bool:
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                saved = getattr(node, name)
+            except RuntimeError:  # freed, or changed in place since
+                continue
+            if isinstance(saved, Tensor) and not all_finite([saved]):
+                return True
+    return False
+
+
+def _module(node: Any) -> str | None:
+    names = Names()
+    for following, _ in node.next_functions:
+        leaf = getattr(following, "variable", None)
+        name = names.tensor(leaf) if leaf is not None else None
+        if name is not None:
+            return name.rpartition(".")[0]
+    return None

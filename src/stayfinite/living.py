@@ -1,0 +1,131 @@
+"""What is alive: dotted names of modules and parameters, and the leaves of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from itertools import compress
+from typing import Any
+
+from torch import Tensor, nn
+
+# Wrappers that put a prefix of their own before the user's names.
+_WRAPPERS = {
+    "DistributedDataParallel",
+    "DataParallel",
+    "OptimizedModule",
+    "FullyShardedDataParallel",
+}
+
+_KEPT: ContextVar[list[nn.Module] | None] = ContextVar("stayfinite_modules", default=None)
+
+
+class Names:
+    """The names of everything that is alive now. Looks at every object once, so make it seldom."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._holders: dict[int, tuple[nn.Module, str]] = {}
+        for module in _living_modules():
+            for name, child in _children(module, "_modules"):
+                self._owners.setdefault(id(child), []).append((module, name))
+            for kind in ("_parameters", "_buffers"):
+                for name, tensor in _children(module, kind):
+                    self._holders.setdefault(id(tensor), (module, name))
+
+    def module(self, module: nn.Module, around: Iterable[nn.Module] = ()) -> tuple[str, str]:
+        """(class name of the topmost owner, dotted name in it); owners in `around` go first."""
+        names: list[str] = []
+        current, seen = module, {id(module)}
+        near = {id(other) for other in around}
+        while (owner := self._owner(current, seen, near)) is not None:
+            current = owner[0]
+            names.append(owner[1])
+            seen.add(id(current))
+        return type(current).__name__, ".".join(reversed(names))
+
+    def tensor(self, tensor: Tensor) -> str | None:
+        """The dotted name of a parameter or buffer; None for other tensors."""
+        holder = self._holders.get(id(tensor))
+        if holder is None:
+            return None
+        prefix = self.module(holder[0])[1]
+        return f"{prefix}.{holder[1]}" if prefix else holder[1]
+
+    def _owner(
+        self, module: nn.Module, seen: set[int], near: set[int]
+    ) -> tuple[nn.Module, str] | None:
+        owners = [
+            (owner, name)
+            for owner, name in self._owners.get(id(module), ())
+            if id(owner) not in seen and type(owner).__name__ not in _WRAPPERS
+        ]
+        owners.sort(key=lambda owner: id(owner[0]) not in near)
+        return owners[0] if owners else None
+
+
+@contextlib.contextmanager
+def one_look() -> Iterator[None]:
+    """A block, such as one incident, in which the living modules are looked for only once."""
+    token = None if _KEPT.get() is not None else _KEPT.set([])
+    try:
+        yield
+    finally:
+        if token is not None:
+            _KEPT.reset(token)
+
+
+def _living_modules() -> list[nn.Module]:
+    kept = _KEPT.get()
+    if kept:
+        return kept
+    # There are hundreds of thousands of objects, so none of them is looked at by a line of Python.
+    things, kinds = gc.get_objects(), _kinds_of(nn.Module)
+    found: list[nn.Module] = list(compress(things, map(kinds.__contains__, map(type, things))))
+    if kept is not None:
+        kept += found
+    return found
+
+
+def _kinds_of(base: type) -> set[type]:
+    """The class and all that derive from it."""
+    found, todo = {base}, [base]
+    while todo:
+        new: set[type] = set(type.__subclasses__(todo.pop())) - found
+        found |= new
+        todo += new
+    return found
+
+
+def _children(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
+    held = module.__dict__.get(kind) or {}
+    return [(name, child) for name, child in held.items() if child is not None]
+
+
+def running_statistics() -> list[Tensor]:
+    """The running statistics (BatchNorm's) of all living modules."""
+    return [
+        tensor
+        for module in _living_modules()
+        for name, tensor in _children(module, "_buffers")
+        if name.startswith("running_")
+    ]
+
+
+def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Every leaf that requires a gradient behind the roots; walks the whole graph."""
+    leaves: list[Tensor] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.append(leaf)
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return leaves

@@ -1,0 +1,158 @@
+"""The tracer, switched on from a tick of the clock, and what it says about a bad value."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.hooks import Attachment, together
+from stayfinite.locate.samples import Deliveries, Delivery, Reads
+from stayfinite.nested import named_tensors
+from stayfinite.records import Origin
+
+# The tracer is imported when it goes on, so that training which stays finite starts without it.
+if TYPE_CHECKING:
+    from stayfinite.locate.capture import Beginning, Kept
+    from stayfinite.locate.provenance import Event, NodeSites
+    from stayfinite.locate.tracer import Tracer
+
+_NOTHING = contextlib.nullcontext()
+_REMEMBERED = 1 << 16  # updates
+
+
+class Tracing:
+    """A tracer that may be off, with a clock that ticks at backward passes and updates."""
+
+    def __init__(self, on_enter: Callable[[nn.Module, Any], None]) -> None:
+        self.clock = 0
+        self._on_enter = on_enter
+        self._tracer: Tracer | None = None
+        self._ticks: deque[int] = deque(maxlen=_REMEMBERED)
+        self._steps: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
+        self._stance: Any = None
+        self.keeps = False
+        """Whether the inputs of the guilty operation are kept, for a capsule."""
+        self.kept: Kept | None = None
+        self.beginning: Beginning | None = None
+        self._reads = Reads()
+        self.deliveries = Deliveries(self._delivered)
+
+    def watch_data(self, *, files: bool) -> Attachment:
+        """Know the samples of the batches to come, and with `files` what they are read from."""
+        if files:
+            self._reads.listen()
+        return together(Attachment(self._reads.stop), self.deliveries.watch())
+
+    def _delivered(self, delivery: Delivery, batch: Any) -> None:
+        if self._tracer is not None:
+            tensors = [tensor for _, tensor in named_tensors(batch, "")]
+            self._tracer.delivered(delivery, tensors)
+
+    @property
+    def nodes(self) -> NodeSites | None:
+        """Where the nodes of the graph were made; None if not traced."""
+        return None if self._tracer is None else self._tracer.nodes
+
+    @property
+    def is_on(self) -> bool:
+        return self._tracer is not None
+
+    def switch_on(self) -> None:
+        from stayfinite.locate.capture import KeepingTracer
+        from stayfinite.locate.tracer import Tracer
+
+        self.kept = self.beginning = None
+        make = KeepingTracer if self.keeps else Tracer
+        self._tracer = make(on_enter=self._on_enter, reads=self._reads)
+        self._tracer.clock = self.clock
+        for delivery, tensors in self.deliveries.recent():
+            self._tracer.delivered(delivery, tensors)
+        # A dispatch mode sees nothing inside compiled code.
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._tracer.__enter__()
+
+    def switch_off(self) -> None:
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.__exit__(None, None, None)
+            self._stance.__exit__(None, None, None)  # the one that the user had set
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """A time in which operations are not looked at."""
+        return self._tracer.paused() if self._tracer is not None else _NOTHING
+
+    def tick(self, *, arm_at: int | None) -> None:
+        """One more backward pass or update; at `arm_at` the tracer goes on."""
+        self.clock += 1
+        if self._tracer is not None:
+            self._tracer.next_step(self.clock)
+        elif self.clock == arm_at:
+            self.switch_on()
+
+    def tick_for_backward(self, roots: Sequence[Tensor], *, arm_at: int | None) -> None:
+        """One more backward pass, from these roots."""
+        self.tick(arm_at=arm_at)
+        if self._tracer is not None:
+            self._tracer.facts.roots = roots  # until the next tick
+
+    def stepped(self, steps: int, *, of: Optimizer, count: int) -> None:
+        """An update is over; the optimizer has attempted `count`, the busiest one `steps`."""
+        self._ticks.append(self.clock)
+        self._steps.append((steps, id(of), count))
+
+    def clock_before(self, clock: int, *, steps: int) -> int:
+        """The clock so many updates before."""
+        earlier = [tick for tick in self._ticks if tick < clock]
+        return earlier[-steps - 1] if len(earlier) > steps else 0
+
+    def label(self, tensor: Tensor, text: str) -> None:
+        if self._tracer is not None:
+            self._tracer.label([tensor], text)
+
+    def origin(
+        self, tensors: Iterable[Tensor], *, folder: str | None, of: Optimizer | None = None
+    ) -> tuple[Origin, int | None] | None:
+        """Where the bad ones among the tensors began, and in which step; None if not traced.
+
+        Steps are those `of` an optimizer; of the busiest if it is not known.
+        """
+        if self._tracer is None:
+            return None
+        from stayfinite.locate.capture import KeepingTracer
+        from stayfinite.locate.origin import origin_of
+
+        found = origin_of(self._tracer.events_of(tensors), folder=folder)
+        if found is not None and isinstance(self._tracer, KeepingTracer):
+            self.kept = self._tracer.kept(found[1])
+            self.beginning = self._tracer.beginning
+        return (found[0], self._step_of(found[1], of)) if found else None
+
+    def was_computed(self, tensor: Tensor) -> bool:
+        """Whether the tensor is bad by a computation, and not because somebody wrote it so."""
+        if self._tracer is None:
+            return False
+        from stayfinite.locate.provenance import ancestors, guilty
+
+        event = guilty(ancestors(self._tracer.events_of([tensor])))
+        return event is not None and event.kind in ("birth", "conversion")
+
+    def _step_of(self, event: Event, of: Optimizer | None) -> int | None:
+        if event.kind in ("foreign", "allocation"):  # it was there before; what counts is its use
+            return None
+        # An update's own events carry the tick that it is booked under.
+        find = bisect.bisect_left if event.phase == "optimizer" else bisect.bisect_right
+        index = find(self._ticks, event.clock)
+        if not self._ticks:  # no optimizer so far: the clock has ticked at backward passes only
+            return max(0, event.clock - (event.phase == "backward"))
+        if of is None:
+            return self._steps[index - 1][0] if index else 0
+        before = itertools.islice(reversed(self._steps), len(self._steps) - index, None)
+        return next((count for _, key, count in before if key == id(of)), 0)

@@ -1,0 +1,397 @@
+"""The source of a bad value: a step run again under the tracer, and the first bad batch."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from stayfinite.detect.detector import bad_reports
+from stayfinite.detect.finite import all_finite
+from stayfinite.errors import ConfigError, InputError
+from stayfinite.locate.origin import origin_of
+from stayfinite.locate.tracer import Tracer
+from stayfinite.nested import named_tensors
+from stayfinite.records import NaNReport, Origin
+from stayfinite.snapshot import Snapshot
+
+LossFunction = Callable[..., Tensor]
+
+
+def find_source(
+    model: nn.Module, inputs: Any, *, targets: Any = None, loss_fn: LossFunction | None = None
+) -> Origin | None:
+    """Where one forward and backward pass goes bad first; None when it stays finite.
+
+    `inputs` is a tensor, a tuple of positional or a dict of keyword arguments. Without
+    `loss_fn` the model's own loss is used, or the sum of its float outputs. The model, its
+    gradients and all random states are as before afterwards.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    snapshot = Snapshot([model])
+    tracer = Tracer()
+    try:
+        # A dispatch mode sees nothing inside compiled code.
+        with torch.compiler.set_stance("force_eager"), torch.enable_grad(), tracer:
+            bad = bad_values(model, inputs, targets, loss_fn, tracer)
+            found = origin_of(tracer.events_of(bad), folder=os.getcwd()) if bad else None
+    finally:
+        snapshot.restore()
+    return found[0] if found else None
+
+
+def bad_values(
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFunction | None,
+    tracer: Tracer | None = None,
+) -> list[Tensor]:
+    """The loss if it is not finite, else the gradients that are not, after a backward pass."""
+    return one_pass(model, inputs, targets, loss_fn, tracer)[1]
+
+
+def one_pass(
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFunction | None,
+    tracer: Tracer | None = None,
+    *,
+    weight: float = 1.0,
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a forward and backward pass, and what is bad; `weight` multiplies the loss."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(call(model, inputs), targets, loss_fn)
+    loss = loss if weight == 1.0 else loss * weight
+    if not _is_finite(loss, tracer):
+        return loss, [loss]
+    if loss.requires_grad:
+        loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return loss, [g for g in gradients if not _is_finite(g, tracer)]
+
+
+def _is_finite(tensor: Tensor, tracer: Tracer | None) -> bool:
+    if tracer is None:
+        return all_finite([tensor])
+    with tracer.paused():
+        return all_finite([tensor])
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for inputs as people pass them."""
+    if isinstance(inputs, Mapping) or (hasattr(inputs, "keys") and hasattr(inputs, "__getitem__")):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def loss_of(output: Any, targets: Any, loss_fn: LossFunction | None) -> Tensor:
+    """One number to differentiate: loss_fn's, the model's own loss, or the sum of its outputs."""
+    if loss_fn is not None:
+        loss = loss_fn(output) if targets is None else loss_fn(output, targets)
+        if not isinstance(loss, Tensor):
+            raise InputError(f"loss_fn returned a {type(loss).__name__}; it must return a tensor.")
+        return loss.sum()
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own.sum()
+    floats = [t for _, t in named_tensors(output, "output") if t.is_floating_point()]
+    if not floats:
+        raise InputError(
+            f"the model returned a {type(output).__name__} without a float tensor; "
+            "pass loss_fn to say what is to be finite."
+        )
+    return torch.stack([tensor.sum().float() for tensor in floats]).sum()
+
+
+_MOST_JOINED = 16  # batches in one pass, and in memory at once
+_SAME = 1e-4  # by how much a loss may differ in one pass or in two: rounding, and no more
+
+
+class _IndexAndBatch(NamedTuple):
+    index: int | None  # type: ignore[assignment]  # instead of the method of a tuple
+    batch: Any
+
+
+class BadBatch(_IndexAndBatch):
+    """`(index, batch)` of the first batch that gives a non-finite loss or gradient.
+
+    It is `(None, None)`, and false, when there is none. `reason` is a sentence; `reports` are
+    about the batch itself and are empty when its values are finite; `origin` is the operation at
+    which it went wrong. `looked_at` is the number of batches that were tried, in `passes` runs
+    of the model.
+
+    >>> index, batch = BadBatch(4, torch.zeros(1), reason="inputs holds NaN")
+    >>> index
+    4
+    """
+
+    reason: str
+    reports: tuple[NaNReport, ...]
+    origin: Origin | None
+    looked_at: int
+    passes: int
+
+    def __new__(
+        cls,
+        index: int | None,
+        batch: Any,
+        *,
+        reason: str = "",
+        reports: tuple[NaNReport, ...] = (),
+        origin: Origin | None = None,
+        looked_at: int = 0,
+        passes: int = 0,
+    ) -> Self:
+        found = super().__new__(cls, index, batch)
+        found.reason, found.reports, found.origin = reason, reports, origin
+        found.looked_at, found.passes = looked_at, passes
+        return found
+
+    def __bool__(self) -> bool:
+        return self.index is not None
+
+    def __repr__(self) -> str:
+        return f"BadBatch(index={self.index}, reason={self.reason!r}, looked_at={self.looked_at})"
+
+
+def find_first_bad_batch(
+    model: nn.Module,
+    dataloader: Iterable[Any],
+    num_batches: int | None = 100,
+    *,
+    loss_fn: LossFunction | None = None,
+) -> BadBatch:
+    """`(index, batch)` of the first batch with a non-finite loss or gradient, or `(None, None)`.
+
+    A batch is (inputs, targets) for `loss_fn(model(inputs), targets)`; without `loss_fn` it is
+    what the model itself turns into a loss. `num_batches` None looks at all. Each batch is tried
+    on the same weights, and the model, its gradients and the random states are as before
+    afterwards.
+
+    Up to 16 batches go through the model in one pass, and a bad pass is halved until its first
+    bad batch is found and has been confirmed alone. That is done only where two batches give the
+    same loss together as apart; with dropout, batch norm in training or batches of different
+    shapes, each is tried alone.
+
+    >>> loader = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(5)]
+    >>> loader[3][0][1, 2] = float("nan")
+    >>> bad = find_first_bad_batch(nn.Linear(3, 1), loader, loss_fn=nn.functional.mse_loss)
+    >>> bad.index, bad.reports[0].location
+    (3, 'inputs.0')
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    _check_count(num_batches)
+    search = _Search(model, loss_fn)
+    looked_at = 0
+    try:
+        stream = iter(islice(_shown(dataloader, num_batches), num_batches))
+        while batches := list(islice(stream, search.size)):
+            number = search.first_bad(batches)
+            if number is not None:
+                index, batch = looked_at + number, batches[number]
+                counts = {"looked_at": looked_at + len(batches), "passes": search.passes}
+                return _described(index, batch, model, loss_fn, counts)
+            looked_at += len(batches)
+    finally:
+        search.restore()
+    reason = f"{looked_at} batches were looked at, and all are finite"
+    return BadBatch(None, None, reason=reason, looked_at=looked_at, passes=search.passes)
+
+
+def _check_count(count: Any) -> None:
+    is_whole = isinstance(count, int) and not isinstance(count, bool)
+    if count is not None and not (is_whole and count >= 1):
+        by_name = " Give the loss function by name, loss_fn=..." if callable(count) else ""
+        raise ConfigError(
+            f"num_batches is {count!r}; it must be a whole number of at least 1, or None for all "
+            f"batches.{by_name}"
+        )
+
+
+class _Search:
+    """Tries batches on one model, several in a pass where that shows the same.
+
+    A batch may be bad only by itself, as one of a single sample is in a variance; so passes are
+    shared only after two batches were seen to give the same loss together as apart, and only by
+    batches of the same shapes.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+        self.size = 1  # so many batches are wanted next
+        self.passes = 0
+        self._model, self._loss_fn = model, loss_fn
+        self._before = Snapshot([model])
+        self._reduction: Literal["mean", "sum"] | None = None  # of the loss of joined batches
+        self._may_join = True
+        self._last: tuple[Any, float] | None = None  # a good batch, and its loss
+
+    def restore(self) -> None:
+        self._before.restore()
+
+    def first_bad(self, batches: Sequence[Any]) -> int | None:
+        """The number of the first bad one of these; None when all are good."""
+        are_good = self._are_good(batches) if len(batches) > 1 else None
+        if are_good:
+            self.size = min(2 * self.size, _MOST_JOINED)
+            return None
+        if are_good is None:
+            return self._first_bad_alone(batches)
+        low, high, is_left = 0, len(batches), False
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_left = not self._are_good(batches[low:middle])
+            low, high = (low, middle) if is_left else (middle, high)
+        if is_left or self._loss(batches[low]) is None:  # a last left half was one batch alone
+            return low
+        self._join_no_more()  # together they are bad, and this one alone is not
+        return self._first_bad_alone(batches)
+
+    def _first_bad_alone(self, batches: Sequence[Any]) -> int | None:
+        for number, batch in enumerate(batches):
+            loss = self._loss(batch)
+            if loss is None:
+                return number
+            if self._may_join and self._reduction is None and self._last is not None:
+                self._try_together(*self._last, batch, loss)
+            self._last = batch, loss
+        return None
+
+    def _are_good(self, batches: Sequence[Any]) -> bool | None:
+        """Whether a pass with all of them is finite; None where they cannot share one."""
+        batch = _joined(batches) if len(batches) > 1 else batches[0]
+        if batch is None:
+            return None
+        weight = len(batches) if self._reduction == "mean" else 1  # gradients as large as alone
+        try:
+            return self._loss(batch, weight=weight) is not None
+        except Exception:  # too large for the memory, or of one size only
+            if len(batches) == 1:
+                raise
+            self._join_no_more()
+            return None
+
+    def _try_together(self, one: Any, first: float, other: Any, second: float) -> None:
+        """See whether the loss of two batches in one pass tells of each of them."""
+        if math.isclose(first, second, rel_tol=10 * _SAME):
+            return  # what depends on the whole batch would not show
+        both = _joined([one, other])
+        if both is None:
+            return
+        try:
+            loss = self._loss(both)
+        except Exception:
+            loss = None
+        known: tuple[tuple[Literal["mean", "sum"], float], ...] = (
+            ("mean", (first + second) / 2),
+            ("sum", first + second),
+        )
+        for reduction, expected in known:
+            if loss is not None and math.isclose(loss, expected, rel_tol=_SAME):
+                self._reduction, self.size = reduction, 2
+                return
+        self._join_no_more()
+
+    def _join_no_more(self) -> None:
+        self._may_join, self._reduction, self.size = False, None, 1
+
+    def _loss(self, batch: Any, *, weight: float = 1.0) -> float | None:
+        """The loss of a pass; None when it or a gradient is not finite."""
+        self.passes += 1
+        inputs, targets = _parted(batch, self._loss_fn)
+        try:
+            with torch.enable_grad():
+                loss, bad = one_pass(self._model, inputs, targets, self._loss_fn, weight=weight)
+        finally:
+            self._before.restore()
+        return None if bad else float(loss.detach())
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """One batch with the samples of all; None unless they have the same shapes."""
+    flat = [tree_flatten(batch) for batch in batches]
+    first, form = flat[0]
+    tensors = [leaf for leaf in first if isinstance(leaf, Tensor)]
+    rows = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
+    if len(rows) != 1 or rows == {0} or any(other != form for _, other in flat[1:]):
+        return None
+    leaves = []
+    for same in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not isinstance(same[0], Tensor):
+            if any(each is not same[0] and not _is_same(each, same[0]) for each in same):
+                return None
+            leaves.append(same[0])
+        elif all(_fits(each, same[0]) for each in same):
+            leaves.append(torch.cat(same))
+        else:
+            return None
+    return tree_unflatten(leaves, form)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of what compares to a plain answer; an array does not."""
+    return isinstance(one, (str, int, float, bool)) and type(one) is type(other) and one == other
+
+
+def _fits(tensor: Any, other: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) is type(other)
+        and (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+        == (other.shape, other.dtype, other.device, torch.strided)
+    )
+
+
+def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
+    # Here, where random states are put back: importing rich draws a random number.
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(file=sys.stderr)
+    lengths = [len(loader)] if isinstance(loader, Sized) else []
+    lengths += [total] if total is not None else []
+    return track(
+        loader,
+        "looking for a bad batch",
+        total=min(lengths, default=None),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _parted(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+    if loss_fn is not None and isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    return batch, None
+
+
+def _described(
+    index: int,
+    batch: Any,
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    counts: dict[str, int],
+) -> BadBatch:
+    inputs, targets = _parted(batch, loss_fn)
+    origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
+    reports = tuple(bad_reports(named_tensors(batch, "inputs")))
+    if reports:
+        reason = f"{reports[0].location} holds {reports[0].nan_type.word}"
+    elif origin is not None and origin.line is not None:
+        reason = f"{origin.op or origin.phase} at {origin.file}:{origin.line} is not finite"
+    else:
+        reason = "its loss or a gradient is not finite"
+    return BadBatch(index, batch, reason=reason, reports=reports, origin=origin, **counts)

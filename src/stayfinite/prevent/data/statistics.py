@@ -1,0 +1,491 @@
+"""Statistics of all batches, in memory that does not grow, and what is out of scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stayfinite.prevent.data.batch import Leaf
+
+PICKED = 256
+"""Up to so many columns a matrix is a table. Of longer rows so many elements, evenly spread, go
+into mean, spread and sample."""
+
+_BLOCK = 1 << 18
+_MOST_ROWS = 4096
+
+
+class Table:
+    """The extremes of columns that mean something: features, or the two ends of each row."""
+
+    def __init__(self, columns: int) -> None:
+        self.width = columns
+        self.largest, self.smallest = Extremes(columns, 1), Extremes(columns, -1)
+
+    def add(self, block: Tensor, places: Tensor, *, is_whole: bool) -> None:
+        if is_whole:
+            low, high = block.amin(0), block.amax(0)
+        else:
+            low, high = block.nan_to_num(torch.inf).amin(0), block.nan_to_num(-torch.inf).amax(0)
+        self.largest.add(block, high, places)
+        self.smallest.add(block, low, places)
+
+    @property
+    def extremes(self) -> Tensor:
+        """The largest and the smallest values of each column; NaN in places not filled."""
+        return torch.cat([self.largest.values, self.smallest.values])
+
+    @property
+    def places(self) -> Tensor:
+        """Where they were."""
+        return torch.cat([self.largest.places, self.smallest.places])
+
+
+class Tally:
+    """One tensor, such as batch.0, over all batches. Of integers only the range is kept.
+
+    A matrix of one width, up to 256, is a table with statistics for each column. Of anything else
+    each row gives its smallest and largest value, and some of its elements for mean, spread and
+    sample; `channels` are the ranges of columns or channels. Rows wait until they are many.
+    """
+
+    def __init__(self, leaf: Leaf) -> None:
+        values = leaf.values
+        self.path, self.is_sparse = leaf.path, leaf.is_sparse
+        self.dtype = str(values.dtype).removeprefix("torch.")
+        self.shape: tuple[int, ...] | None = tuple(values.shape[1:])
+        self.rows = self.values = 0
+        width = flat(values).shape[1] if values.is_floating_point() else 0
+        is_table = values.ndim <= 2 and width <= PICKED
+        self._picked = width if is_table else min(width, PICKED)
+        self.range = Ranges(1)
+        self.ends = Table(2)
+        self.columns = Table(width) if is_table else None
+        self.channels: Ranges | None = None
+        self.moments = Moments(width if is_table else 1)
+        self.sample = Sample(2 + self._picked)
+        # Rows wait here; what is allocated for every batch anew costs more than the arithmetic.
+        room = min(_MOST_ROWS, _BLOCK // (2 + self._picked))
+        self._block = torch.empty(room, 2 + self._picked, dtype=torch.float64)
+        self._places = torch.empty(room, dtype=torch.int64)
+        self._waiting = 0
+
+    def add(self, leaf: Leaf, ends: Ends, places: Tensor) -> None:
+        """Takes a leaf that is not empty; `places` numbers its rows."""
+        if self.shape is not None and self.shape != tuple(leaf.values.shape[1:]):
+            self._lose_shape()
+        self._add_channels(ends)
+        self._widen(ends)
+        self.rows += len(leaf.values)
+        self.values += leaf.values.numel()
+        if leaf.values.is_floating_point():
+            self._wait(ends, self._some(flat(leaf.values)), places)
+
+    def _wait(self, ends: Ends, elements: Tensor, places: Tensor) -> None:
+        done = 0
+        while done < len(places):
+            taken = min(len(places) - done, len(self._places) - self._waiting)
+            here, there = slice(self._waiting, self._waiting + taken), slice(done, done + taken)
+            self._block[here, 0], self._block[here, 1] = ends.low[there], ends.high[there]
+            self._block[here, 2:], self._places[here] = elements[there], places[there]
+            self._waiting, done = self._waiting + taken, done + taken
+            if self._waiting == len(self._places):
+                self.settle()
+
+    def settle(self) -> None:
+        """Takes in the rows that wait."""
+        if not self._waiting:
+            return
+        rows, places = self._block[: self._waiting], self._places[: self._waiting]
+        self._waiting = 0
+        is_whole = bool(rows.sum().isfinite())
+        if not is_whole:
+            rows.masked_fill_(~rows.isfinite(), torch.nan)
+        self.sample.add(rows)
+        self.ends.add(rows[:, :2], places, is_whole=is_whole)
+        block = rows[:, 2:]
+        if self.columns is not None:
+            self.columns.add(block, places, is_whole=is_whole)
+        self.moments.add(block if self.columns else block.reshape(-1, 1), is_whole=is_whole)
+
+    def _widen(self, ends: Ends) -> None:
+        if ends.any_bad:
+            self.range.add(
+                ends.low.nan_to_num(torch.inf).amin(), ends.high.nan_to_num(-torch.inf).amax()
+            )
+        else:
+            self.range.add(ends.low.amin(), ends.high.amax())
+
+    def _lose_shape(self) -> None:
+        """Rows of another shape: from now on columns mean nothing."""
+        self.settle()
+        if self.columns is not None:
+            self.columns, self.moments = None, self.moments.pooled()
+        self.shape = None
+
+    def _some(self, flat: Tensor) -> Tensor:
+        if flat.shape[1] == self._picked:
+            return flat
+        return flat[:, torch.arange(self._picked) * flat.shape[1] // max(self._picked, 1)]
+
+    def _add_channels(self, ends: Ends) -> None:
+        found = ends.channels
+        if self.rows == 0 and found is not None:
+            self.channels = Ranges(len(found[0]))
+        if self.channels is None or found is None or len(found[0]) != len(self.channels.low):
+            self.channels = None
+        else:
+            self.channels.add(*found)
+
+    @property
+    def table(self) -> Table:
+        """The columns, or the two ends of each row."""
+        return self.ends if self.columns is None else self.columns
+
+    @property
+    def lowest(self) -> float:
+        return float(self.range.low)
+
+    @property
+    def highest(self) -> float:
+        return float(self.range.high)
+
+    @property
+    def elements(self) -> Tensor:
+        """The sampled rows, element by element; NaN stands for what is not finite."""
+        return self.sample.rows[:, 2:]
+
+
+def flat(values: Tensor) -> Tensor:
+    """Rows of a matrix; one column for a vector."""
+    return values.flatten(1) if values.ndim > 1 else values.unsqueeze(1)
+
+
+# Statistics of columns over a stream of rows, in memory that does not grow with it.
+#
+# Rows come in blocks of float64, in which NaN stands for what is missing.
+
+KEPT_ROWS = 512
+"""Rows in the random sample that medians and quantiles are taken from."""
+
+KEPT_EXTREMES = 16
+"""How many of the largest, and of the smallest, values of each column are kept."""
+
+_SEED = 20_250_601
+_IN_CACHE = 1 << 15
+
+
+class Moments:
+    """Count, mean and variance of each column.
+
+    A block is centred on its own mean and joined with what came before (Chan, Golub, LeVeque
+    1979): no difference of large sums.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.count = torch.zeros(columns, dtype=torch.float64)
+        self.mean = torch.zeros(columns, dtype=torch.float64)
+        self._squares = torch.zeros(columns, dtype=torch.float64)
+
+    def add(self, block: Tensor, *, is_whole: bool) -> None:
+        """`is_whole` says that nothing is missing."""
+        for piece in block.split(max(1, _IN_CACHE // block.shape[1])):
+            self._add(piece, is_whole)
+
+    def _add(self, block: Tensor, is_whole: bool) -> None:
+        if is_whole:
+            count = torch.full_like(self.count, len(block))
+            mean = block.mean(0)
+            squares = (block - mean).square_().sum(0)
+        else:
+            is_known = ~block.isnan()
+            count = is_known.sum(0).double()
+            mean = torch.where(is_known, block, 0).sum(0) / count.clamp_min(1)
+            squares = torch.where(is_known, block - mean, 0).square_().sum(0)
+        self._join(count, mean, squares)
+
+    def pooled(self) -> Moments:
+        """The same values taken as one column."""
+        one = Moments(1)
+        one.count = self.count.sum(0, keepdim=True)
+        one.mean = (self.mean * self.count).sum(0, keepdim=True) / one.count.clamp_min(1)
+        apart = (self.mean - one.mean).square() * self.count
+        one._squares = (self._squares + apart).sum(0, keepdim=True)
+        return one
+
+    def _join(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
+        total = (self.count + count).clamp_min(1)
+        apart = mean - self.mean
+        self._squares += squares + apart * apart * (self.count * count / total)
+        self.mean += apart * (count / total)
+        self.count += count
+
+    @property
+    def std(self) -> Tensor:
+        return (self._squares / self.count.clamp_min(1)).sqrt()
+
+
+class Ranges:
+    """The smallest and the largest value of each column."""
+
+    def __init__(self, columns: int) -> None:
+        self.low = torch.full((columns,), torch.inf, dtype=torch.float64)
+        self.high = -self.low
+
+    def add(self, low: Tensor, high: Tensor) -> None:
+        """Takes the smallest and largest values of a block; NaN where a column has none."""
+        self.low = torch.fmin(self.low, low.double())
+        self.high = torch.fmax(self.high, high.double())
+
+
+class Sample:
+    """A uniform random sample of the rows seen: those with the smallest of random keys.
+
+    The keys come from a generator of its own, so that a stream always gives the same sample.
+    """
+
+    def __init__(self, columns: int, size: int = KEPT_ROWS) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(_SEED)
+        self._keys = torch.full((size,), torch.inf, dtype=torch.float64)
+        self._rows = torch.full((size, columns), torch.nan, dtype=torch.float64)
+        self._worst = torch.inf
+
+    def add(self, block: Tensor) -> None:
+        keys = torch.rand(len(block), generator=self._generator, dtype=torch.float64)
+        new = (keys < self._worst).nonzero().flatten()
+        if not len(new):
+            return
+        size = len(self._keys)
+        kept = torch.cat([self._keys, keys[new]]).topk(size, largest=False, sorted=False).indices
+        is_free = torch.ones(size, dtype=torch.bool)
+        is_free[kept[kept < size]] = False
+        free, new = is_free.nonzero().flatten(), new[kept[kept >= size] - size]
+        self._keys[free] = keys[new]
+        self._rows[free] = block[new]
+        self._worst = float(self._keys.max())
+
+    @property
+    def rows(self) -> Tensor:
+        """The kept rows, in no special order."""
+        return self._rows[self._keys.isfinite()]
+
+
+class Extremes:
+    """The largest values of each column, or with sign -1 the smallest, and where they were.
+
+    `places` are whatever numbers came with the rows. Places that nothing fills are NaN.
+    """
+
+    def __init__(self, columns: int, sign: int, size: int = KEPT_EXTREMES) -> None:
+        self._sign = sign
+        self._seen = 0
+        self._sizes = torch.full((size, columns), -torch.inf, dtype=torch.float64)
+        self.places = torch.full((size, columns), -1)
+
+    def add(self, block: Tensor, ends: Tensor, places: Tensor) -> None:
+        """Takes rows, the largest (or smallest) value of each column, and a number for each row."""
+        columns = (ends * self._sign > self._sizes[-1]).nonzero().flatten()
+        if not len(columns):
+            self._seen += len(block)
+            return
+        start, sizes = 0, block[:, columns] * self._sign
+        while start < len(block):
+            # Few rows at first: they set the bar for the others.
+            end = start + max(self._seen, len(self._sizes))
+            self._take(columns, sizes[start:end], places[start:end])
+            self._seen += len(sizes[start:end])
+            start = end
+
+    def _take(self, columns: Tensor, sizes: Tensor, places: Tensor) -> None:
+        rows, where = (sizes > self._sizes[-1, columns]).nonzero(as_tuple=True)
+        if len(rows):
+            new = _stacked(sizes[rows, where], places[rows], where, len(columns))
+            self._keep(columns, *new)
+
+    def _keep(self, columns: Tensor, sizes: Tensor, numbers: Tensor) -> None:
+        sizes = torch.cat([self._sizes[:, columns], sizes])
+        numbers = torch.cat([self.places[:, columns], numbers])
+        # Sorted, so that the last one is what a new value has to beat.
+        self._sizes[:, columns], chosen = sizes.topk(len(self._sizes), dim=0)
+        self.places[:, columns] = numbers.gather(0, chosen)
+
+    @property
+    def values(self) -> Tensor:
+        return torch.where(self._sizes.isfinite(), self._sizes * self._sign, torch.nan)
+
+
+def _stacked(values: Tensor, numbers: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The values of each column on top of one another, and their numbers beside them."""
+    order = columns.argsort(stable=True)
+    counts = columns.bincount(minlength=width)
+    starts = counts.cumsum(0) - counts
+    columns = columns[order]
+    rows = torch.arange(len(columns)) - starts[columns]
+    stacked = torch.full((int(counts.max()), width), -torch.inf, dtype=torch.float64)
+    beside = torch.full(stacked.shape, -1)
+    stacked[rows, columns], beside[rows, columns] = values[order], numbers[order]
+    return stacked, beside
+
+
+MOST_CHANNELS = 64
+MOST_COLUMNS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """For each row its finite extremes, NaN where there are none, and whether it is not finite.
+
+    `channels` has the smallest and the largest value of each channel, or column of a matrix, over
+    all rows; None where there are none or too many.
+    """
+
+    low: Tensor
+    high: Tensor
+    is_bad: Tensor
+    any_bad: bool = False
+    channels: tuple[Tensor, Tensor] | None = None
+
+
+def ends_of(values: Tensor) -> Ends:
+    """One pass over the memory for each end when all is finite."""
+    is_bad = torch.zeros(len(values), dtype=torch.bool)
+    if not values.numel():
+        nothing = torch.full((len(values),), torch.nan, dtype=torch.float64)
+        return Ends(nothing, nothing, is_bad)
+    low, high = _reduced(values)
+    floors = tops = values
+    if values.is_floating_point() and not _surely_finite(low, high):
+        is_bad = ~(low.isfinite() & high.isfinite()).all(1)
+        known = values.isfinite()
+        # In place of NaN and Inf: what cannot be an extreme.
+        floors, tops = torch.where(known, values, torch.inf), torch.where(known, values, -torch.inf)
+        low, high = _reduced(floors)[0], _reduced(tops)[1]
+    any_bad = bool(is_bad.any())
+    channels = _channels(floors, tops, low, high)
+    low, high = low.amin(1).double(), high.amax(1).double()
+    if any_bad:
+        has_none = low > high
+        low, high = low.masked_fill(has_none, torch.nan), high.masked_fill(has_none, torch.nan)
+    return Ends(low, high, is_bad, any_bad, channels)
+
+
+def _channels(
+    floors: Tensor, tops: Tensor, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    if floors.ndim == 2 and floors.is_floating_point() and floors.shape[1] <= MOST_COLUMNS:
+        return floors.amin(0).double(), tops.amax(0).double()
+    return (low.amin(0).double(), high.amax(0).double()) if low.shape[1] > 1 else None
+
+
+def _surely_finite(low: Tensor, high: Tensor) -> bool:
+    # The difference is NaN or Inf where one of the two is, and so is the sum.
+    return math.isfinite(float((high.double() - low.double()).sum()))
+
+
+def _reduced(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest over everything but the row and the channel: two matrices."""
+    if values.ndim == 1:
+        return values.unsqueeze(1), values.unsqueeze(1)
+    channel = channel_dim(values)
+    dims = [dim for dim in range(1, values.ndim) if dim != channel]
+    low, high = values.amin(dims), values.amax(dims)
+    return (low, high) if channel is not None else (low.unsqueeze(1), high.unsqueeze(1))
+
+
+def channel_dim(values: Tensor) -> int | None:
+    """The dimension of the channels of images and signals: the second or the last one."""
+    if values.ndim < 3:
+        return None
+    dim = 1 if values.shape[1] <= values.shape[-1] else values.ndim - 1
+    return dim if values.shape[dim] <= MOST_CHANNELS else None
+
+
+FEWEST_ROWS = 32
+"""With fewer rows nothing is called an outlier."""
+
+FACTOR = 30.0
+"""An outlier is so many times farther from the median than ordinary values are."""
+
+_GAP = 5.0
+_FEWEST_APART = 8
+_OF_CENTER = 0.1
+_ASKED = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """Beyond these a value of the column is an outlier. `usual` is an ordinary distance."""
+
+    low: Tensor
+    high: Tensor
+    center: Tensor
+    usual: Tensor
+
+    def beyond(self, block: Tensor) -> Tensor:
+        return (block < self.low) | (block > self.high)
+
+    def times(self, values: Tensor, columns: Tensor) -> Tensor:
+        """How many times farther from the median than is usual in their columns."""
+        return (values - self.center[columns]).abs() / self.usual[columns]
+
+
+def limits_of(sample: Tensor, extremes: Tensor, scale: float) -> Limits | None:
+    """Limits for each column of a sample of rows; None if there are too few.
+
+    `extremes` are the largest and smallest values of each column. `scale` is what is usual where
+    nearly all values of a column are the same. NaN stands for missing values.
+
+    A value is an outlier if it is 30 times farther from the median than three times the upper
+    quartile of the distances, and there is a gap of 5 times before it: a long tail has no gaps.
+    Without a gap it has to be 30 times the 99th percentile. So up to a quarter of the rows may be
+    outliers and do not hide one another.
+    """
+    if len(sample) < FEWEST_ROWS:
+        return None
+    columns = sample.T.contiguous()  # sorting is faster along memory
+    center = columns.nanmedian(1, keepdim=True).values
+    distances = (columns - center).abs()
+    quartile, tail = _quantiles(distances)
+    usual = _usual(distances, quartile, center.squeeze(1), scale)
+    ordered = torch.cat([distances, (extremes.T - center).abs()], dim=1).sort(1).values
+    past_tail = FACTOR * torch.maximum(tail.nan_to_num(0), usual)
+    edge = torch.minimum(_after_gap(ordered, FACTOR * usual), past_tail)
+    center = center.squeeze(1)
+    return Limits(center - edge, center + edge, center, usual)
+
+
+def _quantiles(distances: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper quartile and the 99th percentile of each row."""
+    parts = torch.tensor([0.75, 0.99], dtype=torch.float64)
+    quartile, tail = distances.nanquantile(parts, dim=1, interpolation="higher")
+    return quartile, tail
+
+
+def _usual(distances: Tensor, quartile: Tensor, center: Tensor, scale: float) -> Tensor:
+    apart = torch.where(distances > 0, distances, torch.nan)
+    is_rare = (distances > 0).sum(1) < _FEWEST_APART
+    # Most values are the same: one-hot, counts, zeros of padding. The others give the scale.
+    is_mostly_same = (distances == 0).sum(1) * 2 > distances.isfinite().sum(1)
+    usual = torch.where(is_mostly_same, apart.nanmedian(1).values, quartile) * 3
+    usual = torch.where(is_mostly_same & is_rare, scale, usual)
+    usual = torch.maximum(usual.nan_to_num(scale), _OF_CENTER * center.abs().nan_to_num(0))
+    return torch.where(usual > 0, usual, scale)
+
+
+def _after_gap(ordered: Tensor, least: Tensor) -> Tensor:
+    """For each row the middle of the first gap before a large distance; Inf if there is none."""
+    before, after, least = ordered[:, :-1], ordered[:, 1:], least.unsqueeze(1)
+    is_edge = (after > least) & (after >= _GAP * before)
+    middle = torch.where(is_edge, (before * after).sqrt().maximum(least), torch.inf)
+    return middle.amin(1)
+
+
+def usual_size(elements: Tensor) -> float:
+    """The median size of values that are not 0; 0 if there are none. Of many, some are asked."""
+    rows = max(1, _ASKED // max(elements.shape[1], 1))
+    sizes = elements[:rows].abs()
+    sizes = sizes[sizes > 0]
+    return float(sizes.median()) if len(sizes) else 0.0

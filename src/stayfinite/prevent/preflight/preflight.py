@@ -1,0 +1,245 @@
+"""preflight(): the risks of a model, an optimizer and a batch, before training begins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from stayfinite.errors import ConfigError, InputError
+from stayfinite.locate.search import LossFunction, call, loss_of
+from stayfinite.locate.source import user_place
+from stayfinite.prevent.data.check import batch_risks
+from stayfinite.prevent.preflight.probe import changed, eager, loss_run, probe, quiet_about_hooks
+from stayfinite.prevent.preflight.rehearsal import Rehearsal
+from stayfinite.prevent.preflight.training_checks import optimizer_risks
+from stayfinite.prevent.risks import Risk, lowered, proven, ranked, said_once
+from stayfinite.snapshot import Snapshot
+
+Precision = Literal["fp32", "fp16", "bf16"]
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def preflight(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    batch: Any = None,
+    loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
+) -> list[Risk]:
+    """Everything that can end this training with NaN or Inf, the worst first, each with its fix.
+
+    A batch is (inputs, targets) for `loss_fn(model(inputs), targets)`; without `loss_fn` it is
+    what the model itself turns into a loss. With a batch, one forward and backward pass is traced
+    and probed with zeros, ones and large inputs; without one, only weights and optimizer are
+    looked at. `precision` is what training runs in; None: as the model is. The model, the
+    optimizer, the batch and all random states are as before afterwards.
+
+    >>> class Entropy(nn.Module):
+    ...     def forward(self, x):
+    ...         p = torch.softmax(x, -1)
+    ...         return -(p * torch.log(p)).sum(-1)
+    >>> model = nn.Sequential(nn.Linear(8, 4), Entropy())
+    >>> [(risk.level, risk.cause) for risk in preflight(model, batch=torch.randn(16, 8))]
+    [('medium', 'log_of_zero')]
+    """
+    _require(model, optimizer, precision)
+    if batch is None:
+        return _at_rest(model, optimizer)
+    _require_one_batch(model, batch)
+    modules = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    keeper = Keeper(modules)
+    rehearsal = Rehearsal(
+        folder=os.getcwd(), outside=user_place(sys._getframe(1)), on_new=keeper.add_module
+    )
+    own = changed(batch, torch.clone)
+    try:
+        model.train()
+        of_batch = _rehearse(rehearsal, keeper, model, optimizer, own, loss_fn, precision)
+        found = [*rehearsal.risks(), *of_batch]
+        keeper.restore()
+        model.train()
+        edges = _probed(rehearsal, modules, own, loss_fn, precision)
+    finally:
+        keeper.restore()
+    return ranked(said_once(proven(found, edges)))
+
+
+def _require(model: Any, optimizer: Any, precision: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("model is scripted, and nothing is seen inside; give the module itself.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("model is on the meta device, where weights have no values.")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise InputError(f"optimizer is a {kind}; it must be a torch.optim.Optimizer, or None.")
+    known = get_args(Precision)
+    if precision is not None and precision not in known:
+        raise ConfigError(f"precision is {precision!r}; it must be one of {', '.join(known)}.")
+
+
+def _require_one_batch(model: nn.Module, batch: Any) -> None:
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise InputError("model has lazy parameters; call it once, so that they get their shapes.")
+    if isinstance(batch, DataLoader | Iterator):
+        kind = type(batch).__name__
+        raise InputError(f"batch is a {kind}; give one batch of it: `next(iter(loader))`.")
+
+
+def _at_rest(model: nn.Module, optimizer: Optimizer | None) -> list[Risk]:
+    rehearsal = Rehearsal(folder=os.getcwd())
+    rehearsal.entered(model, ())
+    found = rehearsal.risks()
+    if optimizer is not None:
+        found += optimizer_risks(optimizer, type(optimizer).__name__)
+    return ranked(found)
+
+
+def _rehearse(
+    rehearsal: Rehearsal,
+    keeper: Keeper,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    batch: Any,
+    loss_fn: LossFunction | None,
+    precision: Precision | None,
+) -> list[Risk]:
+    """One pass, told to the rehearsal; what is wrong with the batch is given back.
+
+    A batch that a loss refuses, as labels out of range, is a risk and not an error.
+    """
+    inputs, targets = parted(batch, loss_fn)
+    # Only the weights tell whether float16 is meant without a scaler.
+    rehearsal.scaling.scales_itself = precision is not None
+    model.zero_grad(set_to_none=True)
+    of_batch: list[Risk] = []
+    with quiet_about_hooks(), eager(), torch.enable_grad(), rehearsal.recorder:
+        with _autocast(model, precision):
+            output = call(model, inputs)
+            with rehearsal.recorder.paused():
+                of_batch = batch_risks(batch, classes=_classes(output, targets))
+            try:
+                loss = loss_of(output, targets, loss_fn)
+            except InputError:
+                raise
+            except Exception:
+                if any(risk.level == "high" for risk in of_batch):
+                    rehearsal.is_finite = False
+                    return of_batch
+                raise
+        rehearsal.going_back([loss], None)
+        if loss.requires_grad:
+            with rehearsal.recorder.paused():
+                keeper.add_leaves(loss)
+            loss.backward()
+            rehearsal.went_back()
+        if optimizer is not None:
+            rehearsal.updating(optimizer, is_scaled=False, place=None)
+    return of_batch if not rehearsal.is_finite else [_tolerated(risk) for risk in of_batch]
+
+
+def _tolerated(risk: Risk) -> Risk:
+    """A NaN in the batch that the loss does not see is worth knowing only."""
+    return lowered(risk) if risk.cause == "bad_input_data" else risk
+
+
+def _classes(output: Any, targets: Any) -> int | None:
+    """How many classes labels can have, if targets are labels."""
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+        return None
+    is_labels = not targets.is_floating_point() and targets.dim() == output.dim() - 1
+    return output.shape[1] if is_labels and output.dim() > 1 else None
+
+
+def _probed(
+    rehearsal: Rehearsal,
+    modules: list[nn.Module],
+    batch: Any,
+    loss_fn: LossFunction | None,
+    precision: Precision | None,
+) -> list[Risk]:
+    if not rehearsal.is_finite:
+        return []
+    inputs, targets = parted(batch, loss_fn)
+    plain = loss_run(modules[0], targets, loss_fn)
+
+    def run(value: Any) -> Tensor:
+        with _autocast(modules[0], precision):
+            return plain(value)
+
+    in_half = rehearsal.recorder.heights.trains_in_half
+    return probe(modules, inputs, run, scene=rehearsal.scene, in_half=in_half)
+
+
+def parted(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+    """Inputs and targets of a batch."""
+    if loss_fn is not None and isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    return batch, None
+
+
+def _autocast(
+    model: nn.Module, precision: Precision | None
+) -> contextlib.AbstractContextManager[Any]:
+    if precision not in _DTYPES:
+        return contextlib.nullcontext()
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return torch.autocast(device, dtype=_DTYPES[precision])
+
+
+class Keeper:
+    """Modules, gradients and random states as they were.
+
+    A loss function may call modules and use tensors that nobody named: they are added when they
+    are met, before they change.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._snapshots = [Snapshot(modules)]
+        self._known = {id(part) for module in modules for part in module.modules()}
+        self._gradients: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    def add_module(self, module: nn.Module) -> None:
+        """A module that is about to be called."""
+        if id(module) not in self._known:
+            self._known.update(id(part) for part in module.modules())
+            self._snapshots.append(Snapshot([module]))
+
+    def add_leaves(self, loss: Tensor) -> None:
+        """All tensors that a backward pass from the loss will give a gradient."""
+        for leaf in _leaves(loss):
+            gradient = leaf.grad
+            kept = None if gradient is None else gradient.detach().clone()
+            self._gradients.setdefault(id(leaf), (leaf, gradient, kept))
+
+    def restore(self) -> None:
+        """Put all back; the earliest state comes last."""
+        with torch.no_grad():
+            for leaf, gradient, kept in self._gradients.values():
+                if gradient is not None and kept is not None:
+                    gradient.copy_(kept)
+                leaf.grad = gradient
+        for snapshot in reversed(self._snapshots):
+            snapshot.restore()
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            yield variable
+        waiting.extend(following for following, _ in node.next_functions)

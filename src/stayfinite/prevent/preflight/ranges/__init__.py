@@ -1,1 +1,0 @@
-"""What values can be: intervals, and how operations change them."""

@@ -1,0 +1,281 @@
+"""`stayfinite preflight`: the script up to its second update, and what is risky about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from stayfinite.errors import ConfigError, TrainingAbortedError
+from stayfinite.prevent.risks import Risk, said_once
+from stayfinite.records import RunResult, from_data, to_data, to_json
+from stayfinite.runner.imports import after_import
+from stayfinite.runner.plan import (
+    MAIN,
+    VARIABLE,
+    Effect,
+    Plan,
+    child_command,
+    load_records,
+    write_atomically,
+)
+from stayfinite.runner.sandbox import allowed_kinds
+from stayfinite.runner.script import Target, problem, watch_unraisable
+from stayfinite.runner.second_run import refusal, why_unheld
+from stayfinite.runner.watcher import PREFLIGHT, Watch, end_peers_soon
+from stayfinite.safely import say, step_aside
+from stayfinite.text import count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from stayfinite.prevent.preflight.rehearsal import ScriptRehearsal
+
+
+CLEAN, RISKS, FAILED = 0, 1, 2
+SCHEMA = 1
+
+Verdict = Literal["clean", "risks", "script-error"]
+
+
+def _option(default: object, help: str) -> object:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightOptions:
+    """What `preflight` can be told."""
+
+    json: str | None = _option(None, "Write all risks to this file, as JSON.")  # type: ignore[assignment]
+    verbose: bool = _option(False, "Show those of low level too.")  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.json is not None:
+            object.__setattr__(self, "json", os.path.abspath(self.json))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What `stayfinite preflight --json FILE` writes."""
+
+    schema: int = SCHEMA
+    exit: Verdict = "clean"
+    steps: int = 0
+    risks: tuple[Risk, ...] = ()
+
+    @property
+    def warnings(self) -> list[Risk]:
+        return [risk for risk in self.risks if risk.is_warning]
+
+
+def preflight(target: Target, *, options: PreflightOptions) -> None:
+    """Run the target up to its second update and leave the process with the exit code that is due.
+
+    Raises ConfigError, before anything has run, for a target or a file that cannot be used.
+    """
+    if (reason := problem(target)) is not None:
+        raise ConfigError(reason)
+    if options.json is not None:
+        _write(options.json, Findings(exit="script-error"))
+    with tempfile.TemporaryDirectory(prefix="stayfinite-", ignore_cleanup_errors=True) as folder:
+        plan = Plan(
+            folder=folder,
+            guard={"purpose": PREFLIGHT, "folder": target.folder},
+            sandboxes=allowed_kinds(),
+        )
+        plan.save()
+        code = _run(plan, target)
+        if (reason := why_unheld(plan)) is not None:
+            raise ConfigError(f"nothing was run: {reason}")
+        code = _close(plan, code, options)
+    sys.exit(code)
+
+
+def _run(plan: Plan, target: Target) -> int:
+    """Run the target in a process of its own, which can be held; the result is its exit code."""
+    process = subprocess.Popen(
+        child_command(target.command, key=MAIN), env={**os.environ, VARIABLE: plan.path}
+    )
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue  # the script has heard it too
+
+
+def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
+    """Say and save what was found; the result is the exit code."""
+    steps, risks = found_in(plan.folder)
+    records = load_records(plan.folder)
+    stopped = any(record.stopped for record in records)
+    findings = Findings(
+        exit=_verdict(steps, risks, has_failed=bool(code) and not stopped),
+        steps=steps,
+        risks=tuple(said_once(risks)),
+    )
+    if options.json is not None:
+        _write(options.json, findings)
+    show(findings.risks, everything=options.verbose)
+    say(_last_line(findings, code, stopped, refusal(records)))
+    return {"clean": CLEAN, "risks": RISKS, "script-error": FAILED}[findings.exit]
+
+
+def _verdict(steps: int, risks: list[Risk], *, has_failed: bool) -> Verdict:
+    if has_failed or not steps:
+        return "script-error"
+    return "risks" if any(risk.is_warning for risk in risks) else "clean"
+
+
+def _write(path: str, findings: Findings) -> None:
+    try:
+        write_atomically(path, to_json(findings, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path!r} cannot be written: {error.strerror}.") from error
+
+
+def _last_line(findings: Findings, code: int, stopped: bool, refused: str | None) -> str:
+    if findings.exit == "script-error" and refused is not None:
+        return f"the script was ended before its first update, because it {refused}."
+    if findings.exit == "script-error" and code and not stopped:
+        return f"the script failed with exit code {code} before its second update."
+    if not findings.steps:
+        return "no backward pass and no optimizer step was seen, so nothing was checked."
+    seen = "the script was ended after its first step" if stopped else "the script ended by itself"
+    low = len(findings.risks) - len(findings.warnings)
+    noted = f", {low} of low level (--verbose shows them)" if low else ""
+    return f"{count(len(findings.warnings), 'risk')} found{noted}; {seen}."
+
+
+_NO_ERROR = "preflight has seen the first step; this is not an error."
+
+
+class RehearsalWatch(Watch):
+    """Ends the script when it is about to make its second update, and leaves its risks on disk.
+
+    Where it cannot have copies of the files that it changes, it is ended before the first change.
+    """
+
+    def __init__(self, plan: Plan, *, key: str) -> None:
+        super().__init__(plan, key=key)
+        self._script: ScriptRehearsal | None = None
+        self._is_over = self._has_written = False
+        self._thread = threading.get_ident()
+
+    def start(self) -> None:
+        """Attach to this process, and to torch as soon as the script imports it."""
+        self._audit()
+        watch_unraisable()
+        after_import("torch", self._attach)
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._is_over
+
+    def end(self) -> None:
+        """Judge what was recorded, if the script ended before its second update."""
+        with step_aside("judging the first steps"):
+            self._write()
+        super().end()
+
+    def mute(self) -> None:
+        self.is_muted = True
+        if self._script is not None:
+            self._script.detach()
+
+    def _result(self) -> RunResult:
+        return RunResult()
+
+    def _attach(self, torch: ModuleType) -> None:
+        from stayfinite.prevent.preflight.rehearsal import ScriptRehearsal
+
+        if not self.is_muted:
+            folder = self.plan.guard.get("folder")
+            self._script = ScriptRehearsal(folder=folder, enough=self._enough)
+            self._script.attach()
+            self._thread = threading.get_ident()
+
+    def _was_refused(self, effect: Effect) -> None:
+        super()._was_refused(effect)
+        if self.is_muted or self._has_ended or self._script is None:
+            return
+        is_enough = self._is_over or self._script.has_trained
+        if is_enough and threading.get_ident() == self._thread:  # else it cannot be ended here
+            self._enough()
+
+    def _enough(self) -> None:
+        self._is_over = True
+        with step_aside("judging the first steps"):
+            self._write()
+        with step_aside("noting the end"):
+            self.save()
+            end_peers_soon(self)
+        raise TrainingAbortedError(_NO_ERROR)
+
+    def _write(self) -> None:
+        script = self._script
+        if script is None or self._has_written or self.is_muted:
+            return
+        self._has_written = True
+        script.detach()
+        found = {"steps": script.steps, "risks": to_data(script.risks())}
+        if os.path.isdir(self.plan.folder):
+            path = os.path.join(self.plan.folder, f"risks-{os.getpid()}.json")
+            write_atomically(path, json.dumps(found, allow_nan=False))
+
+
+def found_in(folder: str) -> tuple[int, list[Risk]]:
+    """Steps and risks of all processes that have written there."""
+    steps, risks = 0, []
+    for name in sorted(os.listdir(folder)):
+        if name.startswith("risks-"):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                data = json.load(file)
+            steps = max(steps, int(data["steps"]))
+            risks += [from_data(Risk, entry) for entry in data["risks"]]
+    return steps, risks
+
+
+_COLOURS = {"high": "bold red", "medium": "yellow", "low": "dim"}
+_NARROWEST = 20
+
+
+def show(risks: Iterable[Risk], *, everything: bool) -> None:
+    """Print the warnings, and with `everything` those of low level too."""
+    from rich.console import Console
+
+    console = Console(stderr=True, file=sys.stderr, highlight=False)
+    for risk in risks:
+        if risk.is_warning or everything:
+            _show(risk, console)
+
+
+def _show(risk: Risk, console: Console) -> None:
+    from rich.text import Text
+
+    head = Text.assemble((f"{risk.level:<7}", _COLOURS[risk.level]), (risk.where, "bold"))
+    module = risk.evidence.get("module")
+    if module:
+        head.append(f" in {module}", "dim")
+    head.append(f"  {risk.cause}", "dim")
+    _print(head, console)
+    if code := risk.evidence.get("code"):
+        _print(Text(str(code), "cyan"), console, indent=9)
+    _print(Text(risk.what), console, indent=7)
+    _print(Text.assemble(("fix: ", "green"), risk.fix), console, indent=7)
+    console.print()
+
+
+def _print(text: Text, console: Console, *, indent: int = 0) -> None:
+    """Wrapped to the width of the terminal, without blanks at the ends of lines."""
+    for line in text.wrap(console, max(_NARROWEST, console.width - indent)):
+        line.rstrip()
+        line.pad_left(indent)
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,26 @@
+"""An incident in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from stayfinite.records import Incident, NaNReport, NaNType, Origin
+from stayfinite.text import one_line
+
+
+def bad(location: str) -> NaNReport:
+    return NaNReport(has_nan=True, nan_type=NaNType.POS_INF, location=location, tensor_shape=())
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (0, "step 9: loss is Inf, at train.py:15"),
+        (1, "step 9: loss is Inf and 1 more tensor is not finite, at train.py:15"),
+        (4, "step 9: loss is Inf and 4 more tensors are not finite, at train.py:15"),
+    ],
+)
+def test_what_there_is_more_of_is_said(others: int, said: str) -> None:
+    origin = Origin(phase="forward", file="train.py", line=15, exact=True)
+    reports = (bad("loss"), *(bad(f"gradients.{number}") for number in range(others)))
+    assert one_line(Incident(step=9, reports=reports, origin=origin)) == said

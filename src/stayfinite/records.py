@@ -205,6 +205,12 @@ class Incident:
     diagnosis: Diagnosis | None = None
     outcome: Outcome | None = None
 
+    @property
+    def fingerprint(self) -> tuple[str | None, str | None, int | None]:
+        """Cause, file and line: two incidents that have the same ones are the same bug."""
+        origin, cause = self.origin, self.diagnosis and self.diagnosis.cause
+        return (cause, origin.file, origin.line) if origin is not None else (cause, None, None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadValue:

@@ -208,8 +208,9 @@ class Incident:
     @property
     def fingerprint(self) -> tuple[str | None, str | None, int | None]:
         """Cause, file and line: two incidents that have the same ones are the same bug."""
-        origin, cause = self.origin, self.diagnosis and self.diagnosis.cause
-        return (cause, origin.file, origin.line) if origin is not None else (cause, None, None)
+        cause = self.diagnosis.cause if self.diagnosis is not None else None
+        file, line = (self.origin.file, self.origin.line) if self.origin else (None, None)
+        return cause, file, line
 
 
 @dataclass(frozen=True, kw_only=True)

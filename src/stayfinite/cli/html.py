@@ -23,12 +23,11 @@ def command(run: Path | None, output: Path | None, no_source: bool) -> None:
 
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
     """
-    from stayfinite.causes import CAUSES
     from stayfinite.recover.advice import recommended
     from stayfinite.report.html.page import page_of
 
     found = run_at(run)
-    page = page_of(found, causes=CAUSES, advice=recommended(found), with_source=not no_source)
+    page = page_of(found, advice=recommended(found), with_source=not no_source)
     if output == Path("-"):
         click.echo(page, nl=False)
         return

@@ -47,13 +47,12 @@ def command(run_dirs: tuple[Path, ...], port: int | None, no_open: bool) -> None
 
 
 def _report_of(path: Path) -> str:
-    from stayfinite.causes import CAUSES
     from stayfinite.recover.advice import recommended
     from stayfinite.report.html.page import page_of
     from stayfinite.report.store.reading import read_run
 
     run = read_run(path)
-    return page_of(run, causes=CAUSES, advice=recommended(run))
+    return page_of(run, advice=recommended(run))
 
 
 def _tell(address: str) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stayfinite.report.run_summary import Comparison, Line, Range, RunSummary
+from stayfinite.report.run_summary import Comparison, Measure, Range, RunSummary
 from stayfinite.text import count, duration, moment, plain
 
 _COLOURS = {
@@ -136,7 +136,7 @@ def as_comparison(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def _verdict(line: Line) -> Text:
+def _verdict(line: Measure) -> Text:
     old, new = line.before, line.after
     is_known = isinstance(old, int | float) and isinstance(new, int | float)
     if not line.better or not is_known or abs(new - old) <= _NOISE * max(abs(old), abs(new)):

@@ -12,7 +12,6 @@ import pytest
 from payloads import PAYLOADS, vicious, vicious_run
 from recorded_runs import record
 
-from stayfinite.causes import CAUSES
 from stayfinite.records import (
     Incident,
 )
@@ -28,9 +27,7 @@ ATTRIBUTES = (
 
 def vicious_page(folder: Path, texts: list[str], *, with_source: bool = True) -> str:
     read = read_run(vicious_run(folder, texts))
-    return page_of(
-        read, causes=CAUSES, advice=[*recommended(read), *texts], with_source=with_source
-    )
+    return page_of(read, advice=[*recommended(read), *texts], with_source=with_source)
 
 
 class Elements(HTMLParser):
@@ -80,7 +77,7 @@ def test_fragment_has_the_elements_of_a_harmless_one(half: int) -> None:
         [vicious(text, step) for step, text in enumerate(words)]
         for words in (texts, [f"name {at}" for at in range(len(texts))])
     ]
-    bad, good = (incidents_fragment(each, steps=9, causes=CAUSES) for each in made)
+    bad, good = (incidents_fragment(each, steps=9) for each in made)
     assert_same_elements(bad, good)
 
 
@@ -143,7 +140,7 @@ def test_page_fits_and_can_be_read(
     bad = [replace(each, step=10 * at) for at, each in enumerate(incidents.values())]
     run = read_run(record(folder / "run", incidents=bad, script=str(folder / "train.py")))
     file = folder / "page.html"
-    file.write_text(page_of(run, causes=CAUSES), encoding="utf-8")
+    file.write_text(page_of(run), encoding="utf-8")
     context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab = context.new_page()
     said: list[str] = []

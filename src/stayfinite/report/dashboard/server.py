@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 
 from stayfinite.errors import ConfigError, PackageError, RecordError
 from stayfinite.report.dashboard import views
-from stayfinite.report.dashboard.live_runs import Shelf
+from stayfinite.report.dashboard.live_runs import RunIndex
 from stayfinite.report.dashboard.views import compare_view, incident_view, incidents_view
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _KINDS = {
 
 
 def make_app(
-    shelf: Shelf,
+    index: RunIndex,
     *,
     report_of: Callable[[Path], str] | None = None,
     is_ending: Callable[[], bool] = lambda: False,
@@ -60,13 +60,13 @@ def make_app(
     from starlette.applications import Starlette
     from starlette.routing import Route
 
-    pages = _Pages(shelf, report_of, is_ending)
+    pages = _Pages(index, report_of, is_ending)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        shelf.start()
+        index.start()
         yield
-        await asyncio.to_thread(shelf.stop)
+        await asyncio.to_thread(index.stop)
 
     paths = {
         "/": pages.page,
@@ -89,11 +89,11 @@ class _Pages:
 
     def __init__(
         self,
-        shelf: Shelf,
+        index: RunIndex,
         report_of: Callable[[Path], str] | None,
         is_ending: Callable[[], bool],
     ) -> None:
-        self._shelf, self._report_of, self._is_ending = shelf, report_of, is_ending
+        self._index, self._report_of, self._is_ending = index, report_of, is_ending
         self._assets = dict(_assets())
 
     def page(self, request: Request) -> Response:
@@ -112,8 +112,8 @@ class _Pages:
         said, silent = b"", 0.0
         while not self._is_ending():
             for identity in opened:
-                self._shelf.open(identity)
-            now = views.as_json(views.shelf_view(self._shelf))
+                self._index.open(identity)
+            now = views.as_json(views.runs_view(self._index))
             silent = 0.0 if now != said else silent + _TICK
             if now != said:
                 said = now
@@ -125,7 +125,7 @@ class _Pages:
 
     def series(self, request: Request) -> Response:
         view = views.series_view(
-            views.chosen(self._shelf, _ids(request)),
+            views.opened_runs(self._index, _ids(request)),
             first=_number(request, "first"),
             last=_number(request, "last"),
             points=_number(request, "points") or 800,
@@ -134,7 +134,7 @@ class _Pages:
         return _json(view)
 
     def heat(self, request: Request) -> Response:
-        run = self._shelf.open(request.query_params.get("run", ""))
+        run = self._index.open(request.query_params.get("run", ""))
         if run is None:
             return _nothing()
         first, last = _number(request, "first"), _number(request, "last")
@@ -148,25 +148,24 @@ class _Pages:
         return _json(view)
 
     def layer(self, request: Request) -> Response:
-        run = self._shelf.open(request.query_params.get("run", ""))
+        run = self._index.open(request.query_params.get("run", ""))
         name = request.query_params.get("name", "")
         found = run and views.layer_view(run, name, _number(request, "optimizer"))
         return _json(found) if found else _nothing()
 
     def incidents(self, request: Request) -> Response:
-        runs = views.glanced(self._shelf, _ids(request))
-        view = {"incidents": incidents_view(runs), "forecasts": views.forecasts_view(runs)}
-        return _json(view)
+        runs = views.known_runs(self._index, _ids(request))
+        return _json({"incidents": incidents_view(runs)})
 
     def incident(self, request: Request) -> Response:
-        runs = views.glanced(self._shelf, [request.query_params.get("run", "")])
+        runs = views.known_runs(self._index, [request.query_params.get("run", "")])
         number = _number(request, "number")
         chosen = -1 if number is None else number
         found = next((incident_view(run, chosen) for run in runs.values()), None)
         return _json(found) if found else _nothing()
 
     def compare(self, request: Request) -> Response:
-        runs = views.chosen(self._shelf, _ids(request))
+        runs = views.opened_runs(self._index, _ids(request))
         return _json(compare_view(runs))
 
     def report(self, request: Request) -> Response:
@@ -175,7 +174,7 @@ class _Pages:
 
         from stayfinite.report.terminal import as_text
 
-        runs = views.glanced(self._shelf, [request.path_params["run"]])
+        runs = views.known_runs(self._index, [request.path_params["run"]])
         if not runs:
             return _nothing()
         (run,) = runs.values()
@@ -258,9 +257,9 @@ def serve(
 
     listening = _listen(port)
     chosen, token = listening.getsockname()[1], secrets.token_urlsafe(24)
-    shelf = Shelf([place.absolute() for place in places])
+    index = RunIndex([place.absolute() for place in places])
     server: uvicorn.Server
-    app = make_app(shelf, report_of=report_of, is_ending=lambda: server.should_exit)
+    app = make_app(index, report_of=report_of, is_ending=lambda: server.should_exit)
     guarded = Access(app, token=token, secret=kept_secret(), port=chosen)
     config = uvicorn.Config(
         guarded,

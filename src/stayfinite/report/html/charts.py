@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from markupsafe import Markup
 
 from stayfinite.records import Incident, TensorSummary
-from stayfinite.report.html.markup import shown
+from stayfinite.report.html.markup import tag
 from stayfinite.report.store.reading import Sample, Series
 from stayfinite.text import count, plain
 
@@ -105,15 +105,6 @@ def short(value: float) -> str:
 def unit(value: float) -> str:
     """A length in a picture."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def tag(name: str, content: Markup | str = "", **attributes: object) -> Markup:
-    """An element; `class_` is `class`, and `stroke_width` is `stroke-width`."""
-    words = Markup("").join(
-        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), shown(value))
-        for key, value in attributes.items()
-    )
-    return Markup("<{0}{1}>{2}</{0}>").format(name, words, shown(content))
 
 
 def plot(pieces: Iterable[Markup], *, said: str, height: float = HEIGHT) -> Markup:

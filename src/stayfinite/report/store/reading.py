@@ -70,7 +70,6 @@ class RankFile:
     info: RunInfo = field(default_factory=lambda: RunInfo(started=0.0))
     series: dict[int, Any] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
-    forecasts: list[dict[str, Any]] = field(default_factory=list)
     end: End | None = None
     broken: int = 0
     read: int = 0
@@ -110,8 +109,6 @@ class RankFile:
                 self._take_norms(data)
             elif kind == "incident":
                 self.incidents.append(from_data(Incident, data["incident"]))
-            elif kind == "forecast":
-                self.forecasts.append(dict(data["forecast"]))
             elif kind == "begin":
                 self.schema = int(data["schema"])
                 self.info = from_data(RunInfo, data["run"])

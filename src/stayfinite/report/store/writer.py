@@ -177,7 +177,7 @@ def _short(values: Iterable[Any]) -> list[float | None]:
 # - `layers`: the names of the layers, whenever they change; of one optimizer.
 # - `norms`: of one sampled step, a value for each layer: the norm of its gradient, and its
 #   headroom, the doublings that are left until the largest element overflows its dtype.
-# - `incident`, `forecast`: a record.
+# - `incident`: a record.
 # - `end`: `exit`, `code` and `time`.
 #
 # `result.json` is there when `stayfinite run` has ended: its incidents are explained best.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from stayfinite.records import Incident, TensorSummary
-from stayfinite.safely import beside_bars
+from stayfinite.safely import Safely, beside_bars
 from stayfinite.text import on_rank, source_line, what_was_done
 
 logger = logging.getLogger("stayfinite")
@@ -24,6 +24,7 @@ _TRACKERS = {
     "mlflow": "mlflow",
     "prometheus_client": "prometheus",
 }
+_failed: set[str] = set()
 
 
 def told_to(sinks: Iterable[Sink] | None) -> Sink:
@@ -32,16 +33,15 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
     One that fails does not keep the others from being told, and is logged once.
     """
     chosen = [terminal(), tell_trackers] if sinks is None else list(sinks)
-    failed: set[int] = set()
+    message = "a sink failed; it is told of later incidents all the same"
+    safely = [Safely(message) for _ in chosen]
 
     def tell(incident: Incident) -> None:
-        for number, sink in enumerate(chosen):
+        for sink, failures in zip(chosen, safely, strict=True):
             try:
                 sink(incident)
-            except Exception:
-                if number not in failed:
-                    failed.add(number)
-                    logger.exception("a sink failed; it is told of later incidents all the same")
+            except Exception as error:
+                failures.note(error)
 
     return tell
 
@@ -87,9 +87,6 @@ def tell_trackers(incident: Incident) -> None:
         except Exception:
             _failed.add(ours)
             logger.exception("%s could not be told of an incident; no more of them", name)
-
-
-_failed: set[str] = set()
 
 
 def guilty_tensor(incident: Incident) -> TensorSummary | None:

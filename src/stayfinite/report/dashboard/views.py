@@ -52,10 +52,10 @@ def opened_runs(index: RunIndex, identities: Sequence[str]) -> dict[str, LiveRun
     return {identity: run for identity, run in found.items() if run is not None}
 
 
-def known_runs(index: RunIndex, identities: Sequence[str]) -> dict[str, GlancedRun]:
-    """What the list knows of these runs: their incidents, while their steps are still read."""
-    found = {identity: index.entries.get(identity) for identity in identities}
-    return {identity: entry.glance for identity, entry in found.items() if entry is not None}
+def known_run(index: RunIndex, identity: str) -> GlancedRun | None:
+    """What the list knows of this run: its incidents, while its steps are still read."""
+    entry = index.entries.get(identity)
+    return entry.glance if entry is not None else None
 
 
 def runs_view(index: RunIndex) -> dict[str, Any]:

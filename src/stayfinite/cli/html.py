@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._common import Refused, run_at
+from stayfinite.cli._common import refusing, run_argument, run_at
 
 
 @click.command("html")
@@ -17,7 +17,7 @@ from stayfinite.cli._common import Refused, run_at
     help="The file to write; RUN/report.html by default, - for stdout.",
 )
 @click.option("--no-source", is_flag=True, help="Leave out all code and all paths of source.")
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@run_argument
 def command(run: Path | None, output: Path | None, no_source: bool) -> None:
     """Write a report of a recorded run: one HTML file that needs nothing else.
 
@@ -32,8 +32,6 @@ def command(run: Path | None, output: Path | None, no_source: bool) -> None:
         click.echo(page, nl=False)
         return
     file = output or found.path / "report.html"
-    try:
+    with refusing(doing="written", file=file):
         file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise Refused(f"{file} cannot be written: {error.strerror}.") from error
     click.echo(file)

@@ -48,8 +48,10 @@ def command(checkpoint: Path, model: str | None, against: str | None, as_json: b
     other = None if against is None else Path(against)
     results = [_check(path, model, other) for path in inside or [checkpoint]]
     if as_json:
-        data = folder_data(checkpoint, results) if inside else as_data(results[0])
-        click.echo(json.dumps(data, indent=1))
+        each = [_data_of(result) for result in results]
+        is_good = all(result.is_good for result in results)
+        folder = {"schema": 1, "path": str(checkpoint), "good": is_good, "checkpoints": each}
+        click.echo(json.dumps(folder if inside else each[0], indent=1))
     elif inside:
         _show_folder(checkpoint, results)
     else:
@@ -90,7 +92,7 @@ def _progress(checkpoint: Path, size: int) -> Iterator[Any]:
         yield lambda count: bar.advance(task, count)
 
 
-def as_data(result: Check) -> dict[str, Any]:
+def _data_of(result: Check) -> dict[str, Any]:
     """The result as JSON values."""
     comparison = result.comparison
     return {
@@ -104,16 +106,6 @@ def as_data(result: Check) -> dict[str, Any]:
         "comparison": None
         if comparison is None
         else {"same": comparison.same, "changed": list(comparison.changed)},
-    }
-
-
-def folder_data(folder: Path, results: list[Check]) -> dict[str, Any]:
-    """The results of a folder as JSON values."""
-    return {
-        "schema": 1,
-        "path": str(folder),
-        "good": all(result.is_good for result in results),
-        "checkpoints": [as_data(result) for result in results],
     }
 
 

@@ -19,6 +19,9 @@ from stayfinite.recover.advice import recommended
 from stayfinite.report.html.page import incidents_fragment, page_of
 from stayfinite.report.store.reading import read_run
 
+# One browser and one server for all of them, on one worker.
+pytestmark = pytest.mark.xdist_group("browser")
+
 ATTRIBUTES = (
     "lang charset name content http-equiv class id aria-labelledby aria-label aria-hidden role "
     "style title href open d x y width height cx cy r rx viewbox preserveaspectratio"

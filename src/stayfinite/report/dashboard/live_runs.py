@@ -150,8 +150,7 @@ class GlancedRun(Run):
 
     @property
     def last(self) -> dict[str, Any]:
-        first = self.ranks[0] if self.ranks else None
-        return first.last if isinstance(first, Glance) else {}
+        return self.ranks[0].last if self.ranks and isinstance(self.ranks[0], Glance) else {}
 
     @property
     def has_begun(self) -> bool:
@@ -203,25 +202,21 @@ class LiveRun(GlancedRun):
     def columns(self, optimizer: int | None = None) -> Columns:
         """Of one optimizer, by default the first; without steps if there is none."""
         found = self.optimizers
-        if optimizer is None and found:
-            optimizer = min(found)
-        return found.get(optimizer or 0) or Columns()
+        return found.get(min(found, default=0) if optimizer is None else optimizer) or Columns()
 
     @property
     def steps(self) -> int:
-        lasts = [columns["step"][-1] + 1 for columns in self.optimizers.values() if len(columns)]
+        lasts = (columns["step"][-1] + 1 for columns in self.optimizers.values() if len(columns))
         return max(lasts, default=0)
 
     @property
     def progress(self) -> float:
         """How much of the first rank's file was read."""
-        if not self.ranks:
-            return 0.0
         try:
-            size = self.ranks[0].path.stat().st_size
+            size = self.ranks[0].path.stat().st_size if self.ranks else 0
         except OSError:
-            return 1.0
-        return min(1.0, self.ranks[0].read / size) if size else 1.0
+            size = 0
+        return min(1.0, self.ranks[0].read / size) if size else float(bool(self.ranks))
 
 
 _KINDS = {"step": "q", "skipped": "b"}

@@ -12,15 +12,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from http.cookies import CookieError, SimpleCookie
 from importlib import metadata, resources
 from pathlib import Path
@@ -307,7 +299,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Scope = MutableMapping[str, Any]
+Scope = dict[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
@@ -339,7 +331,7 @@ class Access:
         cookie = f"{self._name}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
         extra = {**HEADERS, "Set-Cookie": cookie} if self._has_token(scope) else HEADERS
 
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+        async def send_with_headers(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 given = list(message.get("headers", []))
                 present = {name.lower() for name, _ in given}

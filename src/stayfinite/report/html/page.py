@@ -58,7 +58,6 @@ def page_of(run: Run, *, advice: Sequence[str] = (), with_source: bool = True) -
             folder=folder,
             plots=timeline(run.series, around(first.step, steps=run.steps), incidents=incidents),
             afterwards=_afterwards(run.series, first.step),
-            is_source_hidden=not with_source,
         )
         for first, also in groups_of(incidents)[:_MOST_SHOWN]
     ]
@@ -68,26 +67,23 @@ def page_of(run: Run, *, advice: Sequence[str] = (), with_source: bool = True) -
         for step in (section.view.incident.step, *section.also_at)
     }
     done = [incident.outcome.strategy for incident in incidents if incident.outcome]
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            run=run,
-            info=info,
-            name=Path(info.script).name or "Training run",
-            summary=summary_of(run),
-            verdict=_verdict(run),
-            incidents=incidents[:_MOST_LISTED],
-            left=max(len(incidents) - _MOST_LISTED, 0),
-            sections=sections,
-            anchors=anchors,
-            timeline=_whole_timeline(run, len(sections)),
-            heat=heat_map(run.series),
-            recovered={strategy: done.count(strategy) for strategy in dict.fromkeys(done)},
-            advice=advice,
-            facts=_facts(info, run.path if with_source else None),
-            with_source=with_source,
-        )
+    page = _environment().get_template("page.html")
+    return page.render(
+        run=run,
+        info=info,
+        name=Path(info.script).name or "Training run",
+        summary=summary_of(run),
+        verdict=_verdict(run),
+        incidents=incidents[:_MOST_LISTED],
+        left=max(len(incidents) - _MOST_LISTED, 0),
+        sections=sections,
+        anchors=anchors,
+        timeline=_whole_timeline(run, len(sections)),
+        heat=heat_map(run.series),
+        recovered={strategy: done.count(strategy) for strategy in dict.fromkeys(done)},
+        advice=advice,
+        facts=_facts(info, run.path if with_source else None),
+        with_source=with_source,
     )
 
 
@@ -158,7 +154,6 @@ class Section:
 
     anchor: str
     view: IncidentView
-    spot: str
     checks: list[str]
     timeline: Sequence[Plot]
     also_at: list[int]
@@ -172,14 +167,10 @@ def _section(
     folder: Path | None,
     plots: Sequence[Plot] = (),
     afterwards: str = "",
-    is_source_hidden: bool = False,
 ) -> Section:
-    view = view_of(incident, folder=folder, width=_WIDTH)
-    hidden = view.spot.replace("(no source line)", "(source left out)")
     return Section(
         anchor=anchor,
-        view=view,
-        spot=hidden if is_source_hidden else view.spot,
+        view=view_of(incident, folder=folder, width=_WIDTH),
         checks=[text for text in (*_checks(incident), afterwards) if text],
         timeline=plots,
         also_at=also_at,

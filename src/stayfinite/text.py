@@ -334,3 +334,8 @@ def bare_name(op: str) -> str:
     parts = op.split(".")
     name = parts[1] if len(parts) > 1 else parts[0]
     return name.removeprefix("_foreach_").rstrip("_").lstrip("_")
+
+
+def node_name(node: str | None) -> str:
+    """ "Sqrt" of the autograd node "SqrtBackward0"; "" where there is none."""
+    return (node or "").rstrip("0123456789").removesuffix("Backward")

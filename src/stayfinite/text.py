@@ -307,6 +307,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def in_words(names: list[str]) -> str:
+    """ "3", "3 and 5", "3, 5 and 8"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def one_line(incident: Incident) -> str:
     """The incident in one line: which step and rank, what was seen, and where if that is known."""
     is_one_of_many = incident.rank > 0 or (incident.rank == 0 and incident.world > 1)

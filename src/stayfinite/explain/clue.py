@@ -6,15 +6,15 @@ import ast
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from stayfinite.records import Confidence, Diagnosis, Origin, TensorSummary
-from stayfinite.text import bare_name
+from stayfinite.syntax import called, in_brackets, operand
+from stayfinite.text import bare_name, node_name
 
-LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38, "float64": 1.79e308}
 SMALLEST = {"float16": 6e-8, "bfloat16": 9.2e-41, "float32": 1.4e-45, "float64": 4.9e-324}
 
 
@@ -33,7 +33,11 @@ class Clue:
     @cached_property
     def node(self) -> str:
         """The autograd node without "Backward0"; empty outside a backward pass."""
-        return (self.origin.node or "").rstrip("0123456789").removesuffix("Backward")
+        return node_name(self.origin.node)
+
+    def is_derivative_of(self, names: Collection[str]) -> bool:
+        """Whether it is the derivative of one of these operations that went wrong."""
+        return self.is_backward and self.node.lower() in names
 
     @property
     def is_backward(self) -> bool:
@@ -57,6 +61,15 @@ class Clue:
     def dtype(self) -> str:
         return self.output.dtype if self.output else ""
 
+    @cached_property
+    def size(self) -> float:
+        """The largest finite magnitude of all inputs."""
+        return max(map(largest, self.origin.inputs), default=0.0)
+
+    @property
+    def has_zero(self) -> bool:
+        return any(item.zero_count for item in self.origin.inputs)
+
     @property
     def scalars(self) -> dict[str, Any]:
         return dict(self.fact("scalars", {}))
@@ -75,6 +88,11 @@ class Clue:
         return str(self.fact("expression") or self.origin.code)
 
     @cached_property
+    def inner(self) -> str:
+        """What the call in the expression works on, as a name to write in a fix."""
+        return argument(self.expression) or "x"
+
+    @cached_property
     def losses(self) -> list[float]:
         return finite(step.loss for step in self.context.history)
 
@@ -82,31 +100,17 @@ class Clue:
     def norms(self) -> list[float]:
         return finite(step.grad_norm for step in self.context.history)
 
-    @cached_property
-    def loss_growth(self) -> float:
-        return growth(self.losses)
-
-    @cached_property
-    def norm_growth(self) -> float:
-        return growth(self.norms)
-
     @property
     def is_diverging(self) -> bool:
         """Whether training was running away before the value overflowed."""
-        growths = (self.loss_growth / 20, self.norm_growth / 100, self.context.weight_growth / 50)
-        return max(growths) > 1
+        by_steps = (growth(self.losses) / 20, growth(self.norms) / 100)
+        return max(*by_steps, self.context.weight_growth / 50) > 1
 
     @cached_property
     def typical_input(self) -> float:
         """The usual largest magnitude of the largest input of the top-level modules."""
-        return max(
-            (
-                statistics.median(known)
-                for values in self.context.input_ranges.values()
-                if (known := finite(values))
-            ),
-            default=0.0,
-        )
+        known = map(finite, self.context.input_ranges.values())
+        return max((statistics.median(values) for values in known if values), default=0.0)
 
     @cached_property
     def outlier(self) -> tuple[str, float, float] | None:
@@ -142,6 +146,7 @@ def number(value: float | None) -> str:
 
 
 _KEEP = 128
+_NUMBERS = ("loss", "grad_norm", "learning_rate", "scale")
 Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
@@ -216,19 +221,15 @@ class History:
     def steps(self) -> tuple[StepFacts, ...]:
         """Oldest first; the run's first few steps are always among them."""
         recent = list(self._ring)
-        early = (
-            [facts for facts in self._first if facts["step"] < recent[0]["step"]] if recent else []
+        early = [facts for facts in self._first if facts["step"] < recent[0]["step"]]
+        return tuple(
+            StepFacts(
+                step=facts["step"],
+                skipped=bool(facts.get("skipped")),
+                **{name: float(facts[name]) for name in _NUMBERS if facts.get(name) is not None},
+            )
+            for facts in [*early, *recent]
         )
-        return tuple(_read(facts) for facts in [*early, *recent])
-
-
-def _read(facts: dict[str, Any]) -> StepFacts:
-    numbers = {
-        name: float(value) if value is not None else None
-        for name, value in facts.items()
-        if name in ("loss", "grad_norm", "learning_rate", "scale")
-    }
-    return StepFacts(step=facts["step"], skipped=bool(facts.get("skipped")), **numbers)
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
@@ -255,17 +256,19 @@ def weight_growth(before: Ranges, now: Ranges) -> float:
     return max((g for g in grown if math.isfinite(g)), default=1.0)
 
 
+_LIBRARIES = ("torch", "F", "nn", "functional", "np", "math")
+
+
 def argument(expression: str | None, name: str = "") -> str | None:
     """What the call works on: x of `torch.log(x)` and of `x.log()`; None if it is no call.
 
     With a name, only a call of that function counts, wherever it stands in the expression.
     """
     for node in _nodes(expression):
-        if isinstance(node, ast.Call) and (not name or _called(node) == name):
-            if isinstance(node.func, ast.Attribute) and not _is_library(node.func.value):
-                return _in_brackets(node.func.value)
-            if node.args:
-                return _in_brackets(node.args[0])
+        if isinstance(node, ast.Call) and name in ("", called(node)):
+            inner = operand(node, _LIBRARIES)
+            if inner is not None:
+                return _text(inner)
     return None
 
 
@@ -273,7 +276,7 @@ def operands(expression: str | None, operator: type[ast.operator]) -> tuple[str,
     """Left and right of the outermost such operator."""
     for node in _nodes(expression):
         if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
-            return ast.unparse(node.left), _in_brackets(node.right)
+            return ast.unparse(node.left), _text(node.right)
     return None
 
 
@@ -284,17 +287,6 @@ def _nodes(expression: str | None) -> list[ast.AST]:
         return []
 
 
-def _called(node: ast.Call) -> str:
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
-
-
-def _is_library(node: ast.expr) -> bool:
-    return ast.unparse(node).split(".")[0] in ("torch", "F", "nn", "functional", "np", "math")
-
-
-def _in_brackets(node: ast.expr) -> str:
+def _text(node: ast.expr) -> str:
     text = ast.unparse(node)
-    simple = isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant))
-    return text if simple else f"({text})"
+    return text if isinstance(node, ast.Constant) else in_brackets(node, text)

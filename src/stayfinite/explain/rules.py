@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from stayfinite.causes import CAUSES
+from stayfinite.causes import CAUSES, cause_of
 from stayfinite.explain.clue import Clue, Context, number
 from stayfinite.explain.rules_data import SOURCE_RULES
 from stayfinite.explain.rules_divergence import DYNAMICS_RULES
@@ -17,6 +17,7 @@ from stayfinite.explain.rules_domain import DOMAIN_RULES
 from stayfinite.explain.rules_gradient import GRADIENT_RULES, PRECISION_RULES
 from stayfinite.explain.rules_update import UPDATE_RULES
 from stayfinite.records import Diagnosis, NaNType, Origin
+from stayfinite.text import in_words
 
 Rule = Callable[[Clue], Diagnosis | None]
 
@@ -63,15 +64,12 @@ def unknown(clue: Clue) -> Diagnosis:
     )
 
 
-_DATA_CAUSES = frozenset(
-    ["bad_input_data", "bad_label", "unnormalized_input", "bn_stats_poisoned", "ctc_infeasible"]
-)
 _MOST = 8
 
 
 def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
     """Which samples and files, and which terms of the loss; nothing if none is to blame."""
-    is_data = origin.phase == "data" or diagnosis.cause in _DATA_CAUSES
+    is_data = origin.phase == "data" or cause_of(diagnosis.cause).due_to_samples
     samples = origin.facts.get("samples")
     said = [_of_samples(samples, is_data=is_data)] if samples else []
     if diagnosis.cause in ("unnormalized_input", "bad_input_data") and origin.phase != "data":
@@ -163,7 +161,7 @@ def _of_sum(facts: dict[str, Any]) -> str:
         return f"of the terms of the loss that are added up at {line}, {bad[0]} is {kinds[0]}"
     only = "only " if all(flag is not None for _, flag in terms) else ""
     names = ", ".join(name for name, _ in terms)
-    said = f"of the terms of the loss ({names}) {only}{_and(bad)} {verb} {' or '.join(kinds)}"
+    said = f"of the terms of the loss ({names}) {only}{in_words(bad)} {verb} {' or '.join(kinds)}"
     return f"{said} ({line})"
 
 
@@ -174,7 +172,7 @@ def _of_term(facts: dict[str, Any] | None) -> str | None:
     guilty = [name for name, is_reached in terms if is_reached]
     names = ", ".join(name for name, _ in terms)
     verb = "leads" if len(guilty) == 1 else "lead"
-    said = f"of the terms of the loss ({names}) only {_and(guilty)} {verb} to this operation"
+    said = f"of the terms of the loss ({names}) only {in_words(guilty)} {verb} to this operation"
     return f"{said} (line {facts['where'][1]})"
 
 
@@ -184,8 +182,4 @@ def _list(what: str, items: list[Any], count: int) -> str:
     shown = [str(item) for item in items[:_MOST]]
     if count > len(shown):
         return f"{what}s {', '.join(shown)} and {count - len(shown)} more"
-    return f"{what}s {_and(shown)}"
-
-
-def _and(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{what}s {in_words(shown)}"

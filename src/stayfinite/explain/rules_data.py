@@ -99,20 +99,18 @@ def absurd_values(clue: Clue) -> Diagnosis | None:
     if clue.origin.phase not in ("forward", "backward", "distributed"):
         return None
     data = clue.fact("data", []) if clue.origin.phase == "forward" else []
-    for item in clue.origin.inputs:
-        if item.name in data and largest(item) > _ABSURD and not _was_computed(clue, item.name):
-            return _out_of_range(item.name, largest(item), clue)
-    outlier = clue.outlier
-    if outlier is not None and _ABSURD < outlier[1] < math.inf:
-        return _out_of_range(outlier[0], outlier[1], clue)
-    return None
-
-
-def _was_computed(clue: Clue, name: str) -> bool:
-    return any(op and op not in _MOVES for op in clue.made_by(name))
-
-
-def _out_of_range(name: str, size: float, clue: Clue) -> Diagnosis:
+    found = [
+        (item.name, largest(item))
+        for item in clue.origin.inputs
+        if item.name in data
+        and largest(item) > _ABSURD
+        and not any(op and op not in _MOVES for op in clue.made_by(item.name))
+    ]
+    if clue.outlier is not None and _ABSURD < clue.outlier[1] < math.inf:
+        found.append(clue.outlier[:2])
+    if not found:
+        return None
+    name, size = found[0]
     usual = f" (usually {number(clue.typical_input)})" if clue.typical_input < size / 30 else ""
     return diagnosis(
         "bad_input_data",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+from stayfinite.domains import EXPONENTIALS
 from stayfinite.explain.clue import Clue, diagnosis, largest, number
 from stayfinite.records import Diagnosis, TensorSummary
+from stayfinite.text import count
 
 _RAW = 50.0  # normalised data does not reach it
 _LOOP = 8  # so many runs of one line in one forward pass are a recurrence
 _GROWN = 1e6  # beyond what layers make of normalised data
 _TOO_WIDE = 10.0  # usual weights stay below 7 times fan_in ** -0.5, the largest of them too
-_EXPONENTIALS = ("exp", "expm1", "sinh", "cosh", "exp2", "logaddexp", "softplus", "square")
+_OVERFLOW = (*EXPONENTIALS, "logaddexp", "softplus", "square")
 
 
 def outlier_batch(clue: Clue) -> Diagnosis | None:
@@ -73,7 +75,8 @@ def raw_inputs(clue: Clue) -> Diagnosis | None:
     if clue.typical_input < _RAW or not (clue.is_diverging or clue.context.step < 3):
         return None
     batches = max(map(len, clue.context.input_ranges.values()), default=0)
-    seen = "in every batch" if batches > 2 else f"in the {_few(batches)} that was seen"
+    few = "one batch" if batches == 1 else "little data"
+    seen = "in every batch" if batches > 2 else f"in the {few} that was seen"
     return diagnosis(
         "unnormalized_input",
         f"The inputs reach {number(clue.typical_input)} {seen}; activations and gradients grow "
@@ -82,10 +85,6 @@ def raw_inputs(clue: Clue) -> Diagnosis | None:
         "samples are so large, drop or repair those.",
         sure="likely" if batches > 2 else "possible",
     )
-
-
-def _few(batches: int) -> str:
-    return "one batch" if batches == 1 else "little data"
 
 
 def bootstrapped_values(clue: Clue) -> Diagnosis | None:
@@ -134,13 +133,12 @@ def _trend(clue: Clue) -> str:
         parts.append(f"loss from {number(clue.losses[0])} to {number(clue.losses[-1])}")
     if len(clue.norms) > 1:
         parts.append(f"gradient norm from {number(clue.norms[0])} to {number(clue.norms[-1])}")
-    steps = len(clue.context.history)
-    return ", ".join(parts) or f"{steps} step{'s' * (steps != 1)}"
+    return ", ".join(parts) or count(len(clue.context.history), "step")
 
 
 def exponential(clue: Clue) -> Diagnosis | None:
     """exp(89)."""
-    if clue.op not in _EXPONENTIALS:
+    if clue.op not in _OVERFLOW:
         return None
     item = clue.first
     top = number(item.max) if item else "a large number"
@@ -162,61 +160,46 @@ def exponential(clue: Clue) -> Diagnosis | None:
 
 def before_any_update(clue: Clue) -> Diagnosis | None:
     """An overflow that training has no part in: the weights are as they were made."""
-    size = _size_of_inputs(clue)
-    if clue.context.was_updated or size < _GROWN:
+    if clue.context.was_updated or clue.size < _GROWN:
         return None
-    wide = _wide_weight(clue)
-    if wide is not None:
-        weight, fan_in = wide
+    weight, fan_in = _weight(clue)
+    if weight is not None and largest(weight) * math.sqrt(fan_in) >= _TOO_WIDE:
         return diagnosis(
             "bad_init",
-            f"`{clue.expression}` overflowed on values of {number(size)} before any update was "
-            f"made. Its weight reaches {number(largest(weight))}, where {fan_in} inputs ask for a "
-            f"deviation of about {number(fan_in**-0.5)}.",
+            f"`{clue.expression}` overflowed on values of {number(clue.size)} before any update "
+            f"was made. Its weight reaches {number(largest(weight))}, where {fan_in} inputs ask "
+            f"for a deviation of about {number(fan_in**-0.5)}.",
             "Scale it with the fan-in: nn.init.kaiming_normal_(weight) or std = fan_in ** -0.5.",
         )
-    if not clue.context.initial_weights and _weight(clue) is None:
+    if not clue.context.initial_weights and weight is None:
         return None
     return diagnosis(
         "bad_init",
-        f"`{clue.expression}` overflowed on values of {number(size)} before any update was made: "
-        "they grew within one forward pass.",
+        f"`{clue.expression}` overflowed on values of {number(clue.size)} before any update was "
+        "made: they grew within one forward pass.",
         "Scale the first weights with the fan-in (nn.init.kaiming_normal_), normalise between "
         "layers, and look for a map that is applied many times.",
         sure="possible",
     )
 
 
-def _wide_weight(clue: Clue) -> tuple[TensorSummary, int] | None:
-    """The weight of a product, with its number of inputs, if it is far too large for that."""
-    found = _weight(clue)
-    if found is None or largest(found[0]) * math.sqrt(found[1]) < _TOO_WIDE:
-        return None
-    return found
-
-
-def _weight(clue: Clue) -> tuple[TensorSummary, int] | None:
+def _weight(clue: Clue) -> tuple[TensorSummary | None, int]:
     """The weight of a matrix product or a convolution, with its number of inputs."""
     matrix, kernel = clue.input("mat2"), clue.input("weight")
     if matrix is not None and len(matrix.shape) == 2:
         return matrix, matrix.shape[0]
     if kernel is not None and clue.op.startswith("conv"):
         return kernel, math.prod(kernel.shape[1:])
-    return None
-
-
-def _size_of_inputs(clue: Clue) -> float:
-    return max((largest(item) for item in clue.origin.inputs), default=0.0)
+    return None, 0
 
 
 def slow_growth(clue: Clue) -> Diagnosis | None:
     """An overflow in plain arithmetic with weights or inputs that are already enormous."""
-    size = _size_of_inputs(clue)
-    if size < _GROWN or not clue.context.was_updated:
+    if clue.size < _GROWN or not clue.context.was_updated:
         return None
     return diagnosis(
         "lr_too_high",
-        f"`{clue.expression}` overflowed on values that had grown to {number(size)}.",
+        f"`{clue.expression}` overflowed on values that had grown to {number(clue.size)}.",
         "Lower the learning rate, clip the gradients, and look at which layer grows first.",
         sure="possible",
     )

@@ -8,14 +8,13 @@ from stayfinite.explain.clue import SMALLEST, Clue, diagnosis, largest, number
 from stayfinite.records import Diagnosis
 
 _SCALES = ("div", "reciprocal", "mul", "linalg_vector_norm")
+_DIVIDES = ("addcdiv", "div", "reciprocal", "rsqrt", "fused_adam", "fused_adamw")
 
 
 def bad_rate(clue: Clue) -> Diagnosis | None:
     """A learning rate that is no learning rate."""
     rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
-    if rate is None or clue.origin.phase not in ("optimizer", "forward"):
-        return None
-    if math.isfinite(rate) and rate >= 0:
+    if rate is None or clue.origin.phase not in ("optimizer", "forward") or 0 <= rate < math.inf:
         return None
     return diagnosis(
         "bad_lr_schedule",
@@ -28,12 +27,10 @@ def bad_rate(clue: Clue) -> Diagnosis | None:
 def half_precision_eps(clue: Clue) -> Diagnosis | None:
     """Adam's eps rounds to 0 in float16: 0 / 0 for every weight without gradient."""
     facts = clue.context.optimizer
-    if clue.origin.phase != "optimizer" or facts is None or facts.eps is None:
+    if facts is None or facts.eps is None or not _divides_by_zero(clue):
         return None
-    if not _divides(clue) or not any(item.zero_count for item in clue.origin.inputs):
-        return None
-    if _is_written_out(clue):
-        return None
+    if any(sign in clue.expression for sign in ("/", "div", "reciprocal", "rsqrt")):
+        return None  # the division stands in the user's own line, not inside torch's optimizer
     dtype = clue.dtype
     if 0 < facts.eps < SMALLEST.get(dtype, 0.0):
         return diagnosis(
@@ -51,20 +48,13 @@ def half_precision_eps(clue: Clue) -> Diagnosis | None:
     )
 
 
-def _divides(clue: Clue) -> bool:
-    return clue.op in ("addcdiv", "div", "reciprocal", "rsqrt", "fused_adam", "fused_adamw")
-
-
-def _is_written_out(clue: Clue) -> bool:
-    """Whether the division stands in the user's own line, and is not inside torch's optimizer."""
-    return any(sign in clue.expression for sign in ("/", "div", "reciprocal", "rsqrt"))
+def _divides_by_zero(clue: Clue) -> bool:
+    return clue.origin.phase == "optimizer" and clue.op in _DIVIDES and clue.has_zero
 
 
 def division_in_optimizer(clue: Clue) -> Diagnosis | None:
     """A hand-written optimizer that divides by zero."""
-    if clue.origin.phase != "optimizer" or not _divides(clue):
-        return None
-    if not any(item.zero_count for item in clue.origin.inputs):
+    if not _divides_by_zero(clue):
         return None
     return diagnosis(
         "division_by_zero_optimizer",
@@ -78,18 +68,17 @@ def overflow_in_optimizer(clue: Clue) -> Diagnosis | None:
     """The update itself overflowed."""
     if clue.origin.phase != "optimizer":
         return None
-    size = max((largest(item) for item in clue.origin.inputs), default=0.0)
     if clue.dtype == "float16":
         return diagnosis(
             "low_precision_overflow",
             f"The optimizer state is kept in float16 and passed 65504 (inputs up to "
-            f"{number(size)}).",
+            f"{number(clue.size)}).",
             "Keep float32 master weights and optimizer state (autocast instead of model.half()).",
         )
     rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
     return diagnosis(
         "lr_too_high",
-        f"The update overflowed: gradients up to {number(size)} at a learning rate of {rate}.",
+        f"The update overflowed: gradients up to {number(clue.size)} at a learning rate of {rate}.",
         "Lower the learning rate, warm it up, and clip the gradients: "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
     )

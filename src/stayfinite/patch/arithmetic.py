@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from stayfinite import domains
 from stayfinite.patch.code import Site
 from stayfinite.patch.edit import (
     Rewrite,
@@ -22,7 +23,6 @@ from stayfinite.patch.edit import (
 from stayfinite.records import TensorSummary
 from stayfinite.syntax import called, calls_in, constant, keyword, names_in
 
-_DIVIDE_OPS = ("div", "true_divide", "reciprocal", "rsqrt", "remainder", "fmod", "floor_divide")
 _DIVIDE_CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
 _SIZES = re.compile(r"sum\(|norm|std|var|count|abs\(|exp\(|mask|num|total|area|union|size|\bn\b")
@@ -39,7 +39,8 @@ class Division(NamedTuple):
 
 
 def divides(site: Site) -> bool:
-    return site.op in _DIVIDE_OPS or site.autograd in ("Div", "Reciprocal")
+    is_division = site.op in (*domains.DIVISIONS, "floor_divide")
+    return is_division or site.autograd in ("Div", "Reciprocal")
 
 
 def divisions(site: Site) -> Iterator[Division]:
@@ -280,27 +281,24 @@ def spread_at_zero(site: Site) -> Iterator[Rewrite]:
 NORMS = (norm_at_zero, hypotenuse, spread_of_one, spread_at_zero)
 
 
-_LOGS = ("log", "log2", "log10")
-_ROOTS = ("sqrt", "rsqrt")
-_ARCS = ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv")
-
-
 def _small_argument(site: Site) -> str:
     return site.eps("1e-8", half="1e-4", double="1e-12")
 
 
 def clamp_logarithm(site: Site) -> Iterator[Rewrite]:
     """log(x) to log(x.clamp_min(eps))."""
-    if not site.ran(_LOGS):
+    if not site.ran(domains.LOGS):
         return
     what = "Keep the argument of the logarithm above 0."
     guard = f".clamp_min({_small_argument(site)})"
-    for _, inner in site.operands(_LOGS):
+    for _, inner in site.operands(domains.LOGS):
         yield call_method(site, inner, guard, what)
         yield from guard_rest(site, inner, guard)
         if site.is_half:
             yield call_method(site, inner, ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32.")
-    yield from _clamp_all(site, _LOGS, guard, "Keep the arguments of the logarithms above 0.")
+    yield from _clamp_all(
+        site, domains.LOGS, guard, "Keep the arguments of the logarithms above 0."
+    )
 
 
 def clamp_ratio(site: Site) -> Iterator[Rewrite]:
@@ -308,7 +306,7 @@ def clamp_ratio(site: Site) -> Iterator[Rewrite]:
     if site.cause not in ("kl_of_zero", "log_of_zero", "division_by_zero"):
         return
     guard = f".clamp_min({_small_argument(site)})"
-    for call in calls_in(site.statement, _LOGS):
+    for call in calls_in(site.statement, domains.LOGS):
         inner = site.source.operand(call)
         if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div):
             edits = call_methods(site.source, (inner.left, inner.right), guard)
@@ -327,15 +325,15 @@ def _clamp_all(site: Site, names: tuple[str, ...], guard: str, what: str) -> Ite
 
 def clamp_root(site: Site) -> Iterator[Rewrite]:
     """sqrt(x) to sqrt(x.clamp_min(eps)), which has a finite derivative too."""
-    if not site.ran(_ROOTS):
+    if not site.ran(domains.ROOTS):
         return
     what = "Keep the argument of the square root above 0, where its derivative is finite."
-    for _, inner in site.operands(_ROOTS):
+    for _, inner in site.operands(domains.ROOTS):
         if constant(inner) is None:
             for guard in _root_guards(site):
                 yield call_method(site, inner, guard, what)
     what = "Keep the arguments of the square roots above 0."
-    yield from _clamp_all(site, _ROOTS, _root_guards(site)[0], what)
+    yield from _clamp_all(site, domains.ROOTS, _root_guards(site)[0], what)
 
 
 def _root_guards(site: Site) -> tuple[str, str]:
@@ -354,8 +352,8 @@ def clamp_to_domain(site: Site) -> Iterator[Rewrite]:
     for names, guard, what in (
         (("log1p",), f".clamp_min(-1 + {edge})", "Keep the argument of log1p above -1."),
         (("logit",), f".clamp({edge}, 1 - {edge})", logit_what),
-        (_ARCS, inside, inside_what),
-        (("acosh", "arccosh"), f".clamp_min(1 + {edge})", "Keep acosh above 1."),
+        (domains.ARCS, inside, inside_what),
+        (domains.ARCS_OF_LARGE, f".clamp_min(1 + {edge})", "Keep acosh above 1."),
     ):
         for call, inner in site.operands(names) if site.ran(names) else ():
             yield call_method(site, inner, guard, what.format(called(call)))
@@ -363,7 +361,7 @@ def clamp_to_domain(site: Site) -> Iterator[Rewrite]:
 
 def clamp_power(site: Site) -> Iterator[Rewrite]:
     """x ** p with a negative base, or a base of 0 where the derivative is infinite."""
-    if site.op not in ("pow", "float_power") and not site.autograd.startswith("Pow"):
+    if site.op not in domains.POWERS and not site.autograd.startswith("Pow"):
         return
     if site.cause in ("low_precision_overflow", "lr_too_high"):
         return
@@ -392,7 +390,7 @@ def powers(site: Site) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
         for node in ast.walk(around):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
                 yield node, node.left, node.right
-    for call, base in site.operands(("pow", "float_power")):
+    for call, base in site.operands(domains.POWERS):
         rest = [arg for arg in (*call.args, *(k.value for k in call.keywords)) if arg is not base]
         if rest:
             yield call, base, rest[0]
@@ -402,7 +400,7 @@ def clamp_upstream(site: Site) -> Iterator[Rewrite]:
     """The value comes from a root that is 0 there: the root is kept above 0, and both with it."""
     for name in names_in(site.node) if site.is_backward else ():
         value = site.source.value_of(name)
-        roots = [site.source.operand(call) for call in calls_in(value, _ROOTS)]
+        roots = [site.source.operand(call) for call in calls_in(value, domains.ROOTS)]
         edits = call_methods(site.source, roots, _root_guards(site)[0])
         if value is not name and edits:
             what = "Keep the square root that it comes from above 0."
@@ -412,12 +410,9 @@ def clamp_upstream(site: Site) -> Iterator[Rewrite]:
 DOMAINS = (clamp_logarithm, clamp_root, clamp_to_domain, clamp_power, clamp_upstream)
 
 
-_EXPS = ("exp", "exp2", "expm1", "sinh", "cosh")
-
-
 def write_sigmoid(site: Site) -> Iterator[Rewrite]:
     """1 / (1 + exp(-x)) and exp(x) / (1 + exp(x)) to sigmoid(x)."""
-    if not site.ran(_EXPS) and site.op not in ("div", "reciprocal", "add"):
+    if not site.ran(domains.EXPONENTIALS) and site.op not in ("div", "reciprocal", "add"):
         return
     torch, imports = site.source.torch
     for node in _quotients_near(site):
@@ -468,7 +463,7 @@ def _one_plus_exp(site: Site, node: ast.expr) -> ast.expr | None:
 
 def write_softmax(site: Site) -> Iterator[Rewrite]:
     """exp(x) / exp(x).sum(dim=d, keepdim=True) to softmax(x, dim=d)."""
-    if not site.ran(_EXPS) and site.op not in ("div", "sum"):
+    if not site.ran(domains.EXPONENTIALS) and site.op not in ("div", "sum"):
         return
     torch, imports = site.source.torch
     for node in _quotients_near(site):
@@ -495,7 +490,7 @@ def _sum_below(site: Site, node: ast.BinOp) -> tuple[ast.expr | None, str | None
 def subtract_maximum(site: Site) -> Iterator[Rewrite]:
     """exp(x) that is divided by its own sum: exp(x - max), which has the same ratio."""
     target = site.target
-    if not site.ran(_EXPS) or not isinstance(target, ast.Name):
+    if not site.ran(domains.EXPONENTIALS) or not isinstance(target, ast.Name):
         return
     for node in site.function_nodes():
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
@@ -511,7 +506,7 @@ def subtract_maximum(site: Site) -> Iterator[Rewrite]:
 
 def bound_shared_exponent(site: Site) -> Iterator[Rewrite]:
     """Several exponentials of one variable: the variable is bounded before all of them."""
-    if not site.ran(_EXPS):
+    if not site.ran(domains.EXPONENTIALS):
         return
     source = site.source
     calls = list(calls_in(source.scope(site.node), ["exp"]))
@@ -529,7 +524,9 @@ def bound_shared_exponent(site: Site) -> Iterator[Rewrite]:
 
 def bound_in_loss(site: Site) -> Iterator[Rewrite]:
     """poisson_nll_loss(x, y), which exponentiates x."""
-    if not site.ran(_EXPS) or "nn/functional.py" not in str(site.fact("inside") or ""):
+    if not site.ran(domains.EXPONENTIALS) or "nn/functional.py" not in str(
+        site.fact("inside") or ""
+    ):
         return
     if isinstance(site.node, ast.Call) and site.node.args:
         for limit in _limits(site):
@@ -543,7 +540,9 @@ def _limits(site: Site) -> tuple[str, str]:
 
 def bound_exponent(site: Site) -> Iterator[Rewrite]:
     """exp(x) to exp(x.clamp(max=20))."""
-    for call, inner in site.operands(_EXPS) if site.ran(_EXPS) else ():
+    for call, inner in (
+        site.operands(domains.EXPONENTIALS) if site.ran(domains.EXPONENTIALS) else ()
+    ):
         for limit in _limits(site):
             sides = f"-{limit}, {limit}" if called(call) in ("sinh", "cosh") else f"max={limit}"
             yield call_method(site, inner, f".clamp({sides})", "Bound the exponent.")
@@ -551,7 +550,7 @@ def bound_exponent(site: Site) -> Iterator[Rewrite]:
 
 def bound_variable(site: Site) -> Iterator[Rewrite]:
     """Bound the variable itself, where it is used again after this exponential."""
-    for _, inner in site.operands(["exp"]) if site.ran(_EXPS) else ():
+    for _, inner in site.operands(["exp"]) if site.ran(domains.EXPONENTIALS) else ():
         names = {each.id for each in names_in(inner)} - {*site.source.imported, "self"}
         if len(names) != 1:
             continue

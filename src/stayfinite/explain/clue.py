@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import math
 import statistics
+import string
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from stayfinite.records import Confidence, Diagnosis, Origin, TensorSummary
 from stayfinite.syntax import called, in_brackets, operand
-from stayfinite.text import bare_name, node_name
+from stayfinite.text import bare_name, count, node_name
 
 SMALLEST = {"float16": 6e-8, "bfloat16": 9.2e-41, "float32": 1.4e-45, "float64": 4.9e-324}
 
@@ -71,6 +72,10 @@ class Clue:
         return any(item.zero_count for item in self.origin.inputs)
 
     @property
+    def optimizer(self) -> OptimizerFacts:
+        return self.context.optimizer or OptimizerFacts()
+
+    @property
     def scalars(self) -> dict[str, Any]:
         return dict(self.fact("scalars", {}))
 
@@ -106,6 +111,16 @@ class Clue:
         by_steps = (growth(self.losses) / 20, growth(self.norms) / 100)
         return max(*by_steps, self.context.weight_growth / 50) > 1
 
+    @property
+    def trend(self) -> str:
+        """How the training went before, in words."""
+        parts = [
+            f"{what} from {number(values[0])} to {number(values[-1])}"
+            for what, values in (("loss", self.losses), ("gradient norm", self.norms))
+            if len(values) > 1
+        ]
+        return ", ".join(parts) or count(len(self.context.history), "step")
+
     @cached_property
     def typical_input(self) -> float:
         """The usual largest magnitude of the largest input of the top-level modules."""
@@ -123,6 +138,9 @@ class Clue:
         return None
 
 
+Rule = Callable[[Clue], Diagnosis | None]
+
+
 def largest(summary: TensorSummary) -> float:
     """The largest finite magnitude."""
     return max(abs(summary.min or 0.0), abs(summary.max or 0.0))
@@ -138,6 +156,29 @@ def diagnosis(
 ) -> Diagnosis:
     """A Diagnosis, written the way rules write it."""
     return Diagnosis(cause=cause, why=why, fix=fix, confidence=sure, evidence=evidence)
+
+
+def rule(
+    when: Callable[[Clue], bool], cause: str, why: str, fix: str, *, sure: Confidence = "likely"
+) -> Rule:
+    """A rule whose texts are fixed but for what they name of the clue: "{clue.expression}"."""
+
+    def answer(clue: Clue) -> Diagnosis | None:
+        if not when(clue):
+            return None
+        texts = (_TEMPLATES.format(text, clue=clue) for text in (why, fix))
+        return diagnosis(cause, *texts, sure=sure)
+
+    return answer
+
+
+class _Templates(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        is_number = value is None or isinstance(value, float)
+        return number(value) if is_number else str(format(value, format_spec))
+
+
+_TEMPLATES = _Templates()
 
 
 def number(value: float | None) -> str:

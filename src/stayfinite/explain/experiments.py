@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
 from stayfinite.causes import cause_of
@@ -107,7 +107,7 @@ Verdict = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One experiment: what was seen, as a sentence, and what it means.
 
@@ -118,6 +118,7 @@ class Finding:
     experiment: str
     verdict: Verdict
     sentence: str
+    _: KW_ONLY
     reproduces: bool = False
     vanishes: bool = False
     rows: tuple[int, ...] = ()
@@ -230,7 +231,7 @@ def repeated(lab: Lab) -> Finding:
         first, second = lab.run(AS_IT_WAS), lab.run(AS_IT_WAS, anew=True)
     except CannotReplayError as error:
         said = f"the step could not be replayed: {error}"
-        return Finding(experiment="repeat", verdict=verdict, sentence=said)
+        return Finding("repeat", verdict, said)
     said = "the same step, run twice more, "
     if first.is_finite and second.is_finite:
         verdict, said = "transient", f"{said}was finite both times"
@@ -241,7 +242,7 @@ def repeated(lab: Lab) -> Finding:
     else:
         said += "went bad in two places: it is not deterministic"
     is_same = verdict == "deterministic"
-    return Finding(experiment="repeat", verdict=verdict, sentence=said, reproduces=is_same)
+    return Finding("repeat", verdict, said, reproduces=is_same)
 
 
 def _taken_away(
@@ -250,46 +251,35 @@ def _taken_away(
     """What it means that the step is finite with the change, or bad; None if neither is known."""
     if lab.is_finite(change):
         return Finding(
-            experiment=name,
-            verdict=verdict,
-            sentence=finite,
+            name,
+            verdict,
+            finite,
             reproduces=not lab.run(AS_IT_WAS).is_finite,
             vanishes=True,
             removal=change,
         )
     if lab.fails(change):
-        return Finding(experiment=name, verdict="innocent", sentence=bad)
+        return Finding(name, "innocent", bad)
     return None
 
 
 def precise(lab: Lab) -> list[Finding]:
     """Whether it is finite in float32 and in float64; only what could be run is said."""
     precisions: tuple[Precision, ...] = ("float32", "float64")
-    said = "the same step"
-    found = [
-        _taken_away(
-            lab,
-            Change(precision=each),
-            each,
-            finite=f"in {each} {said} is finite",
-            bad=f"in {each} {said} goes bad at the same place",
-        )
-        for each in precisions
-    ]
+    found = []
+    for each in precisions:
+        said = f"in {each} the same step"
+        finite, bad = f"{said} is finite", f"{said} goes bad at the same place"
+        found.append(_taken_away(lab, Change(precision=each), each, finite=finite, bad=bad))
     return [each for each in found if each is not None]
 
 
 def guarded(lab: Lab) -> Finding | None:
     """Whether the step is finite once the operation is kept inside its domain."""
-    inside = "with that operation kept inside its domain, the"
-    return _taken_away(
-        lab,
-        Change(is_guarded=True),
-        "guarded",
-        finite=f"{inside} same step is finite",
-        bad=f"{inside} step goes bad all the same",
-        verdict="guilty",
-    )
+    said = "with that operation kept inside its domain, the"
+    finite, bad = f"{said} same step is finite", f"{said} step goes bad all the same"
+    change = Change(is_guarded=True)
+    return _taken_away(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
 
 
 def compiled(lab: Lab) -> Finding | None:
@@ -303,9 +293,7 @@ def compiled(lab: Lab) -> Finding | None:
         return None
     which, other = ("compiled", "eager") if eager.is_finite else ("eager", "compiled")
     said = f"the {which} step goes bad and the {other} one is finite, from the same state"
-    return Finding(
-        experiment="compiled", verdict="depends", sentence=said, reproduces=True, vanishes=True
-    )
+    return Finding("compiled", "depends", said, reproduces=True, vanishes=True)
 
 
 MOST_GUILTY = 8
@@ -336,7 +324,7 @@ def guilty_rows(lab: Lab) -> Finding | None:
             if len(found) == 1 and _is_everywhere(lab, left):
                 said = f"of the {total} rows of the batch, all {_SPREAD + 1} that were tried go bad"
                 said += " alone: it is not a matter of samples"
-                return Finding(experiment="samples", verdict="innocent", sentence=said)
+                return Finding("samples", "innocent", said)
     except OutOfTimeError:
         if not found:
             raise
@@ -382,9 +370,9 @@ def _guilt(found: list[int], left: Rows, *, is_clean: bool) -> Finding:
     elif left:
         said += "; there may be others"
     return Finding(
-        experiment="samples",
-        verdict="guilty",
-        sentence=said,
+        "samples",
+        "guilty",
+        said,
         reproduces=True,
         vanishes=is_clean,
         rows=tuple(sorted(found)),
@@ -398,7 +386,7 @@ def _innocence(lab: Lab, total: int) -> Finding | None:
     if not all(lab.is_finite(Change(rows=half)) for half in halves):
         return None
     said = "each half of the batch alone is finite: no single sample does it"
-    return Finding(experiment="samples", verdict="innocent", sentence=said)
+    return Finding("samples", "innocent", said)
 
 
 def guilty_values(lab: Lab, row: int, donor: int) -> Finding | None:
@@ -422,9 +410,9 @@ def guilty_values(lab: Lab, row: int, donor: int) -> Finding | None:
             return None
         low, high = half
     return Finding(
-        experiment="values",
-        verdict="guilty",
-        sentence=f"with value {low} of row {row} taken from row {donor}, the batch is finite",
+        "values",
+        "guilty",
+        f"with value {low} of row {row} taken from row {donor}, the batch is finite",
         reproduces=True,
         vanishes=True,
         rows=(row,),
@@ -459,7 +447,7 @@ def terms(lab: Lab) -> Finding | None:
     said = f"of the terms of the loss, {' and '.join(bad)} {verb} bad alone"
     if len(bad) + len(good) == len(names):
         said += f", and {' and '.join(good)} alone {'is' if len(good) == 1 else 'are'} finite"
-    return Finding(experiment="terms", verdict="guilty", sentence=said, reproduces=True)
+    return Finding("terms", "guilty", said, reproduces=True)
 
 
 def weights(lab: Lab) -> Finding | None:
@@ -468,10 +456,10 @@ def weights(lab: Lab) -> Finding | None:
         change = Change(snapshot=number)
         if lab.is_finite(change):
             said = "with the weights of an earlier snapshot the same batch is finite"
-            return Finding(experiment="weights", verdict="depends", sentence=said, vanishes=True)
+            return Finding("weights", "depends", said, vanishes=True)
         if lab.fails(change) and number == lab.replays.snapshots - 1:
             said = "with earlier weights the same batch goes bad too: it is not the weights"
-            return Finding(experiment="weights", verdict="innocent", sentence=said)
+            return Finding("weights", "innocent", said)
     return None
 
 
@@ -544,7 +532,7 @@ def _findings(
     try:
         found = act(lab)
     except OutOfTimeError:
-        found = Finding(experiment=name, verdict="inconclusive", sentence=OUT_OF_TIME)
+        found = Finding(name, "inconclusive", OUT_OF_TIME)
     except CannotReplayError:
         found = None
     return found if isinstance(found, list) else [found] if found is not None else []
@@ -565,11 +553,7 @@ def _confirmed(lab: Lab, finding: Finding) -> Finding:
 
 
 def judged(
-    diagnosis: Diagnosis,
-    origin: Origin,
-    findings: Sequence[Finding],
-    *,
-    is_diverging: bool = False,
+    diagnosis: Diagnosis, origin: Origin, findings: Sequence[Finding], *, is_diverging: bool = False
 ) -> Diagnosis:
     """The diagnosis with the evidence, and as sure as the findings allow.
 

@@ -6,11 +6,10 @@ With the evidence that names samples, files and terms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from stayfinite.causes import CAUSES, cause_of
-from stayfinite.explain.clue import Clue, Context, number
+from stayfinite.explain.clue import Clue, Context, Rule, number
 from stayfinite.explain.rules_data import SOURCE_RULES
 from stayfinite.explain.rules_divergence import DYNAMICS_RULES
 from stayfinite.explain.rules_domain import DOMAIN_RULES
@@ -18,8 +17,6 @@ from stayfinite.explain.rules_gradient import GRADIENT_RULES, PRECISION_RULES
 from stayfinite.explain.rules_update import UPDATE_RULES
 from stayfinite.records import Diagnosis, NaNType, Origin
 from stayfinite.text import in_words
-
-Rule = Callable[[Clue], Diagnosis | None]
 
 # From what is certain (nobody computed it) over what the operation itself shows
 # to what only the history of the steps before can tell.
@@ -73,7 +70,8 @@ def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
     samples = origin.facts.get("samples")
     said = [_of_samples(samples, is_data=is_data)] if samples else []
     if diagnosis.cause in ("unnormalized_input", "bad_input_data") and origin.phase != "data":
-        said.append(_of_largest(origin.facts.get("largest_input")))
+        largest = origin.facts.get("largest_input")
+        said.append(_of_largest(largest) if largest else None)
     said += [_of_sum(each) for each in origin.facts.get("sums", ())]
     if not origin.facts.get("sums"):
         said.append(_of_term(origin.facts.get("term")))
@@ -82,7 +80,11 @@ def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
 
 def _of_samples(facts: dict[str, Any], *, is_data: bool) -> str | None:
     if "reading" in facts:
-        return _while_read(facts)
+        where = ""
+        if facts.get("row_count") == 1:
+            where = f" (row {facts['rows'][0]} of {facts['size']} in batch {facts['batch']})"
+        files = _from_files(facts, is_data=True) or " as it is read"
+        return f"it is bad in sample {facts['reading']} of the dataset{where}{files}"
     if "table" in facts:
         return _of_table(facts) if is_data else None
     count, size = facts.get("row_count"), facts.get("size")
@@ -90,19 +92,12 @@ def _of_samples(facts: dict[str, Any], *, is_data: bool) -> str | None:
     if not is_some and not is_data:
         return None  # every row is bad, and that is not the data's doing
     subject = _rows(facts) if is_some else _whole_batch(facts)
-    return None if subject is None else f"{subject}{_from_files(facts, is_data=is_data)}"
-
-
-def _while_read(facts: dict[str, Any]) -> str:
-    where = f" ({_row_of_batch(facts)})" if facts.get("row_count") == 1 else ""
-    files = _from_files(facts, is_data=True) or " as it is read"
-    return f"it is bad in sample {facts['reading']} of the dataset{where}{files}"
+    return f"{subject}{_from_files(facts, is_data=is_data)}"
 
 
 def _rows(facts: dict[str, Any]) -> str:
-    rows = facts["rows"]
-    batch = f"batch {facts['batch']}"
-    where = f"{_list('row', rows, facts['row_count'])} of {facts['size']} in {batch}"
+    rows = _list("row", facts["rows"], facts["row_count"])
+    where = f"{rows} of {facts['size']} in batch {facts['batch']}"
     samples = facts.get("samples")
     if samples is None:
         return f"it is bad in {where} of the loader, and in no other row"
@@ -110,11 +105,7 @@ def _rows(facts: dict[str, Any]) -> str:
     return f"it is bad in {named} of the dataset {facts['dataset']} ({where}), and in no other row"
 
 
-def _row_of_batch(facts: dict[str, Any]) -> str:
-    return f"row {facts['rows'][0]} of {facts['size']} in batch {facts['batch']}"
-
-
-def _whole_batch(facts: dict[str, Any]) -> str | None:
+def _whole_batch(facts: dict[str, Any]) -> str:
     samples = facts.get("samples")
     if samples is None:
         return f"it is batch {facts['batch']} of the loader"
@@ -143,9 +134,7 @@ def _from_files(facts: dict[str, Any], *, is_data: bool) -> str:
     return f"; {kind} read before it was {last}"
 
 
-def _of_largest(facts: dict[str, Any] | None) -> str | None:
-    if not facts:
-        return None
+def _of_largest(facts: dict[str, Any]) -> str:
     where = f"{facts['path']}{facts['index']}"
     whose = f", sample {facts['sample']} of the dataset" if "sample" in facts else ""
     return f"the largest input of this step is {number(facts['value'])} at {where}{whose}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stayfinite.explain.clue import Clue, diagnosis, largest, number
+from stayfinite.explain.clue import Clue, diagnosis, largest, number, rule
 from stayfinite.records import Diagnosis
 
 # Far beyond anything that is measured or normalised, yet finite.
@@ -28,15 +28,13 @@ def loaded_weights(clue: Clue) -> Diagnosis | None:
     )
 
 
-def narrowed_checkpoint(clue: Clue) -> Diagnosis | None:
-    """Weights that became Inf when they were narrowed for saving."""
-    if clue.op != "to_copy" or clue.dtype != "float16" or not clue.fact("loaded"):
-        return None
-    return diagnosis(
-        "checkpoint_precision_loss",
-        "Values above 65504 were cast to float16 for the checkpoint, became Inf, and were loaded.",
-        "Save state in the precision it is trained in, optimizer state above all.",
-    )
+# Weights that became Inf when they were narrowed for saving.
+narrowed_checkpoint = rule(
+    lambda clue: clue.op == "to_copy" and clue.dtype == "float16" and bool(clue.fact("loaded")),
+    "checkpoint_precision_loss",
+    "Values above 65504 were cast to float16 for the checkpoint, became Inf, and were loaded.",
+    "Save state in the precision it is trained in, optimizer state above all.",
+)
 
 
 def unwritten_memory(clue: Clue) -> Diagnosis | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from stayfinite.domains import EXPONENTIALS
-from stayfinite.explain.clue import Clue, diagnosis, largest, number
+from stayfinite.explain.clue import Clue, diagnosis, largest, number, rule
 from stayfinite.records import Diagnosis, TensorSummary
-from stayfinite.text import count
 
 _RAW = 50.0  # normalised data does not reach it
 _LOOP = 8  # so many runs of one line in one forward pass are a recurrence
@@ -29,30 +28,22 @@ def outlier_batch(clue: Clue) -> Diagnosis | None:
     )
 
 
-def line_search(clue: Clue) -> Diagnosis | None:
-    """LBFGS takes full steps when nobody searches the line."""
-    facts = clue.context.optimizer
-    if facts is None or facts.kind != "LBFGS" or facts.line_search:
-        return None
-    return diagnosis(
-        "lbfgs_no_line_search",
-        "LBFGS without a line search takes the full quasi-Newton step, however far that is.",
-        'Pass line_search_fn="strong_wolfe" to torch.optim.LBFGS.',
-    )
+line_search = rule(
+    lambda clue: clue.optimizer.kind == "LBFGS" and not clue.optimizer.line_search,
+    "lbfgs_no_line_search",
+    "LBFGS without a line search takes the full quasi-Newton step, however far that is.",
+    'Pass line_search_fn="strong_wolfe" to torch.optim.LBFGS.',
+)
 
-
-def recurrence(clue: Clue) -> Diagnosis | None:
-    """One line that runs again on its own result, growing each time."""
-    repeats = int(clue.fact("repeats", 0))
-    if repeats < _LOOP:
-        return None
-    return diagnosis(
-        "exploding_recurrence",
-        f"`{clue.expression}` ran {repeats} times in this step on its own result and grew until it "
-        "overflowed.",
-        "Initialise the recurrent weight with nn.init.orthogonal_, use a gated cell (LSTM, GRU) or "
-        "a normalisation in the loop, and clip the gradient norm.",
-    )
+# One line that runs again on its own result, growing each time.
+recurrence = rule(
+    lambda clue: int(clue.fact("repeats", 0)) >= _LOOP,
+    "exploding_recurrence",
+    "`{clue.expression}` ran {clue.origin.facts[repeats]} times in this step on its own result and "
+    "grew until it overflowed.",
+    "Initialise the recurrent weight with nn.init.orthogonal_, use a gated cell (LSTM, GRU) or a "
+    "normalisation in the loop, and clip the gradient norm.",
+)
 
 
 def huge_weights(clue: Clue) -> Diagnosis | None:
@@ -87,53 +78,39 @@ def raw_inputs(clue: Clue) -> Diagnosis | None:
     )
 
 
-def bootstrapped_values(clue: Clue) -> Diagnosis | None:
-    """A value network that learns from its own growing targets."""
-    if not clue.is_diverging or not clue.context.bootstraps:
-        return None
-    return diagnosis(
-        "rl_value_divergence",
-        f"The targets come from a network of the same build, and both have grown "
-        f"({_trend(clue)}) until `{clue.expression}` overflowed.",
-        "Update the target network more slowly, lower gamma or the learning rate, and clip or "
-        "normalise rewards and targets.",
-    )
+# A value network that learns from its own growing targets.
+bootstrapped_values = rule(
+    lambda clue: clue.is_diverging and clue.context.bootstraps,
+    "rl_value_divergence",
+    "The targets come from a network of the same build, and both have grown "
+    "({clue.trend}) until `{clue.expression}` overflowed.",
+    "Update the target network more slowly, lower gamma or the learning rate, and clip or "
+    "normalise rewards and targets.",
+)
 
-
-def adversaries(clue: Clue) -> Diagnosis | None:
-    """Two networks that push each other away."""
-    if not clue.is_diverging or not clue.context.is_adversarial:
-        return None
-    return diagnosis(
-        "gan_divergence",
-        f"Two optimizers drive each other's loss, and it ran away ({_trend(clue)}).",
-        "Bound the critic (spectral norm, gradient penalty), lower both learning rates, and use "
-        "losses on logits.",
-    )
+# Two networks that push each other away.
+adversaries = rule(
+    lambda clue: clue.is_diverging and clue.context.is_adversarial,
+    "gan_divergence",
+    "Two optimizers drive each other's loss, and it ran away ({clue.trend}).",
+    "Bound the critic (spectral norm, gradient penalty), lower both learning rates, and use "
+    "losses on logits.",
+)
 
 
 def too_fast(clue: Clue) -> Diagnosis | None:
     """Plain divergence."""
     if not clue.is_diverging or not clue.context.was_updated:
         return None
-    rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
+    rate = clue.optimizer.learning_rate
     lower = f" from {number(rate)} to {number(rate / 10)}" if rate else ""
     return diagnosis(
         "lr_too_high",
-        f"Training was diverging ({_trend(clue)}) before `{clue.expression}` overflowed: the steps "
+        f"Training was diverging ({clue.trend}) before `{clue.expression}` overflowed: the steps "
         "are too large.",
         f"Lower the learning rate{lower}, warm it up over the first steps, and clip the gradients: "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
     )
-
-
-def _trend(clue: Clue) -> str:
-    parts = []
-    if len(clue.losses) > 1:
-        parts.append(f"loss from {number(clue.losses[0])} to {number(clue.losses[-1])}")
-    if len(clue.norms) > 1:
-        parts.append(f"gradient norm from {number(clue.norms[0])} to {number(clue.norms[-1])}")
-    return ", ".join(parts) or count(len(clue.context.history), "step")
 
 
 def exponential(clue: Clue) -> Diagnosis | None:
@@ -193,16 +170,14 @@ def _weight(clue: Clue) -> tuple[TensorSummary | None, int]:
     return None, 0
 
 
-def slow_growth(clue: Clue) -> Diagnosis | None:
-    """An overflow in plain arithmetic with weights or inputs that are already enormous."""
-    if clue.size < _GROWN or not clue.context.was_updated:
-        return None
-    return diagnosis(
-        "lr_too_high",
-        f"`{clue.expression}` overflowed on values that had grown to {number(clue.size)}.",
-        "Lower the learning rate, clip the gradients, and look at which layer grows first.",
-        sure="possible",
-    )
+# An overflow in plain arithmetic with weights or inputs that are already enormous.
+slow_growth = rule(
+    lambda clue: clue.size >= _GROWN and clue.context.was_updated,
+    "lr_too_high",
+    "`{clue.expression}` overflowed on values that had grown to {clue.size}.",
+    "Lower the learning rate, clip the gradients, and look at which layer grows first.",
+    sure="possible",
+)
 
 
 DYNAMICS_RULES = (

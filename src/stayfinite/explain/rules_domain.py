@@ -6,7 +6,7 @@ import ast
 import math
 
 from stayfinite.domains import ARCS, ARCS_OF_LARGE, DIVISIONS, LOGS, POWERS, ROOTS
-from stayfinite.explain.clue import Clue, argument, diagnosis, number, operands
+from stayfinite.explain.clue import Clue, argument, diagnosis, number, operands, rule
 from stayfinite.records import Diagnosis, NaNType
 from stayfinite.text import bare_name
 
@@ -117,45 +117,39 @@ _NORMS = ("linalg_vector_norm", "norm", "linalg_norm")
 _LINALG = ("linalg_", "cholesky", "svd", "inverse", "lu_", "triangular", "logdet", "ormqr", "eig")
 
 
-def nothing_left(clue: Clue) -> Diagnosis | None:
-    """The mean of no elements."""
-    if not clue.fact("empty") or clue.op in ("cat", "stack"):
-        return None
-    return diagnosis(
-        "empty_reduction",
-        f"`{clue.expression}` reduces a tensor without elements: the mean of nothing is 0 / 0.",
-        "Return 0 (or leave the term out) when the selection is empty: "
-        f"`{clue.inner}.sum() / max(1, count)`.",
-    )
+# The mean of no elements.
+nothing_left = rule(
+    lambda clue: bool(clue.fact("empty")) and clue.op not in ("cat", "stack"),
+    "empty_reduction",
+    "`{clue.expression}` reduces a tensor without elements: the mean of nothing is 0 / 0.",
+    "Return 0 (or leave the term out) when the selection is empty: "
+    "`{clue.inner}.sum() / max(1, count)`.",
+)
 
+# A softmax over nothing but -Inf.
+masked_row = rule(
+    lambda clue: (
+        not clue.is_backward
+        and any(name in clue.op for name in ("softmax", "attention", "logsumexp"))
+        and any(item.neg_inf_count for item in clue.origin.inputs)
+    ),
+    "softmax_all_masked",
+    "A whole row of the scores is -Inf in `{clue.expression}`, and the softmax of such a row "
+    "is 0 / 0.",
+    "Leave one position open in each row, or zero those rows: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min), and attn.masked_fill(mask, 0.0) "
+    "after the softmax.",
+)
 
-def masked_row(clue: Clue) -> Diagnosis | None:
-    """A softmax over nothing but -Inf."""
-    if clue.is_backward or not any(n in clue.op for n in ("softmax", "attention", "logsumexp")):
-        return None
-    if not any(item.neg_inf_count for item in clue.origin.inputs):
-        return None
-    return diagnosis(
-        "softmax_all_masked",
-        f"A whole row of the scores is -Inf in `{clue.expression}`, and the softmax of such a row "
-        "is 0 / 0.",
-        "Leave one position open in each row, or zero those rows: "
-        "scores.masked_fill(mask, torch.finfo(scores.dtype).min), and attn.masked_fill(mask, 0.0) "
-        "after the softmax.",
-    )
-
-
-def infeasible_alignment(clue: Clue) -> Diagnosis | None:
-    """CTC with more labels than frames."""
-    if "ctc_loss" not in clue.op:
-        return None
-    return diagnosis(
-        "ctc_infeasible",
-        "A target of the batch (with one blank between equal labels) is longer than its input, so "
-        "no alignment exists and its loss is Inf.",
-        "Pass zero_infinity=True to CTCLoss, or drop samples whose target length plus repeats "
-        "exceeds the number of frames.",
-    )
+# CTC with more labels than frames.
+infeasible_alignment = rule(
+    lambda clue: "ctc_loss" in clue.op,
+    "ctc_infeasible",
+    "A target of the batch (with one blank between equal labels) is longer than its input, so "
+    "no alignment exists and its loss is Inf.",
+    "Pass zero_infinity=True to CTCLoss, or drop samples whose target length plus repeats "
+    "exceeds the number of frames.",
+)
 
 
 def no_labels(clue: Clue) -> Diagnosis | None:
@@ -189,23 +183,21 @@ def single_value(clue: Clue) -> Diagnosis | None:
     )
 
 
-def degenerate_matrix(clue: Clue) -> Diagnosis | None:
-    """A matrix that cannot be decomposed or inverted."""
-    if clue.op == "scalar_tensor" and "logdet" in clue.expression:
-        return diagnosis(
-            "degenerate_linalg",
-            f"The determinant in `{clue.expression}` is negative, and its logarithm is NaN.",
-            "Build the matrix so that it is positive definite: from a Cholesky factor, or with a "
-            "correlation of tanh(x), and add a small multiple of the identity.",
-        )
-    if not clue.op.startswith(_LINALG) or clue.op in _NORMS:
-        return None
-    return diagnosis(
-        "degenerate_linalg",
-        f"The matrix in `{clue.expression}` is singular or not positive definite to working "
-        "precision.",
-        "Add a small multiple of the identity, `a + 1e-6 * torch.eye(n)`, and compute in float64.",
-    )
+negative_determinant = rule(
+    lambda clue: clue.op == "scalar_tensor" and "logdet" in clue.expression,
+    "degenerate_linalg",
+    "The determinant in `{clue.expression}` is negative, and its logarithm is NaN.",
+    "Build the matrix so that it is positive definite: from a Cholesky factor, or with a "
+    "correlation of tanh(x), and add a small multiple of the identity.",
+)
+
+# A matrix that cannot be decomposed or inverted.
+degenerate_matrix = rule(
+    lambda clue: clue.op.startswith(_LINALG) and clue.op not in _NORMS,
+    "degenerate_linalg",
+    "The matrix in `{clue.expression}` is singular or not positive definite to working precision.",
+    "Add a small multiple of the identity, `a + 1e-6 * torch.eye(n)`, and compute in float64.",
+)
 
 
 def division(clue: Clue) -> Diagnosis | None:
@@ -253,17 +245,14 @@ def division(clue: Clue) -> Diagnosis | None:
     )
 
 
-def root_of_negative(clue: Clue) -> Diagnosis | None:
-    """sqrt(-tiny)."""
-    item = clue.first
-    if clue.op not in ROOTS or item is None or not item.negative_count:
-        return None
-    return diagnosis(
-        "sqrt_of_negative",
-        f"`{clue.expression}`: the argument goes down to {number(item.min)}; a value that is 0 on "
-        "paper came out negative by rounding, or it has the wrong sign.",
-        f"Clamp before the root: `torch.sqrt({clue.inner}.clamp_min(1e-12))`.",
-    )
+# sqrt(-tiny).
+root_of_negative = rule(
+    lambda clue: clue.op in ROOTS and clue.first is not None and bool(clue.first.negative_count),
+    "sqrt_of_negative",
+    "`{clue.expression}`: the argument goes down to {clue.first.min}; a value that is 0 on "
+    "paper came out negative by rounding, or it has the wrong sign.",
+    "Clamp before the root: `torch.sqrt({clue.inner}.clamp_min(1e-12))`.",
+)
 
 
 def power_of_negative(clue: Clue) -> Diagnosis | None:
@@ -288,17 +277,14 @@ def power_of_negative(clue: Clue) -> Diagnosis | None:
     return None
 
 
-def outside_arccosine(clue: Clue) -> Diagnosis | None:
-    """acos(1.0000001)."""
-    item = clue.first
-    if clue.op not in (*ARCS, *ARCS_OF_LARGE) or item is None:
-        return None
-    return diagnosis(
-        "acos_domain",
-        f"`{clue.expression}`: the argument reaches from {number(item.min)} to {number(item.max)}, "
-        f"and {clue.op} is not defined (or infinite) at and beyond 1.",
-        f"Clamp it inside: `{clue.inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
-    )
+# acos(1.0000001).
+outside_arccosine = rule(
+    lambda clue: clue.op in (*ARCS, *ARCS_OF_LARGE) and clue.first is not None,
+    "acos_domain",
+    "`{clue.expression}`: the argument reaches from {clue.first.min} to {clue.first.max}, "
+    "and {clue.op} is not defined (or infinite) at and beyond 1.",
+    "Clamp it inside: `{clue.inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
+)
 
 
 def infinite_arithmetic(clue: Clue) -> Diagnosis | None:
@@ -331,6 +317,7 @@ DOMAIN_RULES = (
     infeasible_alignment,
     no_labels,
     single_value,
+    negative_determinant,
     degenerate_matrix,
     *LOG_RULES,
     root_of_negative,

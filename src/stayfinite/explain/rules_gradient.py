@@ -6,7 +6,7 @@ There a finite value has a derivative that is not, or would be finite in float32
 from __future__ import annotations
 
 from stayfinite.domains import ARCS, ARCS_OF_LARGE, LOGS, ROOTS
-from stayfinite.explain.clue import Clue, diagnosis, number
+from stayfinite.explain.clue import Clue, diagnosis, number, rule
 from stayfinite.records import Diagnosis, NaNType
 
 _SELECTORS = ("WhereBackward", "MaskedFillBackward", "MaskedScatterBackward")
@@ -34,24 +34,22 @@ def untaken_branch(clue: Clue) -> Diagnosis | None:
     )
 
 
-def root_at_zero(clue: Clue) -> Diagnosis | None:
-    """1 / (2 sqrt(0)), also inside std()."""
-    if not clue.is_backward or clue.node not in ("Sqrt", "Std", "StdMean"):
-        return None
-    if clue.node != "Sqrt":
-        return diagnosis(
-            "sqrt_grad_at_zero",
-            f"The standard deviation in `{clue.expression}` is 0 (all values equal, or only one), "
-            "and the derivative of the root there is infinite.",
-            "Use (x.var(...) + 1e-8).sqrt() instead of x.std(...).",
-        )
-    return diagnosis(
-        "sqrt_grad_at_zero",
-        f"`{clue.expression}` is taken at exactly 0, where the derivative 1 / (2 sqrt(x)) is "
-        "infinite.",
-        f"Put an eps inside the root: `torch.sqrt({clue.inner} + 1e-8)`; one added outside comes "
-        "too late.",
-    )
+deviation_at_zero = rule(
+    lambda clue: clue.is_derivative_of(("std", "stdmean")),
+    "sqrt_grad_at_zero",
+    "The standard deviation in `{clue.expression}` is 0 (all values equal, or only one), and the "
+    "derivative of the root there is infinite.",
+    "Use (x.var(...) + 1e-8).sqrt() instead of x.std(...).",
+)
+
+# 1 / (2 sqrt(0)).
+root_at_zero = rule(
+    lambda clue: clue.is_derivative_of(("sqrt",)),
+    "sqrt_grad_at_zero",
+    "`{clue.expression}` is taken at exactly 0, where the derivative 1 / (2 sqrt(x)) is infinite.",
+    "Put an eps inside the root: `torch.sqrt({clue.inner} + 1e-8)`; one added outside comes too "
+    "late.",
+)
 
 
 def norm_at_zero(clue: Clue) -> Diagnosis | None:
@@ -68,71 +66,59 @@ def norm_at_zero(clue: Clue) -> Diagnosis | None:
     )
 
 
-def power_at_zero(clue: Clue) -> Diagnosis | None:
-    """p * 0 ** (p - 1)."""
-    if not clue.is_backward or not clue.node.startswith("Pow") or not clue.has_zero:
-        return None
-    return diagnosis(
-        "pow_grad_at_zero",
-        f"`{clue.expression}` has a base of exactly 0 and an exponent below 1: the derivative "
-        "p * x ** (p - 1) is infinite there.",
-        "Keep the base positive: `x.clamp_min(1e-8) ** p`.",
-    )
+# p * 0 ** (p - 1).
+power_at_zero = rule(
+    lambda clue: clue.is_backward and clue.node.startswith("Pow") and clue.has_zero,
+    "pow_grad_at_zero",
+    "`{clue.expression}` has a base of exactly 0 and an exponent below 1: the derivative "
+    "p * x ** (p - 1) is infinite there.",
+    "Keep the base positive: `x.clamp_min(1e-8) ** p`.",
+)
 
+# atan2(0, 0).
+angle_at_origin = rule(
+    lambda clue: clue.is_derivative_of(("atan2",)),
+    "atan2_grad_at_zero",
+    "Both arguments of `{clue.expression}` are 0 or so small that their squares are: the "
+    "derivative divides by x**2 + y**2.",
+    "Move the arguments off the origin before the call: `torch.atan2(y, x + 1e-8 * (x == 0))`.",
+)
 
-def angle_at_origin(clue: Clue) -> Diagnosis | None:
-    """atan2(0, 0)."""
-    if not clue.is_backward or clue.node != "Atan2":
-        return None
-    return diagnosis(
-        "atan2_grad_at_zero",
-        f"Both arguments of `{clue.expression}` are 0 or so small that their squares are: the "
-        "derivative divides by x**2 + y**2.",
-        "Move the arguments off the origin before the call: `torch.atan2(y, x + 1e-8 * (x == 0))`.",
-    )
+# acos'(±1).
+edge_of_arccosine = rule(
+    lambda clue: clue.is_derivative_of((*ARCS, *ARCS_OF_LARGE)),
+    "acos_domain",
+    "`{clue.expression}` is taken at the edge of its domain, where its derivative is infinite.",
+    "Stay inside: `{clue.inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
+)
 
+# Repeated singular or eigen values: 1 / (a - b).
+matrix_derivative = rule(
+    lambda clue: clue.is_backward and clue.node.startswith(_LINALG) and "Norm" not in clue.node,
+    "degenerate_linalg",
+    "The derivative of `{clue.expression}` divides by differences of eigenvalues or singular "
+    "values (or by a pivot), and two of them are equal (or it is 0).",
+    "Add a small multiple of the identity or small noise to the matrix, or use only functions "
+    "of it whose derivative is well defined (eigenvalues, not eigenvectors).",
+)
 
-def edge_of_arccosine(clue: Clue) -> Diagnosis | None:
-    """acos'(±1)."""
-    if not clue.is_derivative_of((*ARCS, *ARCS_OF_LARGE)):
-        return None
-    return diagnosis(
-        "acos_domain",
-        f"`{clue.expression}` is taken at the edge of its domain, where its derivative is "
-        "infinite.",
-        f"Stay inside: `{clue.inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
-    )
-
-
-def matrix_derivative(clue: Clue) -> Diagnosis | None:
-    """Repeated singular or eigen values: 1 / (a - b)."""
-    if not clue.is_backward or not clue.node.startswith(_LINALG) or "Norm" in clue.node:
-        return None
-    return diagnosis(
-        "degenerate_linalg",
-        f"The derivative of `{clue.expression}` divides by differences of eigenvalues or singular "
-        "values (or by a pivot), and two of them are equal (or it is 0).",
-        "Add a small multiple of the identity or small noise to the matrix, or use only functions "
-        "of it whose derivative is well defined (eigenvalues, not eigenvectors).",
-    )
-
-
-def weight_norm(clue: Clue) -> Diagnosis | None:
-    """g * v / |v| with v = 0."""
-    names = f"{clue.node} {clue.op} {clue.inside}"
-    if "weight_norm" not in names.lower() and "WeightNorm" not in names:
-        return None
-    return diagnosis(
-        "weight_norm_of_zero",
-        "weight_norm divides the direction by its norm, and a row of the weight is all 0.",
-        "Initialise the weight with non-zero rows before weight_norm is applied.",
-    )
+# g * v / |v| with v = 0.
+weight_norm = rule(
+    lambda clue: any(
+        "weight_norm" in name.lower() or "WeightNorm" in name
+        for name in (clue.node, clue.op, clue.inside)
+    ),
+    "weight_norm_of_zero",
+    "weight_norm divides the direction by its norm, and a row of the weight is all 0.",
+    "Initialise the weight with non-zero rows before weight_norm is applied.",
+)
 
 
 GRADIENT_RULES = (
     weight_norm,
     norm_at_zero,  # its own second derivative is full of masks
     untaken_branch,
+    deviation_at_zero,
     root_at_zero,
     power_at_zero,
     angle_at_origin,

@@ -9,29 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stayfinite.causes import CAUSES
+from stayfinite.causes import CAUSES, Kind, cause_of
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.report.store.reading import Run, Series
 
-_PRECISION = {
-    "low_precision_overflow",
-    "low_precision_underflow",
-    "mask_value_overflow",
-    "loss_scale_overflow",
-    "loss_scale_collapse",
-    "grad_accumulation_overflow",
-}
-_DYNAMICS = {
-    "lr_too_high",
-    "bad_lr_schedule",
-    "gan_divergence",
-    "rl_value_divergence",
-    "exploding_recurrence",
-    "loss_of_extreme_logits",
-}
-_DATA = {"bad_input_data", "unnormalized_input", "bad_label"}
-_INIT = {"bad_init", "uninitialized_memory"}
 _EARLY = 1000  # steps in which a warm-up would still be at work
 _FIRST = 10  # steps in which the initial weights still decide
 _GROWTH = 4.0  # times the median: the norm was running away
@@ -55,8 +37,8 @@ class Past:
         """Of how many of the bad steps this is true, from 0 to 1."""
         return sum(map(of, self.recoveries)) / len(self.recoveries)
 
-    def caused_by(self, causes: set[str]) -> float:
-        return self.share(lambda bad: bad.cause in causes)
+    def caused_by(self, kind: Kind) -> float:
+        return self.share(lambda bad: cause_of(bad.cause).kind == kind)
 
     @property
     def undiagnosed(self) -> float:
@@ -107,7 +89,7 @@ def fix_the_cause(past: Past) -> Iterator[Advice]:
 def lower_the_rate(past: Past) -> Iterator[Advice]:
     rates = [bad.lr for bad in past.recoveries if bad.lr]
     helped, _ = past.ended_streaks(RecoveryStrategy.LOWER_LR)
-    weight = _strength(past, helped, past.caused_by(_DYNAMICS))
+    weight = _strength(past, helped, past.caused_by("dynamics"))
     if not rates or not weight:
         return
     factor = past.config.lr_reduction_factor
@@ -123,7 +105,7 @@ def lower_the_rate(past: Past) -> Iterator[Advice]:
 
 def clip_gradients(past: Past) -> Iterator[Advice]:
     helped, _ = past.ended_streaks(RecoveryStrategy.CLIP_GRADIENTS)
-    weight = _strength(past, helped, past.caused_by(_DYNAMICS))
+    weight = _strength(past, helped, past.caused_by("dynamics"))
     if not weight:
         return
     if len(past.norms) >= 2:
@@ -143,7 +125,7 @@ def widen_the_range(past: Past) -> Iterator[Advice]:
     scales = [bad.scale for bad in past.recoveries if bad.scale is not None]
     is_half = past.share(lambda bad: bad.dtype == "float16" or bad.scale is not None)
     if is_half:
-        known = past.caused_by(_PRECISION)
+        known = past.caused_by("precision")
         text = "Train in bfloat16 instead of float16: its range is that of float32"
         text += ", and it needs no loss scale." if scales else "."
         if scales and min(scales) <= 1.0:
@@ -158,7 +140,7 @@ def widen_the_range(past: Past) -> Iterator[Advice]:
 def warm_up(past: Past) -> Iterator[Advice]:
     early = past.share(lambda bad: bad.step < _EARLY and not _is_local(bad))
     last = max(bad.step for bad in past.recoveries)
-    if early and last < _EARLY and past.undiagnosed + past.caused_by(_DYNAMICS):
+    if early and last < _EARLY and past.undiagnosed + past.caused_by("dynamics"):
         length = max(100, 2 * (last + 1))
         text = f"Warm the learning rate up over the first {length} steps: "
         yield Advice(_POSSIBLE + early, f"{text}the last bad one was step {last}.")
@@ -184,13 +166,17 @@ def look_at_the_loss(past: Past) -> Iterator[Advice]:
 
 
 def look_at_the_layer(past: Past) -> Iterator[Advice]:
-    first = [b for b in past.recoveries if b.cause in _INIT or (b.step < _FIRST and _layer(b))]
+    first = [
+        b
+        for b in past.recoveries
+        if cause_of(b.cause).kind == "init" or (b.step < _FIRST and _layer(b))
+    ]
     layers = Counter(layer for bad in past.recoveries if (layer := _layer(bad)))
     if first:
         layer = _most_common(_layer(bad) for bad in first)
         name = f"of {layer}" if layer else "of the weights"
         text = f"Initialize the weights {name} smaller, such as `nn.init.normal_(w, std=0.02)`"
-        known = any(bad.cause in _INIT for bad in first)
+        known = any(cause_of(bad.cause).kind == "init" for bad in first)
         why = f"bad from step {min(bad.step for bad in first)} on"
         yield Advice((_DIAGNOSED if known else _POSSIBLE) + 0.3, f"{text}: {why}.")
     if layers:
@@ -243,12 +229,13 @@ def _strength(past: Past, helped: int, known: float) -> float:
 
 
 def _is_data(bad: Recovery) -> bool:
-    return bad.cause in _DATA or bad.location.startswith("inputs")
+    return cause_of(bad.cause).kind == "data" or bad.location.startswith("inputs")
 
 
 def _is_local(bad: Recovery) -> bool:
     """Whether it is known to come from one operation or batch, not from the updates."""
-    return _is_data(bad) or bad.cause not in (None, "unknown", *_DYNAMICS)
+    is_known = bad.cause not in (None, "unknown")
+    return _is_data(bad) or (is_known and cause_of(bad.cause).kind != "dynamics")
 
 
 def _layer(bad: Recovery) -> str | None:

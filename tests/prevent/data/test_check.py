@@ -288,9 +288,8 @@ def test_a_worker_that_dies_ends_the_check_not_the_process() -> None:
         text=True,
         check=True,
     )
-    # On a busy machine its end is noticed at the queue first.
-    noticed = ("exited unexpectedly", "EOFError", "ConnectionResetError")
-    assert any(words in done.stdout for words in noticed), done.stdout
+    # However its end was noticed: by the signal, or at the queue or a socket, on a busy machine.
+    assert "exited unexpectedly" in done.stdout
     assert done.stdout.split()[-1] in ("0", "1", "2")
 
 
@@ -365,9 +364,9 @@ def test_memory_does_not_grow_with_healthy_batches() -> None:
         inspection.look([x], number=number, indices=list(range(4 * number, 4 * number + 4)))
     # At most 16 largest and smallest of 2 columns and 2 ends are referred to, by their batches.
     assert len(inspection.indices) < 512 + 2 * 16 * 4
-    (tally,) = inspection.tallies.values()
-    assert tally.rows == 16_000
-    assert len(tally.sample.rows) == 512
+    (tensor,) = inspection.tensors.values()
+    assert tensor.rows == 16_000
+    assert len(tensor.sample.rows) == 512
 
 
 def test_max_batches_ends_early() -> None:

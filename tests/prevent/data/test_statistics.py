@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stayfinite.prevent.data.statistics import Extremes, Moments, Ranges, Sample
+from stayfinite.prevent.data.statistics import Extremes, Moments, Ranges, RowSample
 
 
 def blocks_of(rows: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_extremes_are_those_of_a_sort(
 def test_a_sample_is_the_same_each_time_and_asks_no_one_for_random_numbers() -> None:
     rows = torch.arange(5000.0, dtype=torch.float64).unsqueeze(1)
     state = torch.get_rng_state()
-    first, second = Sample(1, size=64), Sample(1, size=64)
+    first, second = RowSample(1, size=64), RowSample(1, size=64)
     for block in blocks_of(rows, [100, 33]):
         first.add(block)
         second.add(block)
@@ -133,7 +133,7 @@ def test_a_sample_is_the_same_each_time_and_asks_no_one_for_random_numbers() -> 
 
 def test_a_sample_has_all_rows_while_they_are_few() -> None:
     rows = torch.arange(50.0, dtype=torch.float64).unsqueeze(1)
-    sample = Sample(1, size=64)
+    sample = RowSample(1, size=64)
     for block in blocks_of(rows, [7]):
         sample.add(block)
     assert sorted(sample.rows.flatten().tolist()) == list(range(50))
@@ -141,7 +141,7 @@ def test_a_sample_has_all_rows_while_they_are_few() -> None:
 
 def test_a_sample_is_uniform_over_the_stream() -> None:
     rows = torch.arange(100_000.0, dtype=torch.float64).unsqueeze(1)
-    sample = Sample(1, size=512)
+    sample = RowSample(1, size=512)
     for block in blocks_of(rows, [1000, 1, 37]):
         sample.add(block)
     kept = sample.rows.flatten()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -13,6 +13,8 @@ from stayfinite.prevent.data.inspection import Inspection, Kind, Seen, split_pla
 from stayfinite.prevent.data.statistics import FEWEST_ROWS, OutlierLimits, TensorStatistics
 from stayfinite.prevent.risks import LEVELS, Level, Risk
 from stayfinite.records import to_json
+
+Evidence = dict[str, float | int | str]
 
 MOST_PLACES = 100
 _SHOWN = 8
@@ -161,7 +163,7 @@ def findings(inspection: Inspection) -> list[Found]:
         if padding.hidden:
             seen["masked", path] = Seen()
             seen["masked", path].add(padding.hidden)
-    found = [JUDGES_OF_ROWS[kind](inspection, path, each) for (kind, path), each in seen.items()]
+    found = [_about_rows(inspection, kind, path, each) for (kind, path), each in seen.items()]
     limits = inspection.outlier_limits()
     for path, tensor in inspection.tensors.items():
         if path in limits:
@@ -176,7 +178,7 @@ def findings(inspection: Inspection) -> list[Found]:
             f"{'has' if ones == 1 else 'have'} one sample: BatchNorm has no variance to divide by."
         )
         fix = "`DataLoader(..., drop_last=True)`, or GroupNorm or LayerNorm."
-        evidence = {"batches": ones}
+        evidence: Evidence = {"batches": ones}
         found.append(_found("single", ROOT, "low", what, fix, "batchnorm_degenerate", evidence))
     return sorted(found, key=lambda each: (LEVELS.index(each[0].level), -each[0].rows))
 
@@ -188,7 +190,7 @@ def _found(
     what: str,
     fix: str,
     cause: str,
-    evidence: Mapping[str, float | int | str] | None = None,
+    evidence: Evidence | None = None,
     places: Sequence[int] = (),
 ) -> Found:
     finding = DataFinding(
@@ -198,7 +200,7 @@ def _found(
         where=where,
         fix=fix,
         cause=cause,
-        evidence=dict(evidence or {}),
+        evidence=evidence or {},
         score=float(len(places)),
         rows=len(places),
         places=tuple(map(split_place, places[:MOST_PLACES])),
@@ -206,148 +208,103 @@ def _found(
     return finding, places
 
 
-def _rows(inspection: Inspection, seen: Seen) -> str:
-    return f"{seen.counts['rows']:,} of {_count(inspection.samples, 'row', 'rows')}"
-
-
-def _non_finite(inspection: Inspection, path: str, seen: Seen) -> Found:
-    nans, infs = seen.counts["nan"], seen.counts["inf"]
-    kinds = [f"{count:,} {name}" for count, name in ((nans, "NaN"), (infs, "Inf")) if count]
-    total = inspection.tensors[path].values
-    what = f"{' and '.join(kinds)} of {total:,} values, in {_rows(inspection, seen)}."
-    if inspection.roles[path] in (Role.TARGET, Role.LABEL):
-        level: Level = "medium"
-        what += " One of them makes the loss of its whole batch NaN."
-        fix = (
-            "If they mark what was not measured, leave them out of the loss: "
-            "`keep = ~y.isnan()`, `loss(p[keep], y[keep]).sum() / keep.sum().clamp_min(1)`. "
-            "Otherwise repair or drop these rows."
-        )
-        cause = "bad_label"
-    else:
-        level, cause = "high", "bad_input_data"
-        what += " Every layer turns them into NaN."
-        fix = (
-            "Repair or drop these rows where they are read; for values that are missing, "
-            "`torch.nan_to_num(x, nan=0.0)` and a column that says so."
-        )
-    evidence = {"nan": nans, "inf": infs, "rows": seen.counts["rows"]}
-    return _found("non_finite", path, level, what, fix, cause, evidence, seen.places)
-
-
-def _label_range(inspection: Inspection, path: str, seen: Seen) -> Found:
-    classes, index = inspection.classes, inspection.ignore_index
-    evidence = {name: seen.counts[name] for name in ("labels", "lowest", "highest")}
-    low, high = evidence["lowest"], evidence["highest"]
-    values = f"{low}" if low == high else f"between {low} and {high}"
-    what = f"{evidence['labels']:,} labels, in {_rows(inspection, seen)}, are {values}"
-    if classes is None:
-        level: Level = "medium" if low == high else "low"
-        what += ", which is no class."
-        fix = (
-            f"If they mean no label, give the loss `ignore_index={high}`; it is {index} here. "
-            "If these are not labels, name them with `targets=`."
-        )
-        return _found("negative_label", path, level, what, fix, "bad_label", evidence, seen.places)
-    what += f"; {classes} classes have labels 0 to {classes - 1}."
-    fix = (
-        f"Correct them, or have the loss leave them out with `ignore_index`, which is {index} here."
-    )
-    evidence["classes"] = classes
-    return _found("label_range", path, "high", what, fix, "bad_label", evidence, seen.places)
-
-
-def _all_ignored(inspection: Inspection, path: str, seen: Seen) -> Found:
-    batches, index = seen.counts["batches"], inspection.ignore_index
-    what = (
-        f"In {batches:,} of {_count(inspection.batches, 'batch', 'batches')} every label is "
-        f"{index}, which the loss leaves out: its mean is 0 / 0."
-    )
-    fix = (
-        "Divide by a count that is at least 1: `F.cross_entropy(x, y, reduction='sum') / "
-        f"(y != {index}).sum().clamp_min(1)`, or drop rows without labels."
-    )
-    evidence = {"batches": batches}
-    return _found("all_ignored", path, "high", what, fix, "bad_label", evidence, seen.places)
-
-
-def _ignored_row(inspection: Inspection, path: str, seen: Seen) -> Found:
-    """Of concern when rows like these are likely to meet in one batch."""
-    rows, size = seen.counts["rows"], max(inspection.sizes, default=1)
-    expected = (rows / max(inspection.samples, 1)) ** size * inspection.batches
-    what = (
-        f"{_rows(inspection, seen)} have only labels of {inspection.ignore_index}, which the "
-        f"loss leaves out; {expected:.2g} batches of {size} in each epoch would have no others."
-    )
-    fix = "Drop these rows, or divide the loss by a count of labels that is at least 1."
-    level: Level = "medium" if expected > 0.01 else "low"
-    evidence = {"rows": rows, "expected_batches": expected}
-    return _found("ignored_row", path, level, what, fix, "bad_label", evidence, seen.places)
-
-
-def _empty(inspection: Inspection, path: str, seen: Seen) -> Found:
-    what = (
-        f"{_rows(inspection, seen)} are empty sequences: their mean is 0 / 0, and attention "
-        "has nothing to look at."
-    )
-    fix = "Drop them where they are read, or give each one a token."
-    evidence = {"rows": seen.counts["rows"]}
-    return _found("empty", path, "high", what, fix, "empty_reduction", evidence, seen.places)
-
-
-def _masked(inspection: Inspection, path: str, seen: Seen) -> Found:
-    name = path.rpartition(".")[2].lower()
-    level: Level = "high" if "att" in name or "pad" in name else "medium"
-    rows, cause, evidence = (
-        _rows(inspection, seen),
-        "softmax_all_masked",
-        {"rows": seen.counts["rows"]},
-    )
-    what = f"The mask hides everything in {rows}: softmax over nothing but -Inf is NaN."
-    fix = "Drop these rows, leave one position open, or use stayfinite.masked_softmax."
-    return _found("masked", path, level, what, fix, cause, evidence, seen.places)
-
-
-def _masked_query(inspection: Inspection, path: str, seen: Seen) -> Found:
-    what = (
-        f"In {_rows(inspection, seen)} the mask hides every key from some query: softmax "
-        "over nothing but -Inf is NaN."
-    )
-    fix = "Leave one key open for each query, or use stayfinite.masked_softmax."
-    cause, evidence = "softmax_all_masked", {"rows": seen.counts["rows"]}
-    return _found("masked_query", path, "medium", what, fix, cause, evidence, seen.places)
-
-
-def _blank(inspection: Inspection, path: str, seen: Seen) -> Found:
-    """A sequence of token ids that is only padding is empty; other blanks are worth knowing."""
-    tensor, what = (
-        inspection.tensors[path],
-        f"{_rows(inspection, seen)} have the same value everywhere",
-    )
-    is_flat = len(tensor.shape or (0,)) == 1
-    if tensor.dtype.startswith("int") and is_flat and tensor.highest > 1:
-        level: Level = "medium"
-        what, fix = f"{what}: nothing but padding.", "Drop them if they are empty."
-        cause = "empty_reduction"
-    else:
-        level, what, cause = "low", f"{what}.", "division_by_zero"
-        fix = "If rows are standardised one by one, divide by `std.clamp_min(1e-6)`."
-    return _found(
-        "blank", path, level, what, fix, cause, {"rows": seen.counts["rows"]}, seen.places
-    )
-
-
-JUDGES_OF_ROWS: dict[Kind, Callable[[Inspection, str, Seen], Found]] = {
-    "non_finite": _non_finite,
-    "label_range": _label_range,
-    "negative_label": _label_range,
-    "all_ignored": _all_ignored,
-    "ignored_row": _ignored_row,
-    "empty": _empty,
-    "masked": _masked,
-    "masked_query": _masked_query,
-    "blank": _blank,
-}
+def _about_rows(inspection: Inspection, kind: Kind, path: str, seen: Seen) -> Found:
+    """What was seen in single rows, in words."""
+    counts, index, classes = seen.counts, inspection.ignore_index, inspection.classes
+    rows = f"{counts['rows']:,} of {_count(inspection.samples, 'row', 'rows')}"
+    evidence: Evidence = {"rows": counts["rows"]}
+    level: Level = "medium"
+    match kind:
+        case "non_finite":
+            pairs = ((counts["nan"], "NaN"), (counts["inf"], "Inf"))
+            bad = " and ".join(f"{count:,} {name}" for count, name in pairs if count)
+            what = f"{bad} of {inspection.tensors[path].values:,} values, in {rows}."
+            evidence = {"nan": counts["nan"], "inf": counts["inf"], **evidence}
+            if inspection.roles[path] in (Role.TARGET, Role.LABEL):
+                what, cause = (
+                    f"{what} One of them makes the loss of its whole batch NaN.",
+                    "bad_label",
+                )
+                fix = (
+                    "If they mark what was not measured, leave them out of the loss: `keep = "
+                    "~y.isnan()`, `loss(p[keep], y[keep]).sum() / keep.sum().clamp_min(1)`. "
+                    "Otherwise repair or drop these rows."
+                )
+            else:
+                level, cause = "high", "bad_input_data"
+                what += " Every layer turns them into NaN."
+                fix = (
+                    "Repair or drop these rows where they are read; for values that are missing, "
+                    "`torch.nan_to_num(x, nan=0.0)` and a column that says so."
+                )
+        case "label_range" | "negative_label":
+            evidence = {name: counts[name] for name in ("labels", "lowest", "highest")}
+            low, high, cause = counts["lowest"], counts["highest"], "bad_label"
+            values = f"{low}" if low == high else f"between {low} and {high}"
+            what = f"{counts['labels']:,} labels, in {rows}, are {values}"
+            if classes is None:
+                level = "medium" if low == high else "low"
+                what += ", which is no class."
+                fix = (
+                    f"If they mean no label, give the loss `ignore_index={high}`; it is {index} "
+                    "here. If these are not labels, name them with `targets=`."
+                )
+            else:
+                level, evidence["classes"] = "high", classes
+                what += f"; {classes} classes have labels 0 to {classes - 1}."
+                fix = (
+                    "Correct them, or have the loss leave them out with `ignore_index`, which is "
+                    f"{index} here."
+                )
+        case "all_ignored":
+            level, cause, evidence = "high", "bad_label", {"batches": counts["batches"]}
+            batches = f"{counts['batches']:,} of {_count(inspection.batches, 'batch', 'batches')}"
+            what = (
+                f"In {batches} every label is {index}, which the loss leaves out: its mean is "
+                "0 / 0."
+            )
+            fix = (
+                "Divide by a count that is at least 1: `F.cross_entropy(x, y, reduction='sum') / "
+                f"(y != {index}).sum().clamp_min(1)`, or drop rows without labels."
+            )
+        case "ignored_row":  # of concern when rows like these are likely to meet in one batch
+            size, share = max(inspection.sizes), counts["rows"] / max(inspection.samples, 1)
+            expected = evidence["expected_batches"] = share**size * inspection.batches
+            level, cause = "medium" if expected > 0.01 else "low", "bad_label"
+            what = (
+                f"{rows} have only labels of {index}, which the loss leaves out; {expected:.2g} "
+                f"batches of {size} in each epoch would have no others."
+            )
+            fix = "Drop these rows, or divide the loss by a count of labels that is at least 1."
+        case "empty":
+            level, cause = "high", "empty_reduction"
+            what = (
+                f"{rows} are empty sequences: their mean is 0 / 0, and attention has nothing to "
+                "look at."
+            )
+            fix = "Drop them where they are read, or give each one a token."
+        case "masked":
+            name, cause = path.rpartition(".")[2].lower(), "softmax_all_masked"
+            level = "high" if "att" in name or "pad" in name else "medium"
+            what = f"The mask hides everything in {rows}: softmax over nothing but -Inf is NaN."
+            fix = "Drop these rows, leave one position open, or use stayfinite.masked_softmax."
+        case "masked_query":
+            cause = "softmax_all_masked"
+            what = (
+                f"In {rows} the mask hides every key from some query: softmax over nothing but "
+                "-Inf is NaN."
+            )
+            fix = "Leave one key open for each query, or use stayfinite.masked_softmax."
+        case _:  # blank: token ids that are only padding are empty; others are worth knowing
+            tensor, what = inspection.tensors[path], f"{rows} have the same value everywhere"
+            is_text = tensor.dtype.startswith("int") and len(tensor.shape or (0,)) == 1
+            if is_text and tensor.highest > 1:
+                what, cause = f"{what}: nothing but padding.", "empty_reduction"
+                fix = "Drop them if they are empty."
+            else:
+                level, what, cause = "low", f"{what}.", "division_by_zero"
+                fix = "If rows are standardised one by one, divide by `std.clamp_min(1e-6)`."
+    return _found(kind, path, level, what, fix, cause, evidence, seen.places)
 
 
 def _outliers(inspection: Inspection, tensor: TensorStatistics, limits: OutlierLimits) -> Found:
@@ -373,7 +330,7 @@ def _outliers(inspection: Inspection, tensor: TensorStatistics, limits: OutlierL
         "can be bounded, `x.clamp(low, high)`, or shortened, `torch.log1p(x)`."
     )
     level: Level = "high" if min(factor, abs(value)) >= _WILD else "medium"
-    evidence = {"worst": value, "times": factor, "rows": len(places)}
+    evidence: Evidence = {"worst": value, "times": factor, "rows": len(places)}
     return _found("outlier", tensor.path, level, what, fix, "unnormalized_input", evidence, places)
 
 
@@ -451,7 +408,7 @@ def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[Found]:
             "Leave out what does not vary; where it is standardised, divide by "
             "`std.clamp_min(1e-6)`, since its std is 0."
         )
-        evidence = {"columns": len(numbers), "first": numbers[0]}
+        evidence: Evidence = {"columns": len(numbers), "first": numbers[0]}
         yield _found("constant", tensor.path, "low", what, fix, "division_by_zero", evidence)
 
 

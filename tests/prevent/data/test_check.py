@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-import stayfinite.prevent.data.check
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.data import DataFinding, DataReport, check_data
 from stayfinite.prevent.data.inspection import Inspection
@@ -48,12 +46,6 @@ def found(report: DataReport, kind: str) -> DataFinding:
 
 def kinds(report: DataReport) -> list[str]:
     return [finding.kind for finding in report]
-
-
-def test_the_example_runs() -> None:
-    done = doctest.testmod(stayfinite.prevent.data.check)
-    assert done.attempted
-    assert not done.failed
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -95,13 +95,12 @@ def check_data(
             indices = {key: in_order(inspection.indices_at(places[key])) for key in places}
         elif reader.has_indices:
             indices = Confirmation(reader, inspection).indices_of(places)
-    judged = [
-        dataclasses.replace(each, indices=indices.get((each.kind, each.where), ()))
-        for each, _ in found
-    ]
-    all_found = [*failures.findings(), *_about_loader(reader, inspection, failures), *judged]
+    said = failures.findings(reader.was_stopped, inspection.batches)
+    for each, _ in found:
+        own = indices.get((each.kind, each.where), ())
+        said.append(dataclasses.replace(each, indices=own))
     return DataReport(
-        findings=tuple(sorted(all_found, key=lambda finding: LEVELS.index(finding.level))),
+        findings=tuple(sorted(said, key=lambda finding: LEVELS.index(finding.level))),
         batches=inspection.batches,
         rows=inspection.samples,
         tensors=profiles(inspection),
@@ -206,15 +205,16 @@ class Failures:
             if error is None:
                 inspection.look(batch, number=number, indices=indices)
 
-    def findings(self) -> Iterator[DataFinding]:
-        """One for each type of error."""
+    def findings(self, was_stopped: str | None, batches: int) -> list[DataFinding]:
+        """One for each type of error, and what kept the loader from giving more than `batches`."""
+        found: list[DataFinding] = []
         for errors in _by_type(self._samples.items()):
             error = errors[0][1]
             end = " It ends the epoch in silence." if error.startswith("StopIteration") else ""
             count = "1 sample" if len(errors) == 1 else f"{len(errors):,} samples"
             what = f"Reading {count} raises {error.removesuffix('.')}.{end}"
             indices = in_order(index for index, _ in errors)
-            yield _finding("error", "dataset", what, indices=indices)
+            found.append(_finding("error", "dataset", what, indices=indices))
         for errors in _by_type([(read, read.error or "") for read in self.batches]):
             error = errors[0][1]
             is_alone = any(read.indices for read, _ in errors)
@@ -222,7 +222,22 @@ class Failures:
             count = "1 batch" if len(errors) == 1 else f"{len(errors):,} batches"
             what = f"Reading {count} raises {error.removesuffix('.')}.{end}"
             places = tuple((read.number, 0) for read, _ in errors)
-            yield _finding("error", "loader", what, places=places)
+            found.append(_finding("error", "loader", what, places=places))
+        if was_stopped is not None:
+            what = f"After {batches:,} batches it could not go on: {was_stopped.removesuffix('.')}."
+            found.append(_finding("stopped", "loader", what))
+        elif not batches and not found:
+            nothing = DataFinding(
+                kind="no_batches",
+                level="high",
+                what="It gives no batch: a mean over the epoch is 0 / 0.",
+                where="loader",
+                fix="Look at the length of the dataset; `drop_last=True` drops a batch that is not "
+                "full.",
+                cause="empty_reduction",
+            )
+            found.append(nothing)
+        return found
 
 
 def _by_type(errors: Iterable[tuple[Any, str]]) -> Iterable[list[tuple[Any, str]]]:
@@ -230,27 +245,6 @@ def _by_type(errors: Iterable[tuple[Any, str]]) -> Iterable[list[tuple[Any, str]
     for item, error in errors:
         groups.setdefault(error.partition(":")[0], []).append((item, error))
     return groups.values()
-
-
-def _about_loader(
-    reader: Reader, inspection: Inspection, failures: Failures
-) -> Iterator[DataFinding]:
-    """That it broke down, and the rest could not be looked at; or that there was nothing."""
-    if (error := reader.was_stopped) is not None:
-        what = (
-            f"After {inspection.batches:,} batches it could not go on: {error.removesuffix('.')}."
-        )
-        yield _finding("stopped", "loader", what)
-    elif not inspection.batches and not any(failures.findings()):
-        yield DataFinding(
-            kind="no_batches",
-            level="high",
-            what="It gives no batch: a mean over the epoch is 0 / 0.",
-            where="loader",
-            fix="Look at the length of the dataset; `drop_last=True` drops a batch that is not "
-            "full.",
-            cause="empty_reduction",
-        )
 
 
 def _finding(

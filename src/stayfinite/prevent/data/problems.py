@@ -413,17 +413,18 @@ def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[Found]:
 
 
 def _constant_columns(tensor: TensorStatistics) -> dict[int, float]:
-    ranges, elements = tensor.channels, tensor.elements
-    if ranges is None:
+    elements = tensor.elements
+    if tensor.channels is None:
         return {}
-    is_constant = ranges.low == ranges.high
+    low, high = tensor.channels
+    is_constant = low == high
     if tensor.columns is not None:
         is_constant |= tensor.moments.std <= _HARDLY * tensor.moments.mean.abs()
         is_constant &= tensor.moments.count > 0
     if (elements == 0).sum() > elements.numel() / 2:
         # One-hot, padded or sparse: what was never set is no surprise.
-        is_constant &= ranges.low != 0
-    return {n: float(ranges.low[n]) for n in is_constant.nonzero().flatten().tolist()}
+        is_constant &= low != 0
+    return {n: float(low[n]) for n in is_constant.nonzero().flatten().tolist()}
 
 
 def profiles(inspection: Inspection) -> tuple[TensorProfile, ...]:

@@ -44,7 +44,8 @@ class TensorStatistics:
 
     A matrix of one width, up to 256, is a table with statistics for each column. Of anything else
     each row gives its smallest and largest value, and some of its elements for mean, spread and
-    sample; `channels` are the ranges of columns or channels. Rows wait until they are many.
+    sample; `channels` are the smallest and the largest value of each column or channel. Rows wait
+    until they are many.
     """
 
     def __init__(self, leaf: Leaf) -> None:
@@ -59,7 +60,7 @@ class TensorStatistics:
         self._picked = min(width, PICKED)
         self.ends = Table(2)
         self.columns = Table(width) if is_table else None
-        self.channels: Ranges | None = None
+        self.channels: tuple[Tensor, Tensor] | None = None
         self.moments = Moments(width if is_table else 1)
         self.sample = RowSample(2 + self._picked)
         # Rows wait here; what is allocated for every batch anew costs more than the arithmetic.
@@ -77,7 +78,13 @@ class TensorStatistics:
             if self.columns is not None:
                 self.columns, self.moments = None, self.moments.pooled()
             self.shape = None
-        self._add_channels(ends.channels)
+        if self.rows == 0:
+            self.channels = ends.channels
+        elif self.channels and ends.channels and len(self.channels[0]) == len(ends.channels[0]):
+            (low, high), (new_low, new_high) = self.channels, ends.channels
+            self.channels = low.minimum(new_low), high.maximum(new_high)
+        else:
+            self.channels = None
         low, high = ends.low, ends.high
         if ends.any_bad:
             low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
@@ -90,14 +97,6 @@ class TensorStatistics:
             if (width := elements.shape[1]) != self._picked:
                 elements = elements[:, torch.arange(self._picked) * width // max(self._picked, 1)]
             self._wait(ends, elements, places)
-
-    def _add_channels(self, found: tuple[Tensor, Tensor] | None) -> None:
-        if self.rows == 0 and found is not None:
-            self.channels = Ranges(len(found[0]))
-        if self.channels is None or found is None or len(found[0]) != len(self.channels.low):
-            self.channels = None
-        else:
-            self.channels.add(*found)
 
     def _wait(self, ends: Ends, elements: Tensor, places: Tensor) -> None:
         done = 0
@@ -230,19 +229,6 @@ class Moments:
     @property
     def std(self) -> Tensor:
         return (self._squares / self.count.clamp_min(1)).sqrt()
-
-
-class Ranges:
-    """The smallest and the largest value of each column."""
-
-    def __init__(self, columns: int) -> None:
-        self.low = torch.full((columns,), torch.inf, dtype=torch.float64)
-        self.high = -self.low
-
-    def add(self, low: Tensor, high: Tensor) -> None:
-        """Takes the smallest and largest values of a block; NaN where a column has none."""
-        self.low = torch.fmin(self.low, low.double())
-        self.high = torch.fmax(self.high, high.double())
 
 
 class RowSample:

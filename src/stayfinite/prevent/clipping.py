@@ -185,6 +185,8 @@ class Statistics:
 class NormRule(Rule):
     """A mode that looks at nothing but the norm of all gradients together."""
 
+    has_logs: ClassVar[bool] = False  # whether logarithms of the norms are kept
+    has_moments: ClassVar[bool] = False
     window: int
     max_norm: float
 
@@ -220,13 +222,12 @@ class NormStatistics(Statistics):
         return clip_whole(gradients, allowed, drop=drop)
 
     def state_dict(self) -> dict[str, Any]:
-        if isinstance(self.rule, Robust):
-            return {"logs": self.norms.to_tensor()}
-        moments = {"mean": self.mean, "std": self.std} if isinstance(self.rule, ZScore) else {}
-        return {"norms": self.norms.to_tensor(), **moments}
+        moments = {"mean": self.mean, "std": self.std} if self.rule.has_moments else {}
+        return {"logs" if self.rule.has_logs else "norms": self.norms.to_tensor(), **moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.norms.load(state["logs"] if "logs" in state else state["norms"][state["norms"] > 0])
+        has_logs = self.rule.has_logs
+        self.norms.load(state["logs"] if has_logs else state["norms"][state["norms"] > 0])
         mean, std = state.get("mean", 0.0), state.get("std", 0.0)
         is_sound = 0 < mean < math.inf and 0 <= std < math.inf
         self.mean, self.std = (mean, std) if is_sound else (0.0, 0.0)
@@ -249,6 +250,7 @@ class ZScore(NormRule):
     """
 
     mode: ClassVar[str] = "zscore"
+    has_moments: ClassVar[bool] = True
     deviations: float = 2.5
     decay: float = 0.97
     warmup: int = 25
@@ -342,6 +344,7 @@ class Robust(NormRule):
     """
 
     mode: ClassVar[str] = "robust"
+    has_logs: ClassVar[bool] = True
     window: int = 128
     deviations: float = 6.0
     least: float = 3.0

@@ -135,8 +135,7 @@ def _has_one_per_sample(value: Any, path: str, size: int | None) -> bool:
     has_others = kinds == {False} and not all(any(True for _ in children(item)) for item in value)
     if len(kinds) > 1 or has_others:
         return False
-    forms = {(type(item), *(str(key) for key, _ in children(item))) for item in value}
-    if path == ROOT and len(forms) > 1:
+    if path == ROOT and len({(type(i), *(str(k) for k, _ in children(i))) for i in value}) > 1:
         return False
     has_nested = any(isinstance(item, Tensor) and item.is_nested for item in value)
     are_fields = all(_rows(item) == size for item in value)

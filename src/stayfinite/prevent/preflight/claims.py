@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stayfinite.causes import CAUSES
@@ -11,7 +9,6 @@ from stayfinite.living import Names
 from stayfinite.locate.provenance import Site
 from stayfinite.locate.source import Place, resolve
 from stayfinite.prevent.preflight.bounds import Reach, words
-from stayfinite.prevent.preflight.range_tracer import Use
 from stayfinite.prevent.risks import Level, Risk
 from stayfinite.records import Origin
 
@@ -31,16 +28,10 @@ class Claim:
     of: object = None
 
 
-Check = Callable[[Use], Claim | None]
-
-UNLIKELY = 1e-12  # a chance of an empty mask that is no risk, even if samples are not independent
-NEAR = 0.1  # a smallest size below so much of the typical one comes near 0
-
 _WORDS = {
     "_softmax": "a softmax",
     "sigmoid": "a sigmoid",
     "exp": "an exponential",
-    "sum": "a sum",
     "mean": "a mean",
     "std": "a standard deviation",
     "var": "a variance",
@@ -48,11 +39,8 @@ _WORDS = {
     "linalg_vector_norm": "a norm",
     "relu": "a ReLU",
     "softplus": "a softplus",
-    "sub": "a difference",
-    "rsub": "a difference",
     "mul": "a product",
     "div": "a quotient",
-    "add": "a sum",
     "abs": "a magnitude",
     "pow": "a power",
     "tanh": "a tanh",
@@ -60,119 +48,78 @@ _WORDS = {
     "rand": "uniform noise",
     "parameter": "a parameter",
     "_to_copy": "a cast",
-    "mm": "the output of a layer",
-    "addmm": "the output of a layer",
-    "convolution": "the output of a layer",
     "mse_loss": "a squared error",
     "index": "a selection",
+    **dict.fromkeys(("sum", "add"), "a sum"),
+    **dict.fromkeys(("sub", "rsub"), "a difference"),
+    **dict.fromkeys(("mm", "addmm", "convolution"), "the output of a layer"),
 }
 _THROUGH = words("clone _to_copy _unsafe_view neg index gather cat stack detach")
 
 
-def named(reach: Reach) -> str:
+def name_of(reach: Reach) -> str:
     """What somebody would call the value: "a standard deviation"."""
-    current = reach
-    while current.op in _THROUGH and len(current.made_from) == 1:
-        current = current.made_from[0]
-    return _WORDS.get(current.op, "a value")
+    while reach.op in _THROUGH and len(reach.made_from) == 1:
+        reach = reach.made_from[0]
+    return _WORDS.get(reach.op, "a value")
 
 
 def figure(value: float) -> str:
     return f"{value:.3g}"
 
 
-def is_concerned(use: Use, reach: Reach) -> bool:
-    """Whether the value can change, and nobody looks after it before or after the operation."""
-    if reach.guarded or not reach.varies:
-        return False
-    return use.has_gradient or use.phase == "backward" or not use.is_handled
-
-
-def comes_naturally(reach: Reach) -> bool:
-    """Whether 0 is what the value is in quiet data: a spread, a norm, a total, a magnitude."""
-    return any(back.op in _NATURAL for back in reach.ancestors(2))
-
-
-_NATURAL = words(
-    "std var linalg_vector_norm norm sum relu abs pow amax mean std_mean var_mean hypot"
-)
-
-
-def is_only_learned(reach: Reach) -> bool:
-    """Whether it is made of parameters alone, as a log-temperature is."""
-    return not reach.fed or reach.open in ("parameter", "log")
-
-
-def nearness(margin: float, scale: float) -> float:
-    """From 0 (far) to 1 (there)."""
-    if not math.isfinite(margin) or scale <= 0:
-        return 0.0
-    return 1 / (1 + max(0.0, margin) / scale)
-
-
-_NOWHERE = "the first step"
+NOWHERE = "the first step"
 
 
 class Scene:
-    """Where things are: names of modules and lines, looked up once."""
+    """Where things are: names of modules and lines, looked up once.
+
+    `outside` is the place from which all is called, which is no answer to where.
+    """
 
     def __init__(self, folder: str | None, *, outside: Place | None = None) -> None:
         self.folder = folder
         self._outside = outside
         self._names: Names | None = None
 
-    @property
-    def names(self) -> Names:
-        if self._names is None:
-            self._names = Names()
-        return self._names
-
-    def module(self, site: Site) -> str:
-        """The dotted name of the innermost module, "" outside any."""
-        if not site.modules:
-            return ""
-        root, name = self.names.module(site.modules[-1], site.modules)
-        return name or root
-
     def line(self, site: Site) -> str:
         """file:line, or the module where no line of the user's is nearer."""
-        if site.place is None or self._is_outside(site.place):
-            return self.module(site) or _NOWHERE
+        return self._where(site)[0]
+
+    def _where(self, site: Site) -> tuple[str, str, str]:
+        """(file:line, dotted name of the innermost module, source); the latter two may be ""."""
+        module = ""
+        if site.modules:
+            self._names = self._names or Names()
+            root, name = self._names.module(site.modules[-1], site.modules)
+            module = name or root
+        if site.place is None or (self._outside and site.place.code is self._outside.code):
+            return module or NOWHERE, module, ""
         span = resolve(site.place, folder=self.folder)
-        return f"{span.file}:{span.line}"
-
-    def _is_outside(self, place: Place) -> bool:
-        return self._outside is not None and place.code is self._outside.code
-
-    def code(self, site: Site) -> str:
-        if site.place is None or self._is_outside(site.place):
-            return ""
-        return resolve(site.place, folder=self.folder).code
+        return f"{span.file}:{span.line}", module, span.code
 
     def line_of(self, origin: Origin) -> str:
         """The same of a place that the tracer found."""
-        if origin.file is None or origin.line is None:
-            return origin.module or origin.root or _NOWHERE
-        if self._outside is not None:
+        is_known = origin.file is not None and origin.line is not None
+        if is_known and self._outside is not None:
             outside = resolve(self._outside, folder=self.folder)
-            if (origin.file, origin.function) == (outside.file, outside.function):
-                return origin.module or origin.root or _NOWHERE
-        return f"{origin.file}:{origin.line}"
+            is_known = (origin.file, origin.function) != (outside.file, outside.function)
+        return (
+            f"{origin.file}:{origin.line}"
+            if is_known
+            else (origin.module or origin.root or NOWHERE)
+        )
 
     def risk(self, site: Site, claim: Claim) -> Risk:
         """The claim with its place."""
-        module, code = self.module(site), self.code(site)
-        evidence = dict(claim.evidence)
-        if module:
-            evidence["module"] = module
-        if code:
-            evidence["code"] = code
+        where, module, code = self._where(site)
+        named = {key: value for key, value in (("module", module), ("code", code)) if value}
         return Risk(
             level=claim.level,
             what=claim.what,
-            where=self.line(site),
+            where=where,
             fix=claim.fix or CAUSES[claim.cause].fix,
             cause=claim.cause,
-            evidence=evidence,
+            evidence={**claim.evidence, **named},
             score=claim.score,
         )

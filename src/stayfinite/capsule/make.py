@@ -42,30 +42,24 @@ def birth_of(kept: Kept | None, *, with_data: bool) -> Birth | None:
     if kept is None:
         return None
     forward = None if kept.forward is None else _operation(kept.forward, with_data)
-    return Birth(
-        operation=_operation(kept.call, with_data), nan_type=kept.nan_type, forward=forward
-    )
+    operation = _operation(kept.call, with_data)
+    return Birth(operation=operation, nan_type=kept.nan_type, forward=forward)
 
 
 def _operation(call: KeptCall, with_data: bool) -> Operation:
+    def shown(name: str, value: Any, is_open: bool) -> Any:
+        if isinstance(value, list):
+            return [shown(f"{name}[{n}]", item, is_open) for n, item in enumerate(value)]
+        return value if is_open or not isinstance(value, Tensor) else described(name, value)
+
+    # These are left to their defaults.
+    left_out = (torch.layout, torch.memory_format, torch.device, torch.Generator)
     arguments = {
-        name: _shown(name, value, with_data or name in call.open)
+        name: shown(name, value, with_data or name in call.open)
         for name, value in call.arguments.items()
-        if _can_be_stored(value)
+        if not isinstance(value, left_out)
     }
     return Operation(op=call.op, arguments=arguments)
-
-
-def _shown(name: str, value: Any, is_shown: bool) -> Any:
-    if isinstance(value, list):
-        return [_shown(f"{name}[{number}]", item, is_shown) for number, item in enumerate(value)]
-    return value if is_shown or not isinstance(value, Tensor) else described(name, value)
-
-
-def _can_be_stored(value: Any) -> bool:
-    """Layouts, memory formats, devices and generators are left to their defaults."""
-    left_out = (torch.layout, torch.memory_format, torch.device, torch.Generator)
-    return not isinstance(value, left_out)
 
 
 def batch_of(
@@ -142,23 +136,16 @@ def state_of(
         part = part_name("model", number, len(members.models))
         known = {f"{part}.{canonical(name)}": buffer for name, buffer in older.items()}
         found |= {name: buffer for name, buffer in known.items() if name in found}
-    return _state({**tree, "random": None}, found)
-
-
-def _state(tree: Any, tensors: dict[str, Tensor]) -> tuple[State, str | None]:
-    size = sum(each.nbytes for each in tensors.values())
+    size = sum(each.nbytes for each in found.values())
     digests = {
-        name: _digest(each) if size <= limits.HASHED else "" for name, each in tensors.items()
+        name: digest(bytes_of(each).numpy()).hex() if size <= limits.HASHED else ""
+        for name, each in found.items()
     }
-    if size > limits.STATE or len(tensors) > _MOST_TENSORS:
+    if size > limits.STATE or len(found) > _MOST_TENSORS:
         note = f"the state before the step has {size:,} bytes; only its hashes are in it"
         return State(tree=None, digests=digests), note
-    copies = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()}
-    return State(tree=tree, digests=digests, tensors=copies), None
-
-
-def _digest(tensor: Tensor) -> str:
-    return digest(bytes_of(tensor).numpy()).hex()
+    copies = {name: each.detach().to("cpu", copy=True) for name, each in found.items()}
+    return State(tree={**tree, "random": None}, digests=digests, tensors=copies), None
 
 
 @torch.no_grad()
@@ -194,11 +181,14 @@ def put_random(random: Mapping[str, Any]) -> None:
         raise CapsuleError("its random states are not those of this version.") from error
 
 
-_PATHS = sysconfig.get_paths()
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _OTHERS = tuple(
     os.path.realpath(path) + os.sep
-    for path in (*(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
-) + (os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,)
+    for path in (
+        _PACKAGE,
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,11 +301,7 @@ def _paths(root: str) -> tuple[str, ...]:
     real = [os.path.realpath(path) for path in sys.path if path]
     inside = [path for path in real if path == root or path.startswith(root + os.sep)]
     names = [os.path.relpath(path, root).replace(os.sep, "/") for path in inside]
-    return tuple(dict.fromkeys(name for name in names if _is_folder(name)))
-
-
-def _is_folder(name: str) -> bool:
-    return name == "." or is_safe(f"{name}/_.py")
+    return tuple(dict.fromkeys(name for name in names if name == "." or is_safe(f"{name}/_.py")))
 
 
 _PACKAGES = ("stayfinite", "torch", "numpy", "lightning", "transformers", "accelerate")
@@ -335,11 +321,8 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {**found, "torch": torch.__version__, "device": _device()}
-
-
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {**found, "torch": torch.__version__, "device": device}
 
 
 def environment() -> dict[str, str]:

@@ -29,7 +29,8 @@ def compared(there: Incident, here: Incident | None, *, with_step: bool = True) 
 
     Where only one step was replayed, its number is not compared.
     """
-    facts = _operation_facts if _is_exact(there) else _noticed_facts
+    is_exact = there.origin is not None and there.origin.exact
+    facts = _operation_facts if is_exact else _noticed_facts
     others = {} if here is None else facts(here)
     points = [
         Point(name=name, there=value, here=others.get(name, "none"), decides=name in _DECIDING)
@@ -44,10 +45,6 @@ def compared(there: Incident, here: Incident | None, *, with_step: bool = True) 
 def reproduces(points: list[Point]) -> bool:
     """Whether everything that decides is the same."""
     return all(point.is_same for point in points if point.decides)
-
-
-def _is_exact(incident: Incident) -> bool:
-    return incident.origin is not None and incident.origin.exact
 
 
 def _operation_facts(incident: Incident) -> dict[str, str]:
@@ -68,10 +65,8 @@ def _operation_facts(incident: Incident) -> dict[str, str]:
 
 def _noticed_facts(incident: Incident) -> dict[str, str]:
     """All that is known where nobody has traced."""
-    report = incident.reports[0] if incident.reports else None
-    return {
-        "value": "unknown" if report is None else f"{report.location} is {report.nan_type.word}"
-    }
+    seen = [f"{report.location} is {report.nan_type.word}" for report in incident.reports[:1]]
+    return {"value": "".join(seen) or "unknown"}
 
 
 def _same_file(point: Point) -> Point:

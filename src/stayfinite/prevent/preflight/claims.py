@@ -1,8 +1,8 @@
-"""What a check claims, and the risk that it becomes: with its line and module, each said once."""
+"""What a check says, and where: a risk in words, with its line and module."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
 
 from stayfinite.causes import CAUSES
 from stayfinite.living import Names
@@ -15,17 +15,26 @@ from stayfinite.records import Origin
 Evidence = dict[str, float | int | str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A risk of one operation, before its place has a name; `of` is what it is claimed once for."""
-
-    level: Level
-    cause: str
-    what: str
-    score: float = 0.0
-    evidence: Evidence = field(default_factory=dict)
-    fix: str | None = None
-    of: object = None
+def risk_of(
+    level: Level,
+    cause: str,
+    what: str,
+    where: str = "",
+    evidence: Evidence | None = None,
+    *,
+    fix: str | None = None,
+    score: float = 0.0,
+) -> Risk:
+    """A risk with the fix of its cause, if it has no better one; its place may come later."""
+    return Risk(
+        level=level,
+        cause=cause,
+        what=what,
+        where=where,
+        evidence=evidence or {},
+        fix=fix or CAUSES[cause].fix,
+        score=score,
+    )
 
 
 _WORDS = {
@@ -110,16 +119,8 @@ class Scene:
             else (origin.module or origin.root or NOWHERE)
         )
 
-    def risk(self, site: Site, claim: Claim) -> Risk:
-        """The claim with its place."""
+    def place(self, risk: Risk, site: Site) -> Risk:
+        """The risk with its place."""
         where, module, code = self._where(site)
         named = {key: value for key, value in (("module", module), ("code", code)) if value}
-        return Risk(
-            level=claim.level,
-            what=claim.what,
-            where=where,
-            fix=claim.fix or CAUSES[claim.cause].fix,
-            cause=claim.cause,
-            evidence={**claim.evidence, **named},
-            score=claim.score,
-        )
+        return dataclasses.replace(risk, where=where, evidence={**risk.evidence, **named})

@@ -11,20 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from stayfinite.prevent.preflight import bounds as b
-from stayfinite.prevent.preflight.bounds import (
-    ANY,
-    INF,
-    POSITIVE,
-    UNIT,
-    Bounds,
-    Open,
-    Reach,
-    between,
-    bounds_now,
-    exactly,
-    hull,
-    words,
-)
+from stayfinite.prevent.preflight.bounds import ANY, INF, Bounds, Open, Reach, between, words
 
 
 class Limits(NamedTuple):
@@ -72,7 +59,7 @@ class Operation(NamedTuple):
         value = self.value(index, name)
         if isinstance(value, Reach):
             return value.bounds
-        return exactly(float(value)) if isinstance(value, (bool, int, float)) else ANY
+        return b.exactly(float(value)) if isinstance(value, (bool, int, float)) else ANY
 
     def number(self, index: int, name: str) -> float | None:
         value = self.value(index, name)
@@ -93,7 +80,7 @@ Formula = Callable[[Operation], Bounds]
 def _scaled(op: Operation) -> Bounds:
     """The second of `add` and `sub`, which may have a factor."""
     alpha = float(op.kwargs.get("alpha", 1))
-    return op.bounds(1) if alpha == 1 else b.multiplied(op.bounds(1), exactly(alpha))
+    return op.bounds(1) if alpha == 1 else b.multiplied(op.bounds(1), b.exactly(alpha))
 
 
 def _mul(op: Operation) -> Bounds:
@@ -105,15 +92,15 @@ def _mul(op: Operation) -> Bounds:
 def _pow(op: Operation) -> Bounds:
     base, exponent = op.bounds(0), op.number(1, "exponent")
     if exponent is None:
-        return POSITIVE if base.low >= 0 else ANY
+        return b.POSITIVE if base.low >= 0 else ANY
     if exponent == 0:
-        return exactly(1.0)
+        return b.exactly(1.0)
     size = abs(exponent)
     if size % 2 == 0:
         raised = b.even(base, lambda x: abs(x) ** size)
     else:
         raised = b.rising(base if size % 2 == 1 else b.at_least(base, 0.0), lambda x: x**size)
-    return b.divided(exactly(1.0), raised) if exponent < 0 else raised
+    return b.divided(b.exactly(1.0), raised) if exponent < 0 else raised
 
 
 def _sqrt(op: Operation) -> Bounds:
@@ -241,11 +228,11 @@ _TABLE: dict[str, Formula | Bounds] = {
     _unsafe_view floor ceil round trunc _embedding_bag nanmean lift_fresh
     _foreach_copy""": lambda op: op.bounds(0),
     "cat stack scatter scatter_reduce index_put index_copy masked_scatter lerp": lambda op: (
-        hull(*parts) if (parts := op.parts()) else ANY
+        b.hull(*parts) if (parts := op.parts()) else ANY
     ),
     "scatter_add index_add index_reduce": _scattered_sum,
     "sum nansum": _sum,
-    "cumsum": lambda op: hull(op.bounds(0), b.totalled(op.bounds(0), b.MANY)),
+    "cumsum": lambda op: b.hull(op.bounds(0), b.totalled(op.bounds(0), b.MANY)),
     "prod cumprod": _prod,
     """mm bmm mv dot addmm baddbmm addbmm addmv linear convolution
     mkldnn_convolution""": _sum_of_products,
@@ -260,12 +247,12 @@ _TABLE: dict[str, Formula | Bounds] = {
     "div": lambda op: (
         ANY if op.kwargs.get("rounding_mode") else b.divided(op.bounds(0), op.bounds(1))
     ),
-    "reciprocal": lambda op: b.divided(exactly(1.0), op.bounds(0)),
+    "reciprocal": lambda op: b.divided(b.exactly(1.0), op.bounds(0)),
     "neg": lambda op: b.negative(op.bounds(0)),
     "abs": lambda op: b.even(op.bounds(0), abs),
     "pow": _pow,
     "sqrt": _sqrt,
-    "rsqrt": lambda op: b.divided(exactly(1.0), _sqrt(op)),
+    "rsqrt": lambda op: b.divided(b.exactly(1.0), _sqrt(op)),
     "exp": _exp,
     "expm1": lambda op: b.rising(op.bounds(0), math.expm1),
     "log": _log,
@@ -281,12 +268,12 @@ _TABLE: dict[str, Formula | Bounds] = {
     "clamp hardtanh": _clamp,
     "maximum fmax clamp_min": lambda op: b.larger(op.bounds(0), op.bounds(1)),
     "minimum fmin clamp_max": lambda op: b.smaller(op.bounds(0), op.bounds(1)),
-    "where": lambda op: hull(op.bounds(1), op.bounds(2)) if len(op.args) > 2 else ANY,
-    "masked_fill": lambda op: hull(op.bounds(0), op.bounds(2)),
+    "where": lambda op: b.hull(op.bounds(1), op.bounds(2)) if len(op.args) > 2 else ANY,
+    "masked_fill": lambda op: b.hull(op.bounds(0), op.bounds(2)),
     """var std linalg_vector_norm norm mse_loss smooth_l1_loss huber_loss hypot _cdist_forward
     _euclidean_dist binary_cross_entropy binary_cross_entropy_with_logits bincount
-    histc""": POSITIVE,
-    "rand rand_like bernoulli": UNIT,
+    histc""": b.POSITIVE,
+    "rand rand_like bernoulli": b.UNIT,
     "sin cos sign sgn": Bounds(-1.0, 1.0),
     "atan2 angle": Bounds(-math.pi, math.pi),
     "acos": Bounds(0.0, math.pi),
@@ -333,7 +320,7 @@ def reach_of_output(op: Operation, parents: tuple[Reach, ...], out: Tensor) -> R
 def reach_of_rest(old: Reach, new: Reach) -> Reach:
     """Of memory of which a part was written anew."""
     return Reach(
-        bounds=hull(old.bounds, new.bounds),
+        bounds=b.hull(old.bounds, new.bounds),
         learned=old.learned or new.learned,
         fed=old.fed or new.fed,
         frozen=old.frozen or new.frozen,
@@ -347,13 +334,13 @@ def reach_of_rest(old: Reach, new: Reach) -> Reach:
 def reach_of_leaf(tensor: Tensor, *, fed: bool) -> Reach:
     """Of a tensor that no operation made here: data, or a constant."""
     op = "data" if fed else "constant"
-    return Reach(bounds=bounds_now(tensor), fed=fed, op=op, is_index=_is_index(tensor))
+    return Reach(bounds=b.bounds_now(tensor), fed=fed, op=op, is_index=_is_index(tensor))
 
 
 def reach_of_parameter(tensor: Tensor) -> Reach:
     if tensor.requires_grad:
         return Reach(learned=True, op="parameter", open="parameter")
-    return Reach(bounds=bounds_now(tensor), frozen=True, op="parameter")
+    return Reach(bounds=b.bounds_now(tensor), frozen=True, op="parameter")
 
 
 def _is_index(tensor: Tensor) -> bool:
@@ -367,7 +354,7 @@ def _bounds(op: Operation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
         return ANY
     is_taken = op.base in _TAKEN_AS_SEEN or (not parents and op.base != "rand")
     if is_taken or not (out.is_floating_point() or op.base in _COUNTS):
-        return bounds_now(out)
+        return b.bounds_now(out)
     if op.base == "uniform":
         return Bounds(op.number(1, "from") or 0.0, op.number(2, "to") or 1.0)
     formula = _FORMULAS.get(op.base, ANY)

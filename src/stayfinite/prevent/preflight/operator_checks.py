@@ -9,7 +9,7 @@ import torch
 
 from stayfinite.locate.provenance import Site
 from stayfinite.prevent.preflight.bounds import INF, Reach, Seen, words
-from stayfinite.prevent.preflight.claims import Claim, Scene, figure, name_of
+from stayfinite.prevent.preflight.claims import Scene, figure, name_of, risk_of
 from stayfinite.prevent.preflight.formulas import limits_of
 from stayfinite.prevent.preflight.range_tracer import Use, is_handled
 from stayfinite.prevent.risks import Level, Risk
@@ -47,17 +47,19 @@ def line_risks(uses: Iterable[Use], roots: Iterable[Reach], scene: Scene) -> lis
     """
     leading = _leading_to(roots)
     found: list[tuple[str, Risk]] = []
-    claimed: set[int] = set()
+    told: set[int] = set()
     for use in uses:
         if use.phase != "backward" and id(use.made) not in leading:
             continue
-        for claim in _claims(use):
-            if id(claim.of) in claimed:
+        for risk in _risks(use):
+            # A mask is told of once, however many layers it is laid on.
+            mask = _changing_mask(use) if risk.cause == "softmax_all_masked" else None
+            if id(mask) in told:
                 continue
-            if claim.of is not None:
-                claimed.add(id(claim.of))
+            if mask is not None:
+                told.add(id(mask))
             site = Site(use.place, use.site.modules, use.site.entry)
-            found.append((use.name, scene.risk(site, claim)))
+            found.append((use.name, scene.place(risk, site)))
     worst: dict[tuple[str, str], Risk] = {}
     for name, risk in sorted(found, key=lambda pair: pair[1].rank):
         worst.setdefault((risk.where, name), risk)
@@ -75,13 +77,13 @@ def _leading_to(roots: Iterable[Reach]) -> set[int]:
     return seen
 
 
-def _claims(use: Use) -> Iterator[Claim]:
+def _risks(use: Use) -> Iterator[Risk]:
     """What the checks of this operation say of it."""
     given, seen = use.reach(0), use.seen.get(0)
     found = [check(use) for check in _CHECKS.get(use.name, ())]
     if given is not None and seen is not None and _is_concerned(use, given):
         found += [check(use, given, seen) for check in _VALUE_CHECKS.get(use.name, ())]
-    return (claim for claim in found if claim is not None)
+    return (risk for risk in found if risk is not None)
 
 
 def _is_concerned(use: Use, reach: Reach) -> bool:
@@ -105,7 +107,7 @@ def _nearness(margin: float, seen: Seen) -> float:
     return 1 / (1 + max(0.0, margin) / max(seen.typical, 1e-30)) if math.isfinite(margin) else 0.0
 
 
-def log_reaches_zero(use: Use, given: Reach, seen: Seen) -> Claim | None:
+def log_reaches_zero(use: Use, given: Reach, seen: Seen) -> Risk | None:
     """log, log2, log10 of what is not kept above 0; log1p of what is not kept above -1."""
     floor = -1.0 if use.name == "log1p" else 0.0
     if given.bounds.low > floor and not (given.op == "data" and given.is_raw):
@@ -130,7 +132,7 @@ def log_reaches_zero(use: Use, given: Reach, seen: Seen) -> Claim | None:
         cause = "log_of_negative" if is_negative else "log_of_zero"
     far = f"as low as {figure(given.bounds.low)}" if given.bounds.low > -INF else "below it"
     reach = f"{figure(floor)} or {far}" if is_negative else figure(floor)
-    return Claim(
+    return risk_of(
         level=level,
         cause=cause,
         what=f"{use.name} gets {name_of(given)} that can be {reach}, and nothing keeps it away; "
@@ -140,12 +142,12 @@ def log_reaches_zero(use: Use, given: Reach, seen: Seen) -> Claim | None:
     )
 
 
-def logit_reaches_its_ends(use: Use, given: Reach, seen: Seen) -> Claim | None:
+def logit_reaches_its_ends(use: Use, given: Reach, seen: Seen) -> Risk | None:
     """logit without eps of what can be exactly 0 or 1."""
     eps = use.operands[1] if len(use.operands) > 1 else None
     if eps is not None or (given.bounds.low > 0 and given.bounds.high < 1):
         return None
-    return Claim(
+    return risk_of(
         level="medium",
         cause="log_of_zero",
         what=f"logit gets {name_of(given)} that can be exactly 0 or 1, where it is infinite.",
@@ -163,13 +165,13 @@ def _power(use: Use) -> tuple[str, float | None]:
     return ("pow", None) if exponent is None else (f"pow(x, {figure(exponent)})", exponent)
 
 
-def root_of_negative(use: Use, given: Reach, seen: Seen) -> Claim | None:
+def root_of_negative(use: Use, given: Reach, seen: Seen) -> Risk | None:
     """A fractional power of what can be negative, most often a difference that is 0 on paper."""
     name, exponent = _power(use)
     if exponent is None or exponent.is_integer() or given.bounds.low >= 0:
         return None
     is_near = seen.low <= _NEAR * seen.typical or given.op in ("sub", "rsub")
-    return Claim(
+    return risk_of(
         level="high" if seen.low < 0 else "medium" if is_near else "low",
         cause=f"{use.name}_of_negative",
         what=f"{name} gets {name_of(given)} that can be negative, where it is NaN; its smallest "
@@ -179,14 +181,14 @@ def root_of_negative(use: Use, given: Reach, seen: Seen) -> Claim | None:
     )
 
 
-def root_at_zero(use: Use, given: Reach, seen: Seen) -> Claim | None:
+def root_at_zero(use: Use, given: Reach, seen: Seen) -> Risk | None:
     """A power below 1 of what can be exactly 0, with a gradient, which is Inf there."""
     name, exponent = _power(use)
     if exponent is None or not 0 < exponent < 1 or not use.has_gradient:
         return None
     if given.bounds.low != 0 or not given.learned:
         return None
-    return Claim(
+    return risk_of(
         level="high" if seen.zeros else "low" if given.bounds.low_at else "medium",
         cause=f"{use.name}_grad_at_zero",
         what=f"{name} gets {name_of(given)} that can be exactly 0, where its gradient is Inf; its "
@@ -196,7 +198,7 @@ def root_at_zero(use: Use, given: Reach, seen: Seen) -> Claim | None:
     )
 
 
-def learned_power(use: Use) -> Claim | None:
+def learned_power(use: Use) -> Risk | None:
     """A power that is learned: its gradient has the log of the base."""
     base, exponent, seen = use.reach(0), use.reach(1), use.seen.get(0)
     if base is None or exponent is None or seen is None:
@@ -204,7 +206,7 @@ def learned_power(use: Use) -> Claim | None:
     if not exponent.learned or base.bounds.low > 0 or base.guarded:
         return None
     is_negative = base.bounds.low < 0
-    return Claim(
+    return risk_of(
         level="high" if seen.low <= 0 else "medium",
         cause="pow_of_negative" if is_negative else "pow_grad_at_zero",
         what=f"pow gets {name_of(base)} that can be {'negative' if is_negative else '0'} and an "
@@ -214,7 +216,7 @@ def learned_power(use: Use) -> Claim | None:
     )
 
 
-def divides_by_zero(use: Use) -> Claim | None:
+def divides_by_zero(use: Use) -> Risk | None:
     """x / y, 1 / y and powers below 0, where y is not kept away from 0."""
     if use.name == "pow" and (use.number(1) or 0) >= 0:
         return None
@@ -245,7 +247,7 @@ def divides_by_zero(use: Use) -> Claim | None:
         cause = "where_grad_trap"
     now = f"its smallest size now is {figure(seen.smallest)}"
     now = "it is 0 in places now" if seen.zeros else now
-    return Claim(
+    return risk_of(
         level=level,
         cause=cause,
         what=f"It divides by {name_of(by)} that can be 0, with no epsilon that counts; {now}.",
@@ -254,10 +256,10 @@ def divides_by_zero(use: Use) -> Claim | None:
     )
 
 
-def _divides_by_count(by: Reach, chance: float, seen: Seen) -> Claim | None:
+def _divides_by_count(by: Reach, chance: float, seen: Seen) -> Risk | None:
     if chance < UNLIKELY or by.has_been_read():
         return None
-    return Claim(
+    return risk_of(
         level="medium",
         cause="division_by_zero",
         what=f"It divides by the number of elements that a mask keeps, {figure(seen.low)} now; a "
@@ -289,7 +291,7 @@ def _division_level(use: Use, by: Reach, seen: Seen) -> Level | None:
     return "medium" if by.learned or _is_naturally_zero(by) else "low"
 
 
-def exp_overflows(use: Use, given: Reach, seen: Seen) -> Claim | None:
+def exp_overflows(use: Use, given: Reach, seen: Seen) -> Risk | None:
     """exp and its like of the unbounded output of a layer."""
     limit = limits_of(use.dtype).overflow
     limit = limit / math.log(2) if use.name == "exp2" else limit
@@ -299,7 +301,7 @@ def exp_overflows(use: Use, given: Reach, seen: Seen) -> Claim | None:
     level: Level = "medium" if given.learned and given.fed and not is_bounded else "low"
     if seen.high > _CLOSE * limit:
         level = "high" if seen.high > limit else "medium"
-    return Claim(
+    return risk_of(
         level=level,
         cause="exp_overflow",
         what=f"{use.name} gets {name_of(given)} that nothing bounds; above {figure(limit)} it is "
@@ -309,7 +311,7 @@ def exp_overflows(use: Use, given: Reach, seen: Seen) -> Claim | None:
     )
 
 
-def leaves_its_domain(use: Use, given: Reach, seen: Seen) -> Claim | None:
+def leaves_its_domain(use: Use, given: Reach, seen: Seen) -> Risk | None:
     """acos, asin, atanh, erfinv of what is not kept strictly between -1 and 1."""
     bounds = given.bounds
     is_inside = bounds.low > -1 and bounds.high < 1
@@ -317,7 +319,7 @@ def leaves_its_domain(use: Use, given: Reach, seen: Seen) -> Claim | None:
     if is_inside or (may_touch and bounds.low >= -1 and bounds.high <= 1):
         return None
     size = max(abs(seen.low), abs(seen.high))
-    return Claim(
+    return risk_of(
         level="high" if size >= 1 else "medium",
         cause="acos_domain",
         what=f"{use.name} gets {name_of(given)} that is not kept between -1 and 1; beyond it is "
@@ -327,11 +329,11 @@ def leaves_its_domain(use: Use, given: Reach, seen: Seen) -> Claim | None:
     )
 
 
-def acosh_below_one(use: Use, given: Reach, seen: Seen) -> Claim | None:
+def acosh_below_one(use: Use, given: Reach, seen: Seen) -> Risk | None:
     """acosh of what is not kept above 1."""
     if given.bounds.low > 1:
         return None
-    return Claim(
+    return risk_of(
         level="high" if seen.low <= 1 else "medium",
         cause="acos_domain",
         what=f"acosh gets {name_of(given)} that is not kept above 1; below it is NaN, at 1 its "
@@ -341,7 +343,7 @@ def acosh_below_one(use: Use, given: Reach, seen: Seen) -> Claim | None:
     )
 
 
-def atan2_at_origin(use: Use) -> Claim | None:
+def atan2_at_origin(use: Use) -> Risk | None:
     """atan2 with a gradient, where both arguments can be 0 at once."""
     both = [reach for reach in (use.reach(0), use.reach(1)) if reach is not None]
     if len(both) < 2 or not use.has_gradient:
@@ -350,7 +352,7 @@ def atan2_at_origin(use: Use) -> Claim | None:
         return None
     smallest = [use.seen[i].smallest for i in (0, 1) if i in use.seen]
     size = max(smallest, default=math.inf)
-    return Claim(
+    return risk_of(
         level="high" if size == 0 else "medium",
         cause="atan2_grad_at_zero",
         what="atan2 gets two values that can both be 0, where its gradient is 0 / 0; their "
@@ -359,20 +361,18 @@ def atan2_at_origin(use: Use) -> Claim | None:
     )
 
 
-def mask_covers_a_row(use: Use) -> Claim | None:
+def mask_covers_a_row(use: Use) -> Risk | None:
     """softmax and its like over rows in which a mask that depends on data leaves hardly anything.
 
     A position that every row keeps, as the first token of a causal mask, saves all rows.
     """
-    given, facts = use.reach(0), use.facts
-    if given is None or not facts or facts["has_anchor"]:
+    facts = use.facts
+    if use.reach(0) is None or not facts or facts["has_anchor"]:
         return None
-    # The operation that laid a mask on the scores, if the mask depends on data.
-    mask = next((back for back in given.ancestors(4) if _applies_changing_mask(back)), None)
-    if mask is None and not facts["covered"]:
+    if _changing_mask(use) is None and not facts["covered"]:
         return None
     left, rows = facts["least_left"], facts["rows"]
-    return Claim(
+    return risk_of(
         level="high" if not left else "medium" if left == 1 else "low",
         cause="softmax_all_masked",
         what=f"{use.name.strip('_')} runs over rows of which a mask of -Inf leaves as little as "
@@ -380,22 +380,25 @@ def mask_covers_a_row(use: Use) -> Claim | None:
         "them all.",
         score=1 / (1 + left),
         evidence={"least_left": left, "rows": rows, "covered": facts["covered"]},
-        of=mask,
     )
 
 
-def _applies_changing_mask(reach: Reach) -> bool:
-    return reach.op in _MASKING and any(
-        part.fed and not part.learned and not part.settled for part in reach.made_from
-    )
+def _changing_mask(use: Use) -> Reach | None:
+    """The operation that laid a mask on the scores, if the mask depends on data."""
+    given = use.reach(0)
+    for back in given.ancestors(4) if given is not None else ():
+        changing = (part.fed and not part.learned and not part.settled for part in back.made_from)
+        if back.op in _MASKING and any(changing):
+            return back
+    return None
 
 
-def all_ignored(use: Use) -> Claim | None:
+def all_ignored(use: Use) -> Risk | None:
     """The mean of a cross-entropy over labels that can all be ignore_index."""
     facts = use.facts
     if not facts or facts["chance"] < _ALL_IGNORED:
         return None
-    return Claim(
+    return risk_of(
         level="medium" if facts["kept"] else "high",
         cause="bad_label",
         what=f"cross_entropy takes the mean over {facts['kept']} labels of {facts['labels']} and "
@@ -407,7 +410,7 @@ def all_ignored(use: Use) -> Claim | None:
     )
 
 
-def target_does_not_fit(use: Use) -> Claim | None:
+def target_does_not_fit(use: Use) -> Risk | None:
     """A CTC loss whose inputs are too short for a target of the same length with repeats."""
     facts = use.facts
     if not facts or facts["zero_infinity"]:
@@ -415,7 +418,7 @@ def target_does_not_fit(use: Use) -> Claim | None:
     needed = 2 * facts["longest_target"] - 1
     if needed <= facts["shortest_input"]:
         return None
-    return Claim(
+    return risk_of(
         level="high" if facts["longest_target"] > facts["shortest_input"] else "medium",
         cause="ctc_infeasible",
         what=f"ctc_loss has inputs of {facts['shortest_input']} frames for targets of up to "
@@ -425,14 +428,14 @@ def target_does_not_fit(use: Use) -> Claim | None:
     )
 
 
-def mean_of_nothing(use: Use) -> Claim | None:
+def mean_of_nothing(use: Use) -> Risk | None:
     """mean over a selection that can be empty."""
     given = use.reach(0)
     if given is None or given.chance is None or given.chance < UNLIKELY or given.has_been_read():
         return None
     seen = use.seen.get(0)
     kept = seen.elements if seen is not None else 0
-    return Claim(
+    return risk_of(
         level="medium" if kept else "high",
         cause="empty_reduction",
         what=f"mean runs over the elements that a mask selects, {kept} now; of a batch of which it "
@@ -442,7 +445,7 @@ def mean_of_nothing(use: Use) -> Claim | None:
     )
 
 
-def spread_of_one(use: Use) -> Claim | None:
+def spread_of_one(use: Use) -> Risk | None:
     """std and var over the samples of a minibatch, which is NaN for a last one of one sample."""
     given = use.reach(0)
     if given is None or not given.varies or not use.facts:
@@ -453,7 +456,7 @@ def spread_of_one(use: Use) -> Claim | None:
         return None
     if elements > _SMALL_BATCH:
         return None
-    return Claim(
+    return risk_of(
         level="high" if elements <= 1 else "medium",
         cause="var_of_single",
         what=f"{use.name} runs over the {elements} values of a minibatch, one for each sample; for "
@@ -464,12 +467,12 @@ def spread_of_one(use: Use) -> Claim | None:
     )
 
 
-def equal_values(use: Use) -> Claim | None:
+def equal_values(use: Use) -> Risk | None:
     """svd, eigh and qr with a gradient, which divides by the gaps between singular values."""
     given = use.reach(0)
     if given is None or not use.has_gradient or not given.learned:
         return None
-    return Claim(
+    return risk_of(
         level="medium",
         cause="degenerate_linalg",
         what=f"The gradient of {_LINALG[use.name]} divides by the gaps between singular values or "
@@ -477,7 +480,7 @@ def equal_values(use: Use) -> Claim | None:
     )
 
 
-def singular(use: Use) -> Claim | None:
+def singular(use: Use) -> Risk | None:
     """inv, solve, cholesky and logdet of a matrix with nothing added to its diagonal."""
     given = use.reach(0)
     if given is None or not use.has_gradient or not given.varies:
@@ -485,7 +488,7 @@ def singular(use: Use) -> Claim | None:
     if any(back.op in ("eye", "diag_embed", "diagonal_scatter") for back in given.ancestors(5)):
         return None
     condition = use.facts.get("condition", 1.0)
-    return Claim(
+    return risk_of(
         level="medium" if condition > _ILL_CONDITION else "low",
         cause="degenerate_linalg",
         what=f"{_LINALG[use.name]} gets a matrix with nothing added to its diagonal; a singular "
@@ -495,7 +498,7 @@ def singular(use: Use) -> Claim | None:
     )
 
 
-def not_normalised(use: Use) -> Claim | None:
+def not_normalised(use: Use) -> Risk | None:
     """Data whose columns are large, or far apart in size, given to a layer as they are."""
     largest = use.facts.get("largest_column", 0.0)
     smallest = use.facts.get("smallest_column", 0.0)
@@ -503,7 +506,7 @@ def not_normalised(use: Use) -> Claim | None:
     if largest < _LARGE_COLUMN:
         return None
     apart = f", {figure(uneven)} times its smallest" if uneven > _UNEVEN else ""
-    return Claim(
+    return risk_of(
         level="medium",
         cause="unnormalized_input",
         what=f"A layer gets data that was not normalised: its largest column is about "
@@ -513,12 +516,12 @@ def not_normalised(use: Use) -> Claim | None:
     )
 
 
-def too_few_to_normalise(use: Use) -> Claim | None:
+def too_few_to_normalise(use: Use) -> Risk | None:
     """BatchNorm over a single sample, or a handful of values."""
     values, samples = use.facts.get("values", _FEW_VALUES), use.facts.get("samples", 2)
     if values >= _FEW_VALUES and samples > 1:
         return None
-    return Claim(
+    return risk_of(
         level="medium" if values < _FEW_VALUES else "low",
         cause="batchnorm_degenerate",
         what=f"BatchNorm has {values} values for each channel, from {samples} "
@@ -527,8 +530,8 @@ def too_few_to_normalise(use: Use) -> Claim | None:
     )
 
 
-Check = Callable[[Use], Claim | None]
-ValueCheck = Callable[[Use, Reach, Seen], Claim | None]
+Check = Callable[[Use], Risk | None]
+ValueCheck = Callable[[Use, Reach, Seen], Risk | None]
 
 # Checks by the operators that they are for. These look at the first argument, where it can change
 # and nobody looks after it.

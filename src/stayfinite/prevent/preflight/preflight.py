@@ -63,13 +63,22 @@ def preflight(
         folder=os.getcwd(), outside=user_place(sys._getframe(1)), on_new=keeper.add_module
     )
     own = map_leaves(batch, lambda tensor: with_values(tensor, torch.clone))
+    inputs, targets = inputs_and_targets(own, loss_fn)
+
+    def run(value: Any) -> Tensor:
+        with _autocast(model, precision):
+            return loss_of(call(model, value), targets, loss_fn)
+
+    edges: list[Risk] = []
     try:
         model.train()
         of_batch = _rehearse(rehearsal, keeper, model, optimizer, own, loss_fn, precision)
         found = [*rehearsal.risks(), *of_batch]
         keeper.restore()
         model.train()
-        edges = _probe(rehearsal, modules, own, loss_fn, precision)
+        if rehearsal.is_finite:
+            in_half = rehearsal.recorder.trains_in_half
+            edges = probe(modules, inputs, run, scene=rehearsal.scene, in_half=in_half)
     finally:
         keeper.restore()
     return ranked(said_once(proven(found, edges)))
@@ -159,25 +168,6 @@ def _classes(output: Any, targets: Any) -> int | None:
         return None
     is_labels = not targets.is_floating_point() and targets.dim() == output.dim() - 1
     return output.shape[1] if is_labels and output.dim() > 1 else None
-
-
-def _probe(
-    rehearsal: Rehearsal,
-    modules: list[nn.Module],
-    batch: Any,
-    loss_fn: LossFunction | None,
-    precision: Precision | None,
-) -> list[Risk]:
-    if not rehearsal.is_finite:
-        return []
-    inputs, targets = inputs_and_targets(batch, loss_fn)
-    model, in_half = modules[0], rehearsal.recorder.trains_in_half
-
-    def run(value: Any) -> Tensor:
-        with _autocast(model, precision):
-            return loss_of(call(model, value), targets, loss_fn)
-
-    return probe(modules, inputs, run, scene=rehearsal.scene, in_half=in_half)
 
 
 def _autocast(

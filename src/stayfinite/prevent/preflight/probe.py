@@ -18,7 +18,7 @@ from stayfinite.locate.origin import origin_of
 from stayfinite.locate.search import bad_values, loss_of
 from stayfinite.locate.tracer import Tracer
 from stayfinite.nested import map_leaves, named_tensors
-from stayfinite.prevent.preflight.claims import Scene
+from stayfinite.prevent.preflight.claims import Scene, risk_of
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import Origin
 from stayfinite.snapshot import Snapshot
@@ -64,16 +64,17 @@ def probe(
         diagnosis = diagnose(origin, Context())
         # Normalising constant inputs makes gradients that only half precision cannot hold.
         if diagnosis.cause != "low_precision_overflow":
-            risk = Risk(
-                level="medium",
-                cause=diagnosis.cause,
-                what=f"With {name} as input it is not finite: {diagnosis.why}",
-                where=scene.line_of(origin),
-                fix=diagnosis.fix,
-                evidence={"probe": name, "code": origin.code},
-                score=0.9,
+            found.append(
+                risk_of(
+                    "medium",
+                    diagnosis.cause,
+                    f"With {name} as input it is not finite: {diagnosis.why}",
+                    scene.line_of(origin),
+                    fix=diagnosis.fix,
+                    evidence={"probe": name, "code": origin.code},
+                    score=0.9,
+                )
             )
-            found.append(risk)
     return found
 
 

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,22 @@ _MOST_USES = 256  # of one operation on one line
 _TURN = 8  # operations between two uses of a weight in a loop
 _LARGE_MATRIX, _SOME = 256, 64
 
-Given = dict[int, Reach]
-"""By the id of the tensor."""
 Facts = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """One call of an operator; `name` is without the mark of the in-place variant."""
+
+    info: OpInfo
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: dict[int, Reach]
+    """By the id of the tensor."""
+
+    def reaches(self) -> list[Reach]:
+        """Of all tensors that are given by place."""
+        return [self.given[id(tensor)] for tensor in tensors_in(self.args)]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -179,19 +192,21 @@ class Recorder(Tracer):
                 self._operators[func] = info, name
             info, name = self._operators[func]
             given = {id(t): self.reach(t) for t in tensors_in([*args, *kwargs.values()])}
-            use = self._use(info, name, args, given) if self.lap >= 0 else None
+            call = Call(info, name, args, kwargs, given)
+            use = self._use(call) if self.lap >= 0 else None
         except Exception as error:
             self._safely.note(error)
             return super().__torch_dispatch__(func, types, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         try:
-            self._note(info, name, args, kwargs, out, given, use)
+            self._note(call, out, use)
         except Exception as error:
             self._safely.note(error)
         return out
 
-    def _use(self, info: OpInfo, name: str, args: Sequence[Any], given: Given) -> Use | None:
-        is_layer = name in _LAYERS and any(given[id(t)].is_raw for t in tensors_in(args))
+    def _use(self, call: Call) -> Use | None:
+        name, args = call.name, call.args
+        is_layer = name in _LAYERS and any(reach.is_raw for reach in call.reaches())
         if name not in DOMAINS and not is_layer:
             return None
         frame = sys._getframe(1)
@@ -201,7 +216,7 @@ class Recorder(Tracer):
         times = self._times[place, name] = self._times.get((place, name), 0) + 1
         if times > _MOST_USES:
             return None
-        site, phase, _ = self._where(info)
+        site, phase, _ = self._where(call.info)
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()}
         return Use(
             name=name,
@@ -209,25 +224,17 @@ class Recorder(Tracer):
             site=site,
             phase=phase,
             dtype=next((t.dtype for t in tensors.values()), torch.float32),
-            operands=tuple(_operand(value, given) for value in args),
+            operands=tuple(_operand(value, call.given) for value in args),
             seen={i: look(t) for i, t in tensors.items() if i in DOMAINS.get(name, ())},
             inside=inside,
             facts=measure("layer" if is_layer else name, args),
         )
 
-    def _note(
-        self,
-        info: OpInfo,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        given: Given,
-        use: Use | None,
-    ) -> None:
+    def _note(self, call: Call, out: Any, use: Use | None) -> None:
         """What is known after the operation ran."""
-        if name == "_local_scalar_dense":
-            _mark_read(given[id(args[0])], args[0])
+        info = call.info
+        if call.name == "_local_scalar_dense":
+            _mark_read(call.reaches()[0], call.args[0])
         outs = tensors_in(out)
         if info.is_view or not outs:
             return
@@ -235,11 +242,8 @@ class Recorder(Tracer):
             for tensor in outs:
                 self._ledger.allocated(tensor)
             return
-        reaches = [
-            self._ledger.made(info, name, args, kwargs, each, given, in_step=self.lap >= 0)
-            for each in outs
-        ]
-        _count(name, args, outs[0], reaches[0])
+        reaches = [self._ledger.made(call, each, in_step=self.lap >= 0) for each in outs]
+        _count(call, outs[0], reaches[0])
         if use is not None:
             use.made, use.has_gradient = reaches[0], self.nodes.latest_is_fresh()
             self.uses.append(use)
@@ -254,21 +258,21 @@ class Recorder(Tracer):
         if node is None:
             if outs[0].dtype is torch.float16:
                 self.trains_in_half |= has_gradient
-                self._note_half(args, kwargs, outs[0])
+                self._note_half(call, outs[0])
             if info.base in _LAYERS:
-                self._note_turn([given[id(t)] for t in tensors_in(args)], reaches[0], outs[0])
+                self._note_turn(call.reaches(), reaches[0], outs[0])
         elif has_gradient and node.name().startswith(_NORMS):
             site = self.nodes.get(node)
             if site is not None and site.place is not None:
                 self.twice.setdefault(site.place, site)
 
-    def _note_half(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    def _note_half(self, call: Call, out: Tensor) -> None:
         """Keep the largest finite size of a line, or else a constant that is Inf in float16."""
         site = self._site()
         if site.place is None:
             return
         size = largest(out)
-        new = HalfRange(site, size, None if math.isfinite(size) else _constant(args, kwargs))
+        new = HalfRange(site, size, None if math.isfinite(size) else _constant(call))
         key = site.place.code.co_filename, site.place.line
         known = self.halves.setdefault(key, new)
         is_larger = math.isfinite(size) and (size > known.size or not math.isfinite(known.size))
@@ -287,12 +291,12 @@ class Recorder(Tracer):
             loop.sizes.append(float(out.detach().abs().double().square().mean().sqrt()))
 
 
-def _constant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+def _constant(call: Call) -> float | None:
     """A finite number in the program that is Inf in float16."""
-    for number in (*args, *kwargs.values()):
+    for number in (*call.args, *call.kwargs.values()):
         if isinstance(number, (int, float)) and math.isfinite(number) and abs(number) > HIGHEST:
             return float(number)
-    for tensor in tensors_in(args):
+    for tensor in tensors_in(call.args):
         if tensor.is_floating_point() and tensor.dtype is not torch.float16:
             beyond = tensor[tensor.isfinite() & (tensor.abs() > HIGHEST)].reshape(-1)
             if beyond.numel() and bool((beyond == beyond[0]).all()):
@@ -337,18 +341,9 @@ class Ledger:
     def allocated(self, out: Tensor) -> None:
         self._known.put(out, Reach(unwritten=True, op="empty"))
 
-    def made(
-        self,
-        info: OpInfo,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Tensor,
-        given: Given,
-        *,
-        in_step: bool,
-    ) -> Reach:
+    def made(self, call: Call, out: Tensor, *, in_step: bool) -> Reach:
         """Enter one output of an operation."""
+        info, name, args, kwargs, given = call
         if name == "copy":
             name, args = "clone", args[1:2]
         tensors = tensors_in(args)
@@ -375,7 +370,7 @@ class Ledger:
         return reach
 
 
-def _operand(value: Any, given: Given) -> Any:
+def _operand(value: Any, given: dict[int, Reach]) -> Any:
     """What a check is told of an argument.
 
     A settled tensor that is used as a whole is a constant: what it is now, it stays.
@@ -397,8 +392,9 @@ def _mark_read(reach: Reach, tensor: Tensor) -> None:
         reach.read = True
 
 
-def _count(name: str, args: tuple[Any, ...], out: Tensor, reach: Reach) -> None:
+def _count(call: Call, out: Tensor, reach: Reach) -> None:
     """Note how likely it is that a sum of a mask is 0, or a selection by one is empty."""
+    name, args = call.name, call.args
     if name == "sum" and out.numel() == 1 and not reach.learned and _is_mask(args[0]):
         reach.chance = _chance_of_none(args[0])
     elif name in ("nonzero", "masked_select"):

@@ -14,13 +14,12 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import LBFGS, Optimizer
 
-from stayfinite.causes import CAUSES
 from stayfinite.explain.clue import Context
 from stayfinite.explain.rules import diagnose
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.provenance import Event
 from stayfinite.prevent.init import InitProblem, check_init
-from stayfinite.prevent.preflight.claims import NOWHERE, Claim, Evidence, Scene, figure
+from stayfinite.prevent.preflight.claims import NOWHERE, Evidence, Scene, figure, risk_of
 from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, Recorder, is_handled
 from stayfinite.prevent.risks import Level, Risk
 from stayfinite.records import NaNType
@@ -37,43 +36,22 @@ _SMALL_EPS = 1e-7
 _NAMED = 3
 
 
-def _risk(
-    level: Level,
-    cause: str,
-    what: str,
-    where: str,
-    evidence: Evidence | None = None,
-    *,
-    fix: str | None = None,
-    score: float = 0.0,
-) -> Risk:
-    return Risk(
-        level=level,
-        cause=cause,
-        what=what,
-        where=where,
-        evidence=evidence or {},
-        fix=fix or CAUSES[cause].fix,
-        score=score,
-    )
-
-
 def present_risk(what: str, events: Iterable[Event], scene: Scene) -> Risk:
     """Something is not finite in the first steps; where it began, and why."""
     found = origin_of(events, folder=scene.folder)
     said = f"{what} is not finite in the first steps"
     if found is None:
         fix = "Run the script under `stayfinite run`, which finds where it begins."
-        return _risk("high", "unknown", f"{said}.", NOWHERE, fix=fix, score=2.0)
+        return risk_of("high", "unknown", f"{said}.", NOWHERE, fix=fix, score=2.0)
     origin = found[0]
     why = diagnose(origin, Context())
     said, where = f"{said}: {why.why}", scene.line_of(origin)
-    return _risk("high", why.cause, said, where, fix=why.fix, score=2.0)
+    return risk_of("high", why.cause, said, where, fix=why.fix, score=2.0)
 
 
 def other_line_risks(recorder: Recorder, scene: Scene) -> list[Risk]:
     """Of everything that was recorded besides single operations."""
-    claims = [(half.site, _half_claim(half)) for half in recorder.halves.values()]
+    risks = [(half.site, _half_risk(half)) for half in recorder.halves.values()]
     for event, reach in recorder.births:
         is_nan = event.nan_type is NaNType.NAN and event.phase == "forward"
         if is_nan and reach.learned and not is_handled(reach, within=3):
@@ -82,7 +60,7 @@ def other_line_risks(recorder: Recorder, scene: Scene) -> list[Risk]:
                 "the first step that does is lost."
             )
             cause = "zero_times_inf" if event.op.startswith("aten.mul") else "inf_minus_inf"
-            claims.append((event.site, Claim(level="high", cause=cause, what=what, score=1.0)))
+            risks.append((event.site, risk_of("high", cause, what, score=1.0)))
     for loop in recorder.loops.values():
         turns, growth = len(loop.sizes), loop.growth
         if turns >= _TURNS and growth > _GROWS:
@@ -91,27 +69,22 @@ def other_line_risks(recorder: Recorder, scene: Scene) -> list[Risk]:
                 f"{figure(growth)} times at each turn; a longer sequence overflows."
             )
             evidence: Evidence = {"growth": growth, "turns": turns, "size": loop.sizes[-1]}
-            claim = Claim(
-                level="medium",
-                cause="exploding_recurrence",
-                what=what,
-                score=1 - 1 / growth,
-                evidence=evidence,
-            )
-            claims.append((loop.site, claim))
+            score = 1 - 1 / growth
+            risk = risk_of("medium", "exploding_recurrence", what, score=score, evidence=evidence)
+            risks.append((loop.site, risk))
     for site in recorder.twice.values():
         what = (
             "The gradient of this norm is differentiated again (create_graph=True); at a zero "
             "vector that is 0 / 0, though the gradient itself is not."
         )
-        claims.append((site, Claim(level="medium", cause="norm_grad_at_zero", what=what)))
-    return [scene.risk(site, claim) for site, claim in claims if claim is not None]
+        risks.append((site, risk_of("medium", "norm_grad_at_zero", what)))
+    return [scene.place(risk, site) for site, risk in risks if risk is not None]
 
 
-def _half_claim(half: HalfRange) -> Claim | None:
+def _half_risk(half: HalfRange) -> Risk | None:
     """What is risky about the float16 values of one line."""
     if half.too_large is not None:
-        return Claim(
+        return risk_of(
             level="medium",
             cause="mask_value_overflow",
             what=f"{figure(half.too_large)} is {'-' if half.too_large < 0 else ''}Inf in "
@@ -120,7 +93,7 @@ def _half_claim(half: HalfRange) -> Claim | None:
         )
     if not math.isfinite(half.size) or half.headroom >= _SOME:
         return None
-    return Claim(
+    return risk_of(
         level="medium" if half.headroom < _LITTLE else "low",
         cause="low_precision_overflow",
         what=f"The values here reach {figure(half.size)} in float16, which ends at "
@@ -142,7 +115,7 @@ def optimizer_risks(optimizer: Optimizer, where: str, *, is_scaled: bool = False
         if rate is not None and not (math.isfinite(rate) and rate >= 0):
             what = f"The learning rate of group {number} is {rate}; the update spoils all weights."
             evidence: Evidence = {"group": number, "lr": str(rate)}
-            risks.append(_risk("high", "bad_lr_schedule", what, where, evidence))
+            risks.append(risk_of("high", "bad_lr_schedule", what, where, evidence))
     for number, group in enumerate(groups):
         eps = _number(group.get("eps"))
         is_half = any(param.dtype is torch.float16 for param in group["params"])
@@ -152,12 +125,12 @@ def optimizer_risks(optimizer: Optimizer, where: str, *, is_scaled: bool = False
                 "gradient is updated by 0 / 0."
             )
             evidence = {"group": number, "eps": eps}
-            risks.append(_risk("high", "optimizer_eps", what, where, evidence))
+            risks.append(risk_of("high", "optimizer_eps", what, where, evidence))
     if not is_scaled:
         risks += _step_risks(optimizer, where)
     if isinstance(optimizer, LBFGS) and groups[0].get("line_search_fn") is None:
         what = "LBFGS has no line search, so that nothing stops a step that makes the loss explode."
-        risks.append(_risk("medium", "lbfgs_no_line_search", what, where))
+        risks.append(risk_of("medium", "lbfgs_no_line_search", what, where))
     return risks
 
 
@@ -181,7 +154,7 @@ def _step_risks(optimizer: Optimizer, where: str) -> Iterator[Risk]:
     when = "where its warm-up ends" if warms_up else "for a start without warm-up"
     what = f"An update is about {size}; the learning rate is too high {when}."
     level: Level = "medium" if worst >= _HUGE_STEP or is_lasting else "low"
-    yield _risk(level, "lr_too_high", what, where, {"update_to_weight": worst})
+    yield risk_of(level, "lr_too_high", what, where, {"update_to_weight": worst})
 
 
 def _relative_steps(group: dict[str, Any], *, is_normalised: bool) -> Iterator[float]:
@@ -236,9 +209,8 @@ class Scaling:
     clips: list[Clip] = field(default_factory=list)
 
 
-def scaling_risks(scaling: Scaling) -> list[Risk]:
+def scaling_risks(scaling: Scaling) -> Iterator[Risk]:
     """What is wrong between float16, loss scale and clipping."""
-    risks: list[Risk] = []
     where, size = scaling.backward_at, scaling.largest_gradient
     if scaling.uses_half and scaling.scale is None and not scaling.scales_itself:
         what = (
@@ -249,7 +221,7 @@ def scaling_risks(scaling: Scaling) -> list[Risk]:
             "`scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`; "
             "or use bfloat16."
         )
-        risks.append(_risk("medium", "low_precision_underflow", what, where, fix=fix))
+        yield risk_of("medium", "low_precision_underflow", what, where, fix=fix)
     if scaling.scale is None and HIGHEST / 16 < size < math.inf:
         headroom = math.log2(HIGHEST / size)
         level: Level = "medium" if headroom < 2 else "low"
@@ -262,8 +234,9 @@ def scaling_risks(scaling: Scaling) -> list[Risk]:
             "`backward()`; best keep float32 weights under autocast."
         )
         evidence: Evidence = {"largest": size, "headroom_bits": headroom}
-        risks.append(_risk(level, "grad_accumulation_overflow", what, where, evidence, fix=fix))
-    return [*risks, *(risk for clip in scaling.clips for risk in _clip_risks(clip))]
+        yield risk_of(level, "grad_accumulation_overflow", what, where, evidence, fix=fix)
+    for clip in scaling.clips:
+        yield from _clip_risks(clip)
 
 
 def _clip_risks(clip: Clip) -> Iterator[Risk]:
@@ -275,7 +248,7 @@ def _clip_risks(clip: Clip) -> Iterator[Risk]:
             f"max_norm={limit:g} meets a norm of {figure(norm)}."
         )
         fix = "Unscale them first: `scaler.unscale_(optimizer)` before `clip_grad_norm_`."
-        yield _risk("medium", "loss_scale_overflow", what, clip.where, evidence, fix=fix)
+        yield risk_of("medium", "loss_scale_overflow", what, clip.where, evidence, fix=fix)
     elif 0 < norm < math.inf and 0 < limit < math.inf:
         if 1 / _FAR_FROM_NORM < norm / limit < _FAR_FROM_NORM:
             return
@@ -285,7 +258,7 @@ def _clip_risks(clip: Clip) -> Iterator[Risk]:
             "Set max_norm to a few times the usual norm, or let "
             "`stayfinite.AdaptiveClipper(model).clip()` find it."
         )
-        yield _risk("low", "lr_too_high", what, clip.where, evidence, fix=fix)
+        yield risk_of("low", "lr_too_high", what, clip.where, evidence, fix=fix)
 
 
 @dataclass(kw_only=True)
@@ -303,9 +276,8 @@ class FirstLosses:
         return max(self.after) / max(self.before)
 
 
-def rising_risks(losses: dict[str, FirstLosses]) -> list[Risk]:
+def rising_risks(losses: dict[str, FirstLosses]) -> Iterator[Risk]:
     """The lines whose loss has jumped."""
-    risks = []
     for where, seen in losses.items():
         if seen.rise > _LOSS_TIMES:
             before, after = max(seen.before), max(seen.after)
@@ -314,13 +286,11 @@ def rising_risks(losses: dict[str, FirstLosses]) -> list[Risk]:
                 "learning rate is too high for a start without warm-up."
             )
             score, evidence = 1 - 1 / seen.rise, Evidence(before=before, after=after)
-            risks.append(_risk("medium", "lr_too_high", what, where, evidence, score=score))
-    return risks
+            yield risk_of("medium", "lr_too_high", what, where, evidence, score=score)
 
 
-def stack_risks(model: nn.Module) -> list[Risk]:
+def stack_risks(model: nn.Module) -> Iterator[Risk]:
     """What is risky about how the model is built."""
-    risks: list[Risk] = []
     name = type(model).__name__
     modules = dict(model.named_modules())
     norms = {name: each for name, each in modules.items() if "Norm" in type(each).__name__}
@@ -334,7 +304,7 @@ def stack_risks(model: nn.Module) -> list[Risk]:
             "Put a normalisation between them, `nn.LayerNorm(width)` or `nn.BatchNorm2d(c)`, "
             "or residual connections that begin at 0."
         )
-        risks.append(_risk("medium", "bad_init", what, name, {"layers": layers}, fix=fix))
+        yield risk_of("medium", "bad_init", what, name, {"layers": layers}, fix=fix)
     for path, norm in norms.items():
         eps: Any = getattr(norm, "eps", None)
         is_half = any(param.dtype is torch.float16 for param in norm.parameters(recurse=False))
@@ -344,8 +314,7 @@ def stack_risks(model: nn.Module) -> list[Risk]:
                 "that computes in float32 is saved by it."
             )
             where = path or name
-            risks.append(_risk("low", "low_precision_underflow", what, where, {"eps": eps}))
-    return risks
+            yield risk_of("low", "low_precision_underflow", what, where, {"eps": eps})
 
 
 _LEVELS: dict[str, tuple[Level, str]] = {
@@ -359,12 +328,11 @@ _LEVELS: dict[str, tuple[Level, str]] = {
 }
 
 
-def weight_risks(model: nn.Module) -> list[Risk]:
+def weight_risks(model: nn.Module) -> Iterator[Risk]:
     """Every kind of problem with the weights of the model, and which of them have it."""
     by_kind: dict[str, list[InitProblem]] = {}
     for problem in check_init(model):
         by_kind.setdefault(problem.kind, []).append(problem)
-    risks = []
     for kind, (first, *others) in by_kind.items():
         level, cause = _LEVELS[kind]
         what = f"{first.detail[0].upper()}{first.detail[1:]}"
@@ -373,5 +341,4 @@ def weight_risks(model: nn.Module) -> list[Risk]:
             more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
             what += f"; the same of {names}{more}"
         evidence: Evidence = {"tensors": 1 + len(others)}
-        risks.append(_risk(level, cause, f"{what}.", first.name, evidence, fix=first.fix))
-    return risks
+        yield risk_of(level, cause, f"{what}.", first.name, evidence, fix=first.fix)

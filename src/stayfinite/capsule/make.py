@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
 import os
 import platform
@@ -157,7 +157,7 @@ def put_state(state: State, members: Members) -> None:
     rest: dict[str, Any] = {"views": {}, "step": None, "saved_at": None, "nonfinite_ok": ["*"]}
     try:
         contents = own_contents({**state.tree, **rest}, held)
-        known = dataclasses.replace(
+        known = replace(
             contents,
             schedulers=contents.schedulers[: len(members.schedulers)],
             averages=contents.averages[: len(members.averages)],
@@ -223,8 +223,11 @@ def own_code(root: str, *extra: str) -> OwnCode:
         place = _place(path, home, roots)
         if place is None or place in found:
             continue
-        text = _text(path)
-        if text is None or size + len(text) > limits.SOURCES or len(found) == limits.FILES:
+        text = None
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            text = file.read(limits.SOURCE + 1)
+        most = min(limits.SOURCE, limits.SOURCES - size)
+        if text is None or len(text) > most or len(found) == limits.FILES:
             left_out.append(place[1])
             continue
         size += len(text)
@@ -263,15 +266,10 @@ def _loaded(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
         if isinstance(file, str) and file.endswith(".py") and os.path.isfile(file):
             path = os.path.realpath(file)
             if not path.startswith(_OTHERS) and "-packages" + os.sep not in path:
-                yield path, _home(path, name)
-
-
-def _home(path: str, module: str) -> str | None:
-    inner = module.replace(".", os.sep)
-    for ending in (f"{os.sep}{inner}.py", os.path.join(f"{os.sep}{inner}", "__init__.py")):
-        if path.endswith(ending):
-            return path.removesuffix(ending)
-    return None
+                inner = os.sep + name.replace(".", os.sep)
+                endings = (f"{inner}.py", os.path.join(inner, "__init__.py"))
+                homes = (path.removesuffix(each) for each in endings if path.endswith(each))
+                yield path, next(homes, None)
 
 
 def _place(path: str, home: str | None, roots: list[str]) -> tuple[int, str] | None:
@@ -287,15 +285,6 @@ def _place(path: str, home: str | None, roots: list[str]) -> tuple[int, str] | N
     return roots.index(base), name
 
 
-def _text(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            text = file.read(limits.SOURCE + 1)
-    except OSError:
-        return None
-    return text if len(text) <= limits.SOURCE else None
-
-
 def _paths(root: str) -> tuple[str, ...]:
     """Where modules are looked for within the project."""
     real = [os.path.realpath(path) for path in sys.path if path]
@@ -304,12 +293,17 @@ def _paths(root: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name == "." or is_safe(f"{name}/_.py")))
 
 
-_PACKAGES = ("stayfinite", "torch", "numpy", "lightning", "transformers", "accelerate")
 # Those that change what is computed. No others are kept: an environment is full of secrets.
-_VARIABLES = (
-    ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    + ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ENABLE_MPS_FALLBACK")
-)  # fmt: skip
+_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTORCH_ENABLE_MPS_FALLBACK",
+}
+_PACKAGES = ("stayfinite", "torch", "numpy", "lightning", "transformers", "accelerate")
 _VALUE = re.compile(r"[\w:,.-]{1,40}")
 
 
@@ -317,18 +311,15 @@ def versions() -> dict[str, str]:
     """Of python, the system, torch and what is used with it."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {**found, "torch": torch.__version__, "device": device}
 
 
 def environment() -> dict[str, str]:
     """The variables that change results, and the number of torch's threads."""
-    chosen = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return usable({"OMP_NUM_THREADS": str(torch.get_num_threads()), **chosen})
+    return usable({"OMP_NUM_THREADS": str(torch.get_num_threads()), **os.environ})
 
 
 def usable(variables: dict[str, str]) -> dict[str, str]:

@@ -507,19 +507,12 @@ def _literal(tensor: Tensor) -> str:
     if len(numbers) > 4 and len(set(numbers)) == 1:
         return f"torch.full({shape}, {numbers[0]}, dtype={dtype})"
     if len(numbers) <= _WRITTEN_OUT:
-        return f"torch.tensor({_nested(numbers, list(shape))}, dtype={dtype})"
+        nested = str(np.array(numbers, dtype=object).reshape(shape).tolist()).replace("'", "")
+        return f"torch.tensor({nested}, dtype={dtype})"
     if tensor.nbytes > _LARGEST_LITERAL:
         raise CapsuleError(f"it takes {tensor.numel():,} numbers to make it go bad, too many.")
     data = values.contiguous().view(torch.uint8).numpy().tobytes().hex()
     return f'torch.frombuffer(bytearray.fromhex("{data}"), dtype={dtype}).reshape({shape})'
-
-
-def _nested(numbers: list[str], shape: list[int]) -> str:
-    if not shape:
-        return numbers[0]
-    step = len(numbers) // shape[0] if shape[0] else 0
-    rows = [_nested(numbers[n * step : (n + 1) * step], shape[1:]) for n in range(shape[0])]
-    return f"[{', '.join(rows)}]"
 
 
 def _call_text(experiment: Experiment, names: dict[str, str]) -> str:

@@ -73,10 +73,6 @@ def name_of(reach: Reach) -> str:
     return _WORDS.get(reach.op, "a value")
 
 
-def figure(value: float) -> str:
-    return f"{value:.3g}"
-
-
 NOWHERE = "the first step"
 
 

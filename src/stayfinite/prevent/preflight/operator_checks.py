@@ -9,7 +9,7 @@ import torch
 
 from stayfinite.locate.provenance import Site
 from stayfinite.prevent.preflight.bounds import INF, Reach, Seen, words
-from stayfinite.prevent.preflight.claims import Scene, figure, name_of, risk_of
+from stayfinite.prevent.preflight.claims import Scene, name_of, risk_of
 from stayfinite.prevent.preflight.formulas import limits_of
 from stayfinite.prevent.preflight.range_tracer import Use, is_handled
 from stayfinite.prevent.risks import Level, Risk
@@ -130,13 +130,13 @@ def log_reaches_zero(use: Use, given: Reach, seen: Seen) -> Risk | None:
         cause = "support_boundary" if use.name == "log1p" else "zero_scale_distribution"
     else:
         cause = "log_of_negative" if is_negative else "log_of_zero"
-    far = f"as low as {figure(given.bounds.low)}" if given.bounds.low > -INF else "below it"
-    reach = f"{figure(floor)} or {far}" if is_negative else figure(floor)
+    far = f"as low as {given.bounds.low:.3g}" if given.bounds.low > -INF else "below it"
+    reach = f"{floor:.3g} or {far}" if is_negative else f"{floor:.3g}"
     return risk_of(
         level=level,
         cause=cause,
         what=f"{use.name} gets {name_of(given)} that can be {reach}, and nothing keeps it away; "
-        f"its smallest value now is {figure(seen.low)}.",
+        f"its smallest value now is {seen.low:.3g}.",
         score=_nearness(seen.low - floor, seen),
         evidence={"smallest": seen.low, "typical": seen.typical, "can_be": given.bounds.low},
     )
@@ -162,7 +162,7 @@ def _power(use: Use) -> tuple[str, float | None]:
     if use.name == "sqrt":
         return "sqrt", 0.5
     exponent = use.number(1)
-    return ("pow", None) if exponent is None else (f"pow(x, {figure(exponent)})", exponent)
+    return ("pow", None) if exponent is None else (f"pow(x, {exponent:.3g})", exponent)
 
 
 def root_of_negative(use: Use, given: Reach, seen: Seen) -> Risk | None:
@@ -175,7 +175,7 @@ def root_of_negative(use: Use, given: Reach, seen: Seen) -> Risk | None:
         level="high" if seen.low < 0 else "medium" if is_near else "low",
         cause=f"{use.name}_of_negative",
         what=f"{name} gets {name_of(given)} that can be negative, where it is NaN; its smallest "
-        f"value now is {figure(seen.low)}.",
+        f"value now is {seen.low:.3g}.",
         score=_nearness(seen.low, seen),
         evidence={"smallest": seen.low, "typical": seen.typical},
     )
@@ -192,7 +192,7 @@ def root_at_zero(use: Use, given: Reach, seen: Seen) -> Risk | None:
         level="high" if seen.zeros else "low" if given.bounds.low_at else "medium",
         cause=f"{use.name}_grad_at_zero",
         what=f"{name} gets {name_of(given)} that can be exactly 0, where its gradient is Inf; its "
-        f"smallest value now is {figure(seen.low)}.",
+        f"smallest value now is {seen.low:.3g}.",
         score=_nearness(seen.low, seen),
         evidence={"smallest": seen.low, "typical": seen.typical, "zeros": seen.zeros},
     )
@@ -211,7 +211,7 @@ def learned_power(use: Use) -> Risk | None:
         cause="pow_of_negative" if is_negative else "pow_grad_at_zero",
         what=f"pow gets {name_of(base)} that can be {'negative' if is_negative else '0'} and an "
         f"exponent that is learned, whose gradient has the log of it; its smallest value now is "
-        f"{figure(seen.low)}.",
+        f"{seen.low:.3g}.",
         evidence={"smallest": seen.low, "typical": seen.typical},
     )
 
@@ -245,7 +245,7 @@ def divides_by_zero(use: Use) -> Risk | None:
         cause = "weight_norm_of_zero"
     elif is_untrained and not by.fed:
         cause = "where_grad_trap"
-    now = f"its smallest size now is {figure(seen.smallest)}"
+    now = f"its smallest size now is {seen.smallest:.3g}"
     now = "it is 0 in places now" if seen.zeros else now
     return risk_of(
         level=level,
@@ -262,7 +262,7 @@ def _divides_by_count(by: Reach, chance: float, seen: Seen) -> Risk | None:
     return risk_of(
         level="medium",
         cause="division_by_zero",
-        what=f"It divides by the number of elements that a mask keeps, {figure(seen.low)} now; a "
+        what=f"It divides by the number of elements that a mask keeps, {seen.low:.3g} now; a "
         "batch of which it keeps none gives 0 / 0.",
         fix="Count at least one: `total / mask.sum().clamp_min(1)`.",
         score=chance,
@@ -304,8 +304,8 @@ def exp_overflows(use: Use, given: Reach, seen: Seen) -> Risk | None:
     return risk_of(
         level=level,
         cause="exp_overflow",
-        what=f"{use.name} gets {name_of(given)} that nothing bounds; above {figure(limit)} it is "
-        f"Inf, and its largest argument now is {figure(seen.high)}.",
+        what=f"{use.name} gets {name_of(given)} that nothing bounds; above {limit:.3g} it is "
+        f"Inf, and its largest argument now is {seen.high:.3g}.",
         score=max(0.0, min(1.0, seen.high / limit)),
         evidence={"largest": seen.high, "limit": limit},
     )
@@ -323,7 +323,7 @@ def leaves_its_domain(use: Use, given: Reach, seen: Seen) -> Risk | None:
         level="high" if size >= 1 else "medium",
         cause="acos_domain",
         what=f"{use.name} gets {name_of(given)} that is not kept between -1 and 1; beyond it is "
-        f"NaN, at the ends its gradient is Inf, and now it comes up to {figure(size)}.",
+        f"NaN, at the ends its gradient is Inf, and now it comes up to {size:.3g}.",
         score=min(1.0, size),
         evidence={"largest": size, "margin": 1 - size},
     )
@@ -337,7 +337,7 @@ def acosh_below_one(use: Use, given: Reach, seen: Seen) -> Risk | None:
         level="high" if seen.low <= 1 else "medium",
         cause="acos_domain",
         what=f"acosh gets {name_of(given)} that is not kept above 1; below it is NaN, at 1 its "
-        f"gradient is Inf, and its smallest value now is {figure(seen.low)}.",
+        f"gradient is Inf, and its smallest value now is {seen.low:.3g}.",
         fix="Keep it above 1: `torch.acosh(x.clamp_min(1 + 1e-6))`.",
         evidence={"smallest": seen.low},
     )
@@ -356,7 +356,7 @@ def atan2_at_origin(use: Use) -> Risk | None:
         level="high" if size == 0 else "medium",
         cause="atan2_grad_at_zero",
         what="atan2 gets two values that can both be 0, where its gradient is 0 / 0; their "
-        f"smallest sizes now are {' and '.join(figure(value) for value in smallest)}.",
+        f"smallest sizes now are {' and '.join(f'{value:.3g}' for value in smallest)}.",
         evidence={"smallest": size},
     )
 
@@ -492,7 +492,7 @@ def singular(use: Use) -> Risk | None:
         level="medium" if condition > _ILL_CONDITION else "low",
         cause="degenerate_linalg",
         what=f"{_LINALG[use.name]} gets a matrix with nothing added to its diagonal; a singular "
-        f"one gives Inf, NaN or an error, and its condition now is {figure(condition)}.",
+        f"one gives Inf, NaN or an error, and its condition now is {condition:.3g}.",
         fix="Add a little to the diagonal: `a + 1e-6 * torch.eye(n)`.",
         evidence={"condition": condition},
     )
@@ -505,12 +505,12 @@ def not_normalised(use: Use) -> Risk | None:
     uneven = largest / smallest if smallest > 0 else 0.0
     if largest < _LARGE_COLUMN:
         return None
-    apart = f", {figure(uneven)} times its smallest" if uneven > _UNEVEN else ""
+    apart = f", {uneven:.3g} times its smallest" if uneven > _UNEVEN else ""
     return risk_of(
         level="medium",
         cause="unnormalized_input",
         what=f"A layer gets data that was not normalised: its largest column is about "
-        f"{figure(largest)} in size{apart}.",
+        f"{largest:.3g} in size{apart}.",
         score=1 - _LARGE_COLUMN / largest,
         evidence={"largest_column": largest, "smallest_column": smallest},
     )

@@ -19,7 +19,7 @@ from stayfinite.explain.rules import diagnose
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.provenance import Event
 from stayfinite.prevent.init import InitProblem, check_init
-from stayfinite.prevent.preflight.claims import NOWHERE, Evidence, Scene, figure, risk_of
+from stayfinite.prevent.preflight.claims import NOWHERE, Evidence, Scene, risk_of
 from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, Recorder, is_handled
 from stayfinite.prevent.risks import Level, Risk
 from stayfinite.records import NaNType
@@ -66,7 +66,7 @@ def other_line_risks(recorder: Recorder, scene: Scene) -> list[Risk]:
         if turns >= _TURNS and growth > _GROWS:
             what = (
                 f"The same weights are applied {turns} times to their own output, which grows "
-                f"{figure(growth)} times at each turn; a longer sequence overflows."
+                f"{growth:.3g} times at each turn; a longer sequence overflows."
             )
             evidence: Evidence = {"growth": growth, "turns": turns, "size": loop.sizes[-1]}
             score = 1 - 1 / growth
@@ -87,7 +87,7 @@ def _half_risk(half: HalfRange) -> Risk | None:
         return risk_of(
             level="medium",
             cause="mask_value_overflow",
-            what=f"{figure(half.too_large)} is {'-' if half.too_large < 0 else ''}Inf in "
+            what=f"{half.too_large:.3g} is {'-' if half.too_large < 0 else ''}Inf in "
             "float16; a row that is masked everywhere is NaN then.",
             evidence={"constant": half.too_large},
         )
@@ -96,7 +96,7 @@ def _half_risk(half: HalfRange) -> Risk | None:
     return risk_of(
         level="medium" if half.headroom < _LITTLE else "low",
         cause="low_precision_overflow",
-        what=f"The values here reach {figure(half.size)} in float16, which ends at "
+        what=f"The values here reach {half.size:.3g} in float16, which ends at "
         f"{HIGHEST:g}: {half.headroom:.1f} doublings are left.",
         score=1 - half.headroom / _SOME,
         evidence={"largest": half.size, "headroom_bits": half.headroom},
@@ -148,9 +148,9 @@ def _step_risks(optimizer: Optimizer, where: str) -> Iterator[Risk]:
         return
     is_lasting = usual >= _LARGE_STEP and is_normalised
     warms_up = any(_peak(group) > _rate(group) for group in optimizer.param_groups)
-    size = f"{figure(worst)} times as large as the weights of a layer"
+    size = f"{worst:.3g} times as large as the weights of a layer"
     if is_lasting:
-        size = f"{figure(usual)} times as large as the weights of most layers"
+        size = f"{usual:.3g} times as large as the weights of most layers"
     when = "where its warm-up ends" if warms_up else "for a start without warm-up"
     what = f"An update is about {size}; the learning rate is too high {when}."
     level: Level = "medium" if worst >= _HUGE_STEP or is_lasting else "low"
@@ -226,7 +226,7 @@ def scaling_risks(scaling: Scaling) -> Iterator[Risk]:
         headroom = math.log2(HIGHEST / size)
         level: Level = "medium" if headroom < 2 else "low"
         what = (
-            f"Gradients reach {figure(size)} in float16, which ends at {HIGHEST:g}: "
+            f"Gradients reach {size:.3g} in float16, which ends at {HIGHEST:g}: "
             f"{headroom:.1f} doublings are left for a larger loss, or for more passes that add up."
         )
         fix = (
@@ -245,7 +245,7 @@ def _clip_risks(clip: Clip) -> Iterator[Risk]:
     if clip.is_scaled:
         what = (
             "Gradients are clipped while they are still multiplied by the loss scale; "
-            f"max_norm={limit:g} meets a norm of {figure(norm)}."
+            f"max_norm={limit:g} meets a norm of {norm:.3g}."
         )
         fix = "Unscale them first: `scaler.unscale_(optimizer)` before `clip_grad_norm_`."
         yield risk_of("medium", "loss_scale_overflow", what, clip.where, evidence, fix=fix)
@@ -253,7 +253,7 @@ def _clip_risks(clip: Clip) -> Iterator[Risk]:
         if 1 / _FAR_FROM_NORM < norm / limit < _FAR_FROM_NORM:
             return
         meaning = "cuts every update down" if norm > limit else "never acts on gradients like these"
-        what = f"Clipping to {limit:g} {meaning}: their norm is {figure(norm)}."
+        what = f"Clipping to {limit:g} {meaning}: their norm is {norm:.3g}."
         fix = (
             "Set max_norm to a few times the usual norm, or let "
             "`stayfinite.AdaptiveClipper(model).clip()` find it."
@@ -282,7 +282,7 @@ def rising_risks(losses: dict[str, FirstLosses]) -> Iterator[Risk]:
         if seen.rise > _LOSS_TIMES:
             before, after = max(seen.before), max(seen.after)
             what = (
-                f"One update has brought the loss from {figure(before)} to {figure(after)}; the "
+                f"One update has brought the loss from {before:.3g} to {after:.3g}; the "
                 "learning rate is too high for a start without warm-up."
             )
             score, evidence = 1 - 1 / seen.rise, Evidence(before=before, after=after)

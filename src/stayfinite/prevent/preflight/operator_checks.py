@@ -80,9 +80,10 @@ def _leading_to(roots: Iterable[Reach]) -> set[int]:
 def _risks(use: Use) -> Iterator[Risk]:
     """What the checks of this operation say of it."""
     given, seen = use.reach(0), use.seen.get(0)
-    found = [check(use) for check in _CHECKS.get(use.name, ())]
+    found = [check(use) for check, names in _CHECKS.items() if use.name in names]
     if given is not None and seen is not None and _is_concerned(use, given):
-        found += [check(use, given, seen) for check in _VALUE_CHECKS.get(use.name, ())]
+        checks = [check for check, names in _VALUE_CHECKS.items() if use.name in names]
+        found += [check(use, given, seen) for check in checks]
     return (risk for risk in found if risk is not None)
 
 
@@ -533,30 +534,29 @@ def too_few_to_normalise(use: Use) -> Risk | None:
 Check = Callable[[Use], Risk | None]
 ValueCheck = Callable[[Use, Reach, Seen], Risk | None]
 
-# Checks by the operators that they are for. These look at the first argument, where it can change
+# Checks, and the operators that they are for. These look at the first argument, where it can change
 # and nobody looks after it.
-_VALUE_CHECKS: dict[str, tuple[ValueCheck, ...]] = {
-    **dict.fromkeys(words("log log2 log10 log1p"), (log_reaches_zero,)),
-    "logit": (logit_reaches_its_ends,),
-    **dict.fromkeys(words("exp exp2 expm1 sinh cosh"), (exp_overflows,)),
-    **dict.fromkeys(words("sqrt pow"), (root_of_negative, root_at_zero)),
-    **dict.fromkeys(words("acos asin atanh erfinv"), (leaves_its_domain,)),
-    "acosh": (acosh_below_one,),
+_VALUE_CHECKS: dict[ValueCheck, frozenset[str]] = {
+    log_reaches_zero: words("log log2 log10 log1p"),
+    logit_reaches_its_ends: words("logit"),
+    exp_overflows: words("exp exp2 expm1 sinh cosh"),
+    root_of_negative: words("sqrt pow"),
+    root_at_zero: words("sqrt pow"),
+    leaves_its_domain: words("acos asin atanh erfinv"),
+    acosh_below_one: words("acosh"),
 }
 # These have conditions of their own.
-_CHECKS: dict[str, tuple[Check, ...]] = {
-    **dict.fromkeys(words("div reciprocal rsqrt"), (divides_by_zero,)),
-    "pow": (divides_by_zero, learned_power),
-    "atan2": (atan2_at_origin,),
-    "mean": (mean_of_nothing,),
-    **dict.fromkeys(words("std var std_mean var_mean"), (spread_of_one,)),
-    **dict.fromkeys(words("_softmax _log_softmax logsumexp"), (mask_covers_a_row,)),
-    **dict.fromkeys(words("nll_loss_forward nll_loss2d_forward"), (all_ignored,)),
-    "_ctc_loss": (target_does_not_fit,),
-    **dict.fromkeys(words("_linalg_svd _linalg_eigh linalg_qr"), (equal_values,)),
-    **dict.fromkeys(
-        words("linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"), (singular,)
-    ),
-    **dict.fromkeys(words("mm addmm bmm convolution mkldnn_convolution linear"), (not_normalised,)),
-    "native_batch_norm": (too_few_to_normalise,),
+_CHECKS: dict[Check, frozenset[str]] = {
+    divides_by_zero: words("div reciprocal rsqrt pow"),
+    learned_power: words("pow"),
+    atan2_at_origin: words("atan2"),
+    mean_of_nothing: words("mean"),
+    spread_of_one: words("std var std_mean var_mean"),
+    mask_covers_a_row: words("_softmax _log_softmax logsumexp"),
+    all_ignored: words("nll_loss_forward nll_loss2d_forward"),
+    target_does_not_fit: words("_ctc_loss"),
+    equal_values: words("_linalg_svd _linalg_eigh linalg_qr"),
+    singular: words("linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"),
+    not_normalised: words("mm addmm bmm convolution mkldnn_convolution linear"),
+    too_few_to_normalise: words("native_batch_norm"),
 }

@@ -30,17 +30,11 @@ from stayfinite.prevent.preflight.formulas import (
 from stayfinite.records import Phase
 
 HIGHEST = torch.finfo(torch.float16).max
-# Operations with a domain, and which of their arguments the checks look at.
-DOMAINS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(words("log log2 log10 log1p sqrt rsqrt reciprocal logit"), (0,)),
-    **dict.fromkeys(words("acos asin acosh atanh erfinv exp exp2 expm1 sinh cosh"), (0,)),
-    **dict.fromkeys(words("std var std_mean var_mean mean"), (0,)),
-    **dict.fromkeys(words("div pow atan2"), (0, 1)),
-    **dict.fromkeys(words("_softmax _log_softmax logsumexp native_batch_norm"), ()),
-    **dict.fromkeys(words("_linalg_svd _linalg_eigh linalg_qr linalg_inv_ex"), ()),
-    **dict.fromkeys(words("linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"), ()),
-    **dict.fromkeys(words("_ctc_loss nll_loss_forward nll_loss2d_forward"), ()),
-}
+# Operations with a domain, whose first two arguments the checks look at.
+_LOOKED_AT = words(
+    """log log2 log10 log1p sqrt rsqrt reciprocal logit acos asin acosh atanh erfinv exp exp2 expm1
+    sinh cosh std var std_mean var_mean mean div pow atan2"""
+)
 _LAYERS = words("mm addmm bmm convolution mkldnn_convolution linear")
 # What somebody does who expects Inf or NaN.
 _HANDLERS = words(
@@ -207,7 +201,7 @@ class Recorder(Tracer):
     def _use(self, call: Call) -> Use | None:
         name, args = call.name, call.args
         is_layer = name in _LAYERS and any(reach.is_raw for reach in call.reaches())
-        if name not in DOMAINS and not is_layer:
+        if name not in _RECORDED and not is_layer:
             return None
         frame = sys._getframe(1)
         place, inside = user_place(frame), library_place(frame) or ""
@@ -225,7 +219,7 @@ class Recorder(Tracer):
             phase=phase,
             dtype=next((t.dtype for t in tensors.values()), torch.float32),
             operands=tuple(_operand(value, call.given) for value in args),
-            seen={i: look(t) for i, t in tensors.items() if i in DOMAINS.get(name, ())},
+            seen={i: look(t) for i, t in tensors.items() if i < 2 and name in _LOOKED_AT},
             inside=inside,
             facts=measure("layer" if is_layer else name, args),
         )
@@ -529,6 +523,7 @@ MEASURES: dict[str, Callable[[Sequence[Any]], Facts]] = {
     "native_batch_norm": per_channel,
     "layer": columns,
 }
+_RECORDED = _LOOKED_AT | MEASURES.keys() | words("_linalg_svd _linalg_eigh linalg_qr")
 
 
 @undisturbed

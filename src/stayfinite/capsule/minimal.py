@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import textwrap
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -421,18 +422,9 @@ def _fewest(all_of: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> S
     First the shortest bad beginning, then of that the shortest bad end, each found by halving.
     """
     kept = list(all_of)
-    kept = kept[: _least(len(kept), lambda count: is_bad(kept[:count]))]
-    kept = kept[len(kept) - _least(len(kept), lambda count: is_bad(kept[-count:])) :]
+    kept = kept[: 1 + bisect_left(range(1, len(kept)), True, key=lambda n: is_bad(kept[:n]))]
+    kept = kept[-1 - bisect_left(range(1, len(kept)), True, key=lambda n: is_bad(kept[-n:])) :]
     return kept if len(kept) > _FEW else _ddmin(kept, is_bad)
-
-
-def _least(most: int, is_enough: Callable[[int], bool]) -> int:
-    """The least count that is enough, if every larger one is; `most` always is."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
-    return high
 
 
 def _ddmin(kept: list[int], is_bad: Callable[[Sequence[int]], bool]) -> list[int]:

@@ -228,7 +228,7 @@ def _around(
 _SAMPLE = 1 << 16
 
 
-class Seen(NamedTuple):
+class SeenValues(NamedTuple):
     """Extremes, smallest and typical size of the finite elements, and counts."""
 
     elements: int
@@ -241,15 +241,15 @@ class Seen(NamedTuple):
 
 
 @undisturbed
-def look(tensor: Tensor) -> Seen:
+def look(tensor: Tensor) -> SeenValues:
     """The statistics of a tensor; a few host reads."""
     elements, values = tensor.numel(), _finite(tensor)
     if values is None or not values.numel():
-        return Seen(elements, bad=elements if values is not None else 0)
+        return SeenValues(elements, bad=elements if values is not None else 0)
     low, high = values.aminmax()
     sizes = values.abs()
     sample = sizes[:: max(1, sizes.numel() // _SAMPLE)]
-    return Seen(
+    return SeenValues(
         elements,
         low=float(low),
         high=float(high),

@@ -14,7 +14,7 @@ from stayfinite.prevent.preflight import bounds as b
 from stayfinite.prevent.preflight.bounds import ANY, INF, Bounds, Open, Reach, between, words
 
 
-class Limits(NamedTuple):
+class RoundingLimits(NamedTuple):
     """Arguments from which on rounding decides: exp is 0, exp is Inf, a sigmoid is 1, tanh is 1."""
 
     vanish: float
@@ -24,18 +24,18 @@ class Limits(NamedTuple):
 
 
 _LIMITS = {
-    torch.float16: Limits(17.3, 11.09, 7.6, 4.2),
-    torch.bfloat16: Limits(92.2, 88.7, 5.5, 3.1),
-    torch.float64: Limits(745.1, 709.8, 36.7, 19.1),
+    torch.float16: RoundingLimits(17.3, 11.09, 7.6, 4.2),
+    torch.bfloat16: RoundingLimits(92.2, 88.7, 5.5, 3.1),
+    torch.float64: RoundingLimits(745.1, 709.8, 36.7, 19.1),
 }
-_SINGLE = Limits(103.9, 88.7, 16.6, 9.0)
+_SINGLE = RoundingLimits(103.9, 88.7, 16.6, 9.0)
 
 
-def limits_of(dtype: torch.dtype) -> Limits:
+def limits_of(dtype: torch.dtype) -> RoundingLimits:
     return _LIMITS.get(dtype, _SINGLE)
 
 
-class Operation(NamedTuple):
+class Computation(NamedTuple):
     """Tensors are given as Reach, all else as it was passed.
 
     `dtype` is that of the result, and `per_output` how many elements went into one of it.
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
     per_output: int = 1
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RoundingLimits:
         return limits_of(self.dtype)
 
     def value(self, index: int, name: str = "") -> Any:
@@ -74,22 +74,22 @@ class Operation(NamedTuple):
         return [reach.bounds for reach in self.reaches() if not reach.is_index]
 
 
-Formula = Callable[[Operation], Bounds]
+Formula = Callable[[Computation], Bounds]
 
 
-def _scaled(op: Operation) -> Bounds:
+def _scaled(op: Computation) -> Bounds:
     """The second of `add` and `sub`, which may have a factor."""
     alpha = float(op.kwargs.get("alpha", 1))
     return op.bounds(1) if alpha == 1 else b.multiplied(op.bounds(1), b.exactly(alpha))
 
 
-def _mul(op: Operation) -> Bounds:
+def _mul(op: Computation) -> Bounds:
     if op.args[0] is op.args[1]:
         return b.even(op.bounds(0), lambda x: x * x)
     return b.multiplied(op.bounds(0), op.bounds(1))
 
 
-def _pow(op: Operation) -> Bounds:
+def _pow(op: Computation) -> Bounds:
     base, exponent = op.bounds(0), op.number(1, "exponent")
     if exponent is None:
         return b.POSITIVE if base.low >= 0 else ANY
@@ -103,11 +103,11 @@ def _pow(op: Operation) -> Bounds:
     return b.divided(b.exactly(1.0), raised) if exponent < 0 else raised
 
 
-def _sqrt(op: Operation) -> Bounds:
+def _sqrt(op: Computation) -> Bounds:
     return b.rising(b.at_least(op.bounds(0), 0.0), math.sqrt)
 
 
-def _exp(op: Operation) -> Bounds:
+def _exp(op: Computation) -> Bounds:
     low, high = op.bounds(0).ends
     vanish = op.limits.vanish
     return between(
@@ -116,16 +116,16 @@ def _exp(op: Operation) -> Bounds:
     )
 
 
-def _log(op: Operation) -> Bounds:
+def _log(op: Computation) -> Bounds:
     return b.rising(b.at_least(op.bounds(0), 0.0), lambda x: math.log(x) if x else -INF)
 
 
-def _log1p(op: Operation) -> Bounds:
+def _log1p(op: Computation) -> Bounds:
     given = b.at_least(op.bounds(0), -1.0)
     return b.rising(given, lambda x: math.log1p(x) if x > -1 else -INF)
 
 
-def _sigmoid(op: Operation) -> Bounds:
+def _sigmoid(op: Computation) -> Bounds:
     def logistic(x: float) -> float:
         return 1 / (1 + b.mapped(math.exp, -x))
 
@@ -137,7 +137,7 @@ def _sigmoid(op: Operation) -> Bounds:
     )
 
 
-def _tanh(op: Operation) -> Bounds:
+def _tanh(op: Computation) -> Bounds:
     (low, low_at), (high, high_at) = op.bounds(0).ends
     turn = op.limits.turn
     return between(
@@ -146,7 +146,7 @@ def _tanh(op: Operation) -> Bounds:
     )
 
 
-def _softplus(op: Operation) -> Bounds:
+def _softplus(op: Computation) -> Bounds:
     def log1p_exp(x: float) -> float:
         return x if x > 700 else math.log1p(math.exp(x))
 
@@ -157,26 +157,26 @@ def _softplus(op: Operation) -> Bounds:
     )
 
 
-def _elu(op: Operation) -> Bounds:
+def _elu(op: Computation) -> Bounds:
     alpha = op.number(1, "alpha")
     depth = 1.0 if alpha is None else alpha
     return b.rising(op.bounds(0), lambda x: x if x >= 0 else depth * math.expm1(x))
 
 
-def _leaky_relu(op: Operation) -> Bounds:
+def _leaky_relu(op: Computation) -> Bounds:
     slope = op.number(1, "negative_slope")
     factor = 0.01 if slope is None else slope
     return b.rising(op.bounds(0), lambda x: x if x >= 0 else factor * x)
 
 
-def _smooth_relu(op: Operation) -> Bounds:
+def _smooth_relu(op: Computation) -> Bounds:
     """At least half of a positive argument, and never more than it; -0.38 is below every dip."""
     given = op.bounds(0)
     low = given.low / 2 if given.low >= 0 else -0.38
     return Bounds(low, max(given.high, 0.0), given.low_at, given.high_at)
 
 
-def _clamp(op: Operation) -> Bounds:
+def _clamp(op: Computation) -> Bounds:
     given = op.bounds(0)
     if op.value(1, "min") is not None:
         given = b.larger(given, op.bounds(1, "min"))
@@ -185,7 +185,7 @@ def _clamp(op: Operation) -> Bounds:
     return given
 
 
-def _sum(op: Operation) -> Bounds:
+def _sum(op: Computation) -> Bounds:
     given, source = op.bounds(0), op.args[0]
     found = b.totalled(given, op.per_output)
     if isinstance(source, Reach) and source.peaks and given.low >= 0:
@@ -193,7 +193,7 @@ def _sum(op: Operation) -> Bounds:
     return found
 
 
-def _scattered_sum(op: Operation) -> Bounds:
+def _scattered_sum(op: Computation) -> Bounds:
     """What was there, with sums of any of the new elements on top."""
     given = op.parts()
     if not given:
@@ -202,7 +202,7 @@ def _scattered_sum(op: Operation) -> Bounds:
     return b.added(given[0], Bounds(-INF if falls else 0.0, INF if rises else 0.0))
 
 
-def _prod(op: Operation) -> Bounds:
+def _prod(op: Computation) -> Bounds:
     given = op.bounds(0)
     if given.low < 0:
         return ANY
@@ -210,7 +210,7 @@ def _prod(op: Operation) -> Bounds:
     return Bounds(0.0 if given.low < 1 else given.low, high, given.low_at, given.high_at)
 
 
-def _sum_of_products(op: Operation) -> Bounds:
+def _sum_of_products(op: Computation) -> Bounds:
     """As of matrices: 0 or more where all sides are, and 0 where one of them vanishes."""
     parts = [reach.bounds for reach in op.reaches()]
     if len(parts) < 2 or any(part.low < 0 for part in parts):
@@ -298,7 +298,7 @@ _PEAKS = words("amax max scatter_reduce cummax topk")
 _LOGS = words("_log_softmax log_sigmoid_forward log logsumexp")
 
 
-def reach_of_output(op: Operation, parents: tuple[Reach, ...], out: Tensor) -> Reach:
+def reach_of_output(op: Computation, parents: tuple[Reach, ...], out: Tensor) -> Reach:
     reach = Reach(
         learned=any(parent.learned for parent in parents),
         fed=op.base in _DRAWN or any(parent.fed for parent in parents),
@@ -348,7 +348,7 @@ def _is_index(tensor: Tensor) -> bool:
     return not is_number and tensor.dtype is not torch.bool
 
 
-def _bounds(op: Operation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
+def _bounds(op: Computation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
     """What the result can be, as its dtype holds it; anything for an operator not known here."""
     if out.is_complex():
         return ANY
@@ -361,7 +361,7 @@ def _bounds(op: Operation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
     return b.rounded(formula if isinstance(formula, Bounds) else formula(op), op.dtype)
 
 
-def _relate(op: Operation, reach: Reach) -> None:
+def _relate(op: Computation, reach: Reach) -> None:
     """What holds because two inputs belong together: x - max(x), max(x) - min(x)."""
     first, second = op.value(0), op.value(1)
     if op.base == "sub" and isinstance(first, Reach) and isinstance(second, Reach):
@@ -379,7 +379,7 @@ def _relate(op: Operation, reach: Reach) -> None:
         reach.peaks = any(parent.peaks for parent in reach.made_from)
 
 
-def _reason(op: Operation, reach: Reach) -> Open:
+def _reason(op: Computation, reach: Reach) -> Open:
     if reach.open is not None:
         return reach.open
     if op.base in _LAYERS and reach.learned:
@@ -396,7 +396,7 @@ def _reason(op: Operation, reach: Reach) -> Open:
     return "other" if reach.learned else "data"
 
 
-def _is_guarded(op: Operation, reach: Reach) -> bool:
+def _is_guarded(op: Computation, reach: Reach) -> bool:
     """torch.where(x > 0, x, 1): somebody chose the values of x by a look at x."""
     if op.base in ("where", "masked_fill") and len(op.args) > 1:
         condition = op.args[0] if op.base == "where" else op.args[1]

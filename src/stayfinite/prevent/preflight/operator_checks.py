@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from stayfinite.locate.provenance import Site
-from stayfinite.prevent.preflight.bounds import INF, Reach, Seen, words
-from stayfinite.prevent.preflight.claims import Scene, name_of, risk_of
+from stayfinite.prevent.preflight.bounds import INF, Reach, SeenValues, words
 from stayfinite.prevent.preflight.formulas import limits_of
+from stayfinite.prevent.preflight.places import Places, name_of, risk_of
 from stayfinite.prevent.preflight.range_tracer import Use, is_handled
 from stayfinite.prevent.risks import Level, Risk
 
@@ -40,7 +40,7 @@ _LINALG = {
 }
 
 
-def line_risks(uses: Iterable[Use], roots: Iterable[Reach], scene: Scene) -> list[Risk]:
+def line_risks(uses: Iterable[Use], roots: Iterable[Reach], places: Places) -> list[Risk]:
     """The risks of those operations that lead to a loss or to a gradient.
 
     Of each line and operation only the worst.
@@ -59,7 +59,7 @@ def line_risks(uses: Iterable[Use], roots: Iterable[Reach], scene: Scene) -> lis
             if mask is not None:
                 told.add(id(mask))
             site = Site(use.place, use.site.modules, use.site.entry)
-            found.append((use.name, scene.place(risk, site)))
+            found.append((use.name, places.locate(risk, site)))
     worst: dict[tuple[str, str], Risk] = {}
     for name, risk in sorted(found, key=lambda pair: pair[1].rank):
         worst.setdefault((risk.where, name), risk)
@@ -103,12 +103,12 @@ def _is_only_learned(reach: Reach) -> bool:
     return not reach.fed or reach.open in ("parameter", "log")
 
 
-def _nearness(margin: float, seen: Seen) -> float:
+def _nearness(margin: float, seen: SeenValues) -> float:
     """From 0 (far) to 1 (there)."""
     return 1 / (1 + max(0.0, margin) / max(seen.typical, 1e-30)) if math.isfinite(margin) else 0.0
 
 
-def log_reaches_zero(use: Use, given: Reach, seen: Seen) -> Risk | None:
+def log_reaches_zero(use: Use, given: Reach, seen: SeenValues) -> Risk | None:
     """log, log2, log10 of what is not kept above 0; log1p of what is not kept above -1."""
     floor = -1.0 if use.name == "log1p" else 0.0
     if given.bounds.low > floor and not (given.op == "data" and given.is_raw):
@@ -143,7 +143,7 @@ def log_reaches_zero(use: Use, given: Reach, seen: Seen) -> Risk | None:
     )
 
 
-def logit_reaches_its_ends(use: Use, given: Reach, seen: Seen) -> Risk | None:
+def logit_reaches_its_ends(use: Use, given: Reach, seen: SeenValues) -> Risk | None:
     """logit without eps of what can be exactly 0 or 1."""
     eps = use.operands[1] if len(use.operands) > 1 else None
     if eps is not None or (given.bounds.low > 0 and given.bounds.high < 1):
@@ -166,7 +166,7 @@ def _power(use: Use) -> tuple[str, float | None]:
     return ("pow", None) if exponent is None else (f"pow(x, {exponent:.3g})", exponent)
 
 
-def root_of_negative(use: Use, given: Reach, seen: Seen) -> Risk | None:
+def root_of_negative(use: Use, given: Reach, seen: SeenValues) -> Risk | None:
     """A fractional power of what can be negative, most often a difference that is 0 on paper."""
     name, exponent = _power(use)
     if exponent is None or exponent.is_integer() or given.bounds.low >= 0:
@@ -182,7 +182,7 @@ def root_of_negative(use: Use, given: Reach, seen: Seen) -> Risk | None:
     )
 
 
-def root_at_zero(use: Use, given: Reach, seen: Seen) -> Risk | None:
+def root_at_zero(use: Use, given: Reach, seen: SeenValues) -> Risk | None:
     """A power below 1 of what can be exactly 0, with a gradient, which is Inf there."""
     name, exponent = _power(use)
     if exponent is None or not 0 < exponent < 1 or not use.has_gradient:
@@ -257,7 +257,7 @@ def divides_by_zero(use: Use) -> Risk | None:
     )
 
 
-def _divides_by_count(by: Reach, chance: float, seen: Seen) -> Risk | None:
+def _divides_by_count(by: Reach, chance: float, seen: SeenValues) -> Risk | None:
     if chance < UNLIKELY or by.has_been_read():
         return None
     return risk_of(
@@ -271,7 +271,7 @@ def _divides_by_count(by: Reach, chance: float, seen: Seen) -> Risk | None:
     )
 
 
-def _division_level(use: Use, by: Reach, seen: Seen) -> Level | None:
+def _division_level(use: Use, by: Reach, seen: SeenValues) -> Level | None:
     low, high = by.bounds.low, by.bounds.high
     if seen.zeros:
         return "high" if use.has_gradient or not by.frozen else "medium"
@@ -292,7 +292,7 @@ def _division_level(use: Use, by: Reach, seen: Seen) -> Level | None:
     return "medium" if by.learned or _is_naturally_zero(by) else "low"
 
 
-def exp_overflows(use: Use, given: Reach, seen: Seen) -> Risk | None:
+def exp_overflows(use: Use, given: Reach, seen: SeenValues) -> Risk | None:
     """exp and its like of the unbounded output of a layer."""
     limit = limits_of(use.dtype).overflow
     limit = limit / math.log(2) if use.name == "exp2" else limit
@@ -312,7 +312,7 @@ def exp_overflows(use: Use, given: Reach, seen: Seen) -> Risk | None:
     )
 
 
-def leaves_its_domain(use: Use, given: Reach, seen: Seen) -> Risk | None:
+def leaves_its_domain(use: Use, given: Reach, seen: SeenValues) -> Risk | None:
     """acos, asin, atanh, erfinv of what is not kept strictly between -1 and 1."""
     bounds = given.bounds
     is_inside = bounds.low > -1 and bounds.high < 1
@@ -330,7 +330,7 @@ def leaves_its_domain(use: Use, given: Reach, seen: Seen) -> Risk | None:
     )
 
 
-def acosh_below_one(use: Use, given: Reach, seen: Seen) -> Risk | None:
+def acosh_below_one(use: Use, given: Reach, seen: SeenValues) -> Risk | None:
     """acosh of what is not kept above 1."""
     if given.bounds.low > 1:
         return None
@@ -532,7 +532,7 @@ def too_few_to_normalise(use: Use) -> Risk | None:
 
 
 Check = Callable[[Use], Risk | None]
-ValueCheck = Callable[[Use, Reach, Seen], Risk | None]
+ValueCheck = Callable[[Use, Reach, SeenValues], Risk | None]
 
 # Checks, and the operators that they are for. These look at the first argument, where it can change
 # and nobody looks after it.

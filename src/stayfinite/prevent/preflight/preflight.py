@@ -78,7 +78,7 @@ def preflight(
         model.train()
         if rehearsal.is_finite:
             in_half = rehearsal.recorder.trains_in_half
-            edges = probe(modules, inputs, run, scene=rehearsal.scene, in_half=in_half)
+            edges = probe(modules, inputs, run, places=rehearsal.places, in_half=in_half)
     finally:
         keeper.restore()
     return ranked(said_once(proven(found, edges)))

@@ -18,7 +18,7 @@ from stayfinite.locate.origin import origin_of
 from stayfinite.locate.search import bad_values, loss_of
 from stayfinite.locate.tracer import Tracer
 from stayfinite.nested import map_leaves, named_tensors
-from stayfinite.prevent.preflight.claims import Scene, risk_of
+from stayfinite.prevent.preflight.places import Places, risk_of
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import Origin
 from stayfinite.snapshot import Snapshot
@@ -34,7 +34,7 @@ EDGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def probe(
-    modules: Sequence[nn.Module], inputs: Any, run: Run, *, scene: Scene, in_half: bool
+    modules: Sequence[nn.Module], inputs: Any, run: Run, *, places: Places, in_half: bool
 ) -> list[Risk]:
     """Where a pass over changed inputs is not finite first; nothing if they cannot be changed.
 
@@ -54,7 +54,7 @@ def probe(
             return tensor if is_ours else with_values(tensor, change)
 
         try:
-            origin = _first_bad(modules, map_leaves(inputs, at_edge), run, scene.folder)
+            origin = _first_bad(modules, map_leaves(inputs, at_edge), run, places.folder)
         except Exception:
             continue  # a model may refuse such inputs, and that is an answer
         finally:
@@ -69,7 +69,7 @@ def probe(
                     "medium",
                     diagnosis.cause,
                     f"With {name} as input it is not finite: {diagnosis.why}",
-                    scene.line_of(origin),
+                    places.line_of(origin),
                     fix=diagnosis.fix,
                     evidence={"probe": name, "code": origin.code},
                     score=0.9,
@@ -119,7 +119,7 @@ class ModuleCall:
         is_on = torch.is_autocast_enabled(device)
         return cls(module, args, torch.get_autocast_dtype(device) if is_on else None)
 
-    def probe(self, scene: Scene) -> list[Risk]:
+    def probe(self, places: Places) -> list[Risk]:
         """Where the module is not finite at the edges; its loss is its own, or its outputs' sum."""
         dtype, device = self.dtype, device_of(self.module)
 
@@ -130,7 +130,7 @@ class ModuleCall:
         in_half = dtype is torch.float16 or any(
             parameter.dtype is torch.float16 for parameter in self.module.parameters()
         )
-        return probe([self.module], self.args, run, scene=scene, in_half=in_half)
+        return probe([self.module], self.args, run, places=places, in_half=in_half)
 
 
 def device_of(module: nn.Module) -> str:

@@ -19,9 +19,9 @@ from stayfinite.locate.operators import OpInfo, is_bad, learn, tensors_in
 from stayfinite.locate.provenance import Event, Site, StorageMap, covers_storage
 from stayfinite.locate.source import Place, library_place, user_place
 from stayfinite.locate.tracer import Tracer
-from stayfinite.prevent.preflight.bounds import Reach, Seen, look, words
+from stayfinite.prevent.preflight.bounds import Reach, SeenValues, look, words
 from stayfinite.prevent.preflight.formulas import (
-    Operation,
+    Computation,
     reach_of_leaf,
     reach_of_output,
     reach_of_parameter,
@@ -49,7 +49,7 @@ _LARGE_MATRIX, _SOME = 256, 64
 Facts = dict[str, Any]
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of an operator; `name` is without the mark of the in-place variant."""
 
     info: OpInfo
@@ -79,7 +79,7 @@ class Use:
     phase: Phase
     dtype: torch.dtype
     operands: tuple[Any, ...]
-    seen: dict[int, Seen]
+    seen: dict[int, SeenValues]
     inside: str
     facts: Facts
     made: Reach = field(default_factory=Reach)
@@ -131,7 +131,7 @@ class Loop:
         return math.exp((math.log(sizes[-1]) - math.log(sizes[half])) / (len(sizes) - 1 - half))
 
 
-class Recorder(Tracer):
+class RangeTracer(Tracer):
     """Records a Use for each operation with a domain, besides the events of the Tracer.
 
     `lap` is the number of updates so far; before the first call of a module it is -1.
@@ -186,7 +186,7 @@ class Recorder(Tracer):
                 self._operators[func] = info, name
             info, name = self._operators[func]
             given = {id(t): self.reach(t) for t in tensors_in([*args, *kwargs.values()])}
-            call = Call(info, name, args, kwargs, given)
+            call = RecordedCall(info, name, args, kwargs, given)
             use = self._use(call) if self.lap >= 0 else None
         except Exception as error:
             self._safely.note(error)
@@ -198,7 +198,7 @@ class Recorder(Tracer):
             self._safely.note(error)
         return out
 
-    def _use(self, call: Call) -> Use | None:
+    def _use(self, call: RecordedCall) -> Use | None:
         name, args = call.name, call.args
         is_layer = name in _LAYERS and any(reach.is_raw for reach in call.reaches())
         if name not in _RECORDED and not is_layer:
@@ -224,7 +224,7 @@ class Recorder(Tracer):
             facts=measure("layer" if is_layer else name, args),
         )
 
-    def _note(self, call: Call, out: Any, use: Use | None) -> None:
+    def _note(self, call: RecordedCall, out: Any, use: Use | None) -> None:
         """What is known after the operation ran."""
         info = call.info
         if call.name == "_local_scalar_dense":
@@ -260,7 +260,7 @@ class Recorder(Tracer):
             if site is not None and site.place is not None:
                 self.twice.setdefault(site.place, site)
 
-    def _note_half(self, call: Call, out: Tensor) -> None:
+    def _note_half(self, call: RecordedCall, out: Tensor) -> None:
         """Keep the largest finite size of a line, or else a constant that is Inf in float16."""
         site = self._site()
         if site.place is None:
@@ -285,7 +285,7 @@ class Recorder(Tracer):
             loop.sizes.append(float(out.detach().abs().double().square().mean().sqrt()))
 
 
-def _constant(call: Call) -> float | None:
+def _constant(call: RecordedCall) -> float | None:
     """A finite number in the program that is Inf in float16."""
     for number in (*call.args, *call.kwargs.values()):
         if isinstance(number, (int, float)) and math.isfinite(number) and abs(number) > HIGHEST:
@@ -335,7 +335,7 @@ class Ledger:
     def allocated(self, out: Tensor) -> None:
         self._known.put(out, Reach(unwritten=True, op="empty"))
 
-    def made(self, call: Call, out: Tensor, *, in_step: bool) -> Reach:
+    def made(self, call: RecordedCall, out: Tensor, *, in_step: bool) -> Reach:
         """Enter one output of an operation."""
         info, name, args, kwargs, given = call
         if name == "copy":
@@ -344,7 +344,7 @@ class Ledger:
         most = max((tensor.numel() for tensor in tensors), default=1)
         args, kwargs = tree_map_only(Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
         per_output = max(1, most // max(1, out.numel()))
-        operation = Operation(name, args, kwargs, out.dtype, per_output)
+        operation = Computation(name, args, kwargs, out.dtype, per_output)
         parents = tuple(dict.fromkeys(operation.reaches()))
         reach = reach_of_output(operation, parents, out)
         if info.written and not covers_storage(out):
@@ -386,7 +386,7 @@ def _mark_read(reach: Reach, tensor: Tensor) -> None:
         reach.read = True
 
 
-def _count(call: Call, out: Tensor, reach: Reach) -> None:
+def _count(call: RecordedCall, out: Tensor, reach: Reach) -> None:
     """Note how likely it is that a sum of a mask is 0, or a selection by one is empty."""
     name, args = call.name, call.args
     if name == "sum" and out.numel() == 1 and not reach.learned and _is_mask(args[0]):

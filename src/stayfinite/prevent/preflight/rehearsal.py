@@ -29,10 +29,10 @@ from stayfinite.locate.provenance import Site
 from stayfinite.locate.source import Place, user_place
 from stayfinite.prevent.data.check import batch_risks
 from stayfinite.prevent.preflight.bounds import Reach
-from stayfinite.prevent.preflight.claims import Scene
 from stayfinite.prevent.preflight.operator_checks import line_risks
+from stayfinite.prevent.preflight.places import Places
 from stayfinite.prevent.preflight.probe import ModuleCall, ignore_hooks
-from stayfinite.prevent.preflight.range_tracer import Recorder
+from stayfinite.prevent.preflight.range_tracer import RangeTracer
 from stayfinite.prevent.preflight.training_checks import (
     Clip,
     FirstLosses,
@@ -65,8 +65,8 @@ class Rehearsal:
         on_new: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self._on_new = on_new
-        self.recorder = Recorder(on_enter=self.entered)
-        self.scene = Scene(folder, outside=outside)
+        self.recorder = RangeTracer(on_enter=self.entered)
+        self.places = Places(folder, outside=outside)
         self.scaling = Scaling()
         self.modules: list[nn.Module] = []
         self.is_finite = True
@@ -104,7 +104,7 @@ class Rehearsal:
             single = [root for root in plain if root.numel() == 1 and not root.is_complex()]
             sizes = [float(root.detach()) for root in single]
         self._roots += reaches
-        scaling, line = self.scaling, self.scene.line(Site(place))
+        scaling, line = self.scaling, self.places.line(Site(place))
         scaling.backward_at = scaling.backward_at or line
         scaling.scales_itself |= any(reach.op == "mul" for reach in reaches)
         seen = self._losses.setdefault(line, FirstLosses())
@@ -130,7 +130,7 @@ class Rehearsal:
             self._roots += [self.recorder.reach(grad) for grad in grads]
             if self.scaling.scale is None:  # else an overflow is what the scaler is there for
                 self._note_bad("A gradient", grads)
-            found = optimizer_risks(optimizer, self.scene.line(Site(place)), is_scaled=is_scaled)
+            found = optimizer_risks(optimizer, self.places.line(Site(place)), is_scaled=is_scaled)
         self._risks += found
         self.is_finite &= all(risk.level != "high" for risk in found)
 
@@ -145,14 +145,14 @@ class Rehearsal:
         if bad and self.is_finite:
             self.is_finite = False
             events = self.recorder.events_of(bad)
-            self._risks.append(present_risk(what, events, self.scene))
+            self._risks.append(present_risk(what, events, self.places))
 
     def risks(self) -> list[Risk]:
         """All of them, the worst first."""
         self.scaling.uses_half = self.recorder.trains_in_half
         found = [
-            *line_risks(self.recorder.uses, self._roots, self.scene),
-            *other_line_risks(self.recorder, self.scene),
+            *line_risks(self.recorder.uses, self._roots, self.places),
+            *other_line_risks(self.recorder, self.places),
             *scaling_risks(self.scaling),
             *rising_risks(self._losses),
             *self._risks,
@@ -237,7 +237,7 @@ class ScriptRehearsal:
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         if self.rehearsal.is_finite and is_alone:
             for call in self.rehearsal.calls[:_MOST_PROBED]:
-                edges += call.probe(self.rehearsal.scene)
+                edges += call.probe(self.rehearsal.places)
         return ranked(said_once(proven(found, edges)))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
@@ -290,7 +290,7 @@ class ScriptRehearsal:
         scaling = self.rehearsal.scaling
         with self.rehearsal.recorder.paused():
             size = float(norm)
-        where = self.rehearsal.scene.line(Site(user_place(sys._getframe(1))))
+        where = self.rehearsal.places.line(Site(user_place(sys._getframe(1))))
         is_scaled = scaling.scale not in (None, 1.0) and not self._unscaled
         clip = Clip(where=where, max_norm=max_norm, norm=size, is_scaled=is_scaled)
         scaling.clips.append(clip)

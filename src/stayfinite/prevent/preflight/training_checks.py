@@ -19,8 +19,8 @@ from stayfinite.explain.rules import diagnose
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.provenance import Event
 from stayfinite.prevent.init import InitProblem, check_init
-from stayfinite.prevent.preflight.claims import NOWHERE, Evidence, Scene, risk_of
-from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, Recorder, is_handled
+from stayfinite.prevent.preflight.places import NOWHERE, Evidence, Places, risk_of
+from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, RangeTracer, is_handled
 from stayfinite.prevent.risks import Level, Risk
 from stayfinite.records import NaNType
 
@@ -36,20 +36,20 @@ _SMALL_EPS = 1e-7
 _NAMED = 3
 
 
-def present_risk(what: str, events: Iterable[Event], scene: Scene) -> Risk:
+def present_risk(what: str, events: Iterable[Event], places: Places) -> Risk:
     """Something is not finite in the first steps; where it began, and why."""
-    found = origin_of(events, folder=scene.folder)
+    found = origin_of(events, folder=places.folder)
     said = f"{what} is not finite in the first steps"
     if found is None:
         fix = "Run the script under `stayfinite run`, which finds where it begins."
         return risk_of("high", "unknown", f"{said}.", NOWHERE, fix=fix, score=2.0)
     origin = found[0]
     why = diagnose(origin, Context())
-    said, where = f"{said}: {why.why}", scene.line_of(origin)
+    said, where = f"{said}: {why.why}", places.line_of(origin)
     return risk_of("high", why.cause, said, where, fix=why.fix, score=2.0)
 
 
-def other_line_risks(recorder: Recorder, scene: Scene) -> list[Risk]:
+def other_line_risks(recorder: RangeTracer, places: Places) -> list[Risk]:
     """Of everything that was recorded besides single operations."""
     risks = [(half.site, _half_risk(half)) for half in recorder.halves.values()]
     for event, reach in recorder.births:
@@ -78,7 +78,7 @@ def other_line_risks(recorder: Recorder, scene: Scene) -> list[Risk]:
             "vector that is 0 / 0, though the gradient itself is not."
         )
         risks.append((site, risk_of("medium", "norm_grad_at_zero", what)))
-    return [scene.place(risk, site) for site, risk in risks if risk is not None]
+    return [places.locate(risk, site) for site, risk in risks if risk is not None]
 
 
 def _half_risk(half: HalfRange) -> Risk | None:

@@ -76,7 +76,7 @@ def name_of(reach: Reach) -> str:
 NOWHERE = "the first step"
 
 
-class Scene:
+class Places:
     """Where things are: names of modules and lines, looked up once.
 
     `outside` is the place from which all is called, which is no answer to where.
@@ -115,7 +115,7 @@ class Scene:
             else (origin.module or origin.root or NOWHERE)
         )
 
-    def place(self, risk: Risk, site: Site) -> Risk:
+    def locate(self, risk: Risk, site: Site) -> Risk:
         """The risk with its place."""
         where, module, code = self._where(site)
         named = {key: value for key, value in (("module", module), ("code", code)) if value}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
+from stayfinite.budget import Budget
 from stayfinite.causes import cause_of
 from stayfinite.explain.proof import is_seen_in_values
 from stayfinite.records import REPEATED, Diagnosis, NaNType, Origin
@@ -172,8 +173,8 @@ class Lab:
         self.replays = replays
         self.count = 0
         self.doing = ""
-        self._progress, self._clock = progress, clock
-        self._end = clock() + seconds
+        self._progress = progress
+        self._budget = Budget(seconds, clock)
         self._longest = 0.0
         self._known: dict[Change, Seen | Exception] = {}
 
@@ -208,8 +209,8 @@ class Lab:
             return False
 
     def _run(self, change: Change) -> Seen | Exception:
-        begun = self._clock()
-        if begun + self._longest > self._end:
+        left = self._budget.left
+        if self._longest > left:
             raise OutOfTimeError
         if self._progress is not None:
             self._progress(self.doing, self.count)
@@ -221,7 +222,7 @@ class Lab:
         except Exception as error:  # the user's own: a batch of one that a layer refuses, say
             return CannotReplayError(f"the step raised {type(error).__name__}")
         finally:
-            self._longest = max(self._longest, self._clock() - begun)
+            self._longest = max(self._longest, left - self._budget.left)
 
 
 def repeated(lab: Lab) -> Finding:

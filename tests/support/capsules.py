@@ -87,7 +87,7 @@ def sealed_text(text: str, entries: list[tuple[str, Any]], data: bytes) -> bytes
 def _stamp(entry: Any, data: bytes) -> bytes:
     start, stop = entry["data_offsets"] if isinstance(entry, dict) else (0, 0)
     content = np.frombuffer(data[start:stop], dtype=np.uint8).copy()
-    return Stamp(digest=digest(content), tally=Tally()).packed()
+    return Stamp(digest(content), Tally()).packed()
 
 
 def with_contents(content: bytes, change: Any) -> bytes:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from stayfinite.checkpoint.fit import Fit, as_named_by, fit, is_narrower, name_of
 from stayfinite.checkpoint.modules import (
     Members,
+    named_owners,
     parameter_names,
     place_tensors,
     places,
@@ -66,11 +67,11 @@ def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = 
     ):
         if not isinstance(average, nn.Module):
             judged.other_averages.append((average, state))
-        elif isinstance(state, ModuleRecord):
+            continue
+        if isinstance(state, dict) and all(isinstance(item, Held) for item in state.values()):
+            state = ModuleRecord(tensors=state)
+        if isinstance(state, ModuleRecord):
             judged.fits.append((average, fit(state, average, part, rules)))
-        elif isinstance(state, dict) and all(isinstance(item, Held) for item in state.values()):
-            record = ModuleRecord(tensors=state)
-            judged.fits.append((average, fit(record, average, part, rules)))
         else:
             message = "is no state of a module, and shall be loaded into one."
             judged.problems.append(error("missing", part, message))
@@ -297,10 +298,10 @@ def forward_problems(model: nn.Module, fit: Fit, batch: Any) -> Iterator[Problem
 
 def _loaded_copy(model: nn.Module, fit: Fit) -> nn.Module:
     other = copy.deepcopy(model)
-    own = places(other)
+    own, owners = places(other), dict(named_owners(other))
     moves = []
     for place, held in fit.moves:
-        there = own.get(place.name) or slot_for(other, place.name)
+        there = own.get(place.name) or slot_for(owners, place.name)
         assert there is not None
         moves.append((there, replace(held, is_private=False)))  # its values are still needed
     place_tensors([], moves, other)

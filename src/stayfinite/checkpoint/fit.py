@@ -14,7 +14,7 @@ from stayfinite.checkpoint.format import tally
 from stayfinite.checkpoint.modules import (
     Place,
     canonical,
-    is_derived_name,
+    is_derived,
     joined,
     named_owners,
     places,
@@ -42,15 +42,15 @@ class Fit:
 
 def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
     """Every tensor of the record with its place in the model, and all that does not fit."""
-    own = places(model)
+    own, owners = places(model), dict(named_owners(model))
     record = as_named_by(model, record, rules.ignore)
     found = Fit(extra_states=record.extra_states)
     for name, held in record.tensors.items():
-        place = own.get(name) or slot_for(model, name)
+        place = own.get(name) or slot_for(owners, name)
         if place is not None:
             found.problems += _misfits(place, held, f"{part}.{name}")
             found.moves.append((place, held))
-        elif not is_derived_name(model, name):
+        elif not _is_derived_name(owners, name):
             message = (
                 "has no place in the model: no parameter, buffer or tensor attribute has this name."
             )
@@ -68,6 +68,12 @@ def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
     )
     found.problems += _other_problems(record, model, part, strict=rules.strict)
     return found
+
+
+def _is_derived_name(owners: Mapping[str, nn.Module], name: str) -> bool:
+    above, _, attribute = name.rpartition(".")
+    owner = owners.get(above)
+    return owner is not None and attribute in vars(owner) and is_derived(owner, attribute)
 
 
 def as_named_by(model: nn.Module, record: ModuleRecord, ignore: Sequence[str] = ()) -> ModuleRecord:

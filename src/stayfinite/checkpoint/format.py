@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,14 +89,6 @@ def build(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Header:
     return parse(raw, len(raw) + offset)
 
 
-def header_length(prefix: bytes, size: int) -> int:
-    """The length of the JSON that follows the first 8 bytes of a file of this size."""
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or not 2 <= length <= min(LONGEST_HEADER, size - 8):
-        raise CheckpointError("it has no safetensors header, or was cut off.")
-    return length
-
-
 def parse(raw: bytes, size: int) -> Header:
     """The header in these bytes, of a file of this size; CheckpointError where it is not sound."""
     try:
@@ -175,8 +167,7 @@ SEAL = "stayfinite.seal"
 _STAMP = struct.Struct("<16sddQ")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What the seal says of one tensor."""
 
     digest: bytes
@@ -186,13 +177,6 @@ class Stamp:
         kinds = (self.tally.has_nan, self.tally.has_pos_inf, self.tally.has_neg_inf)
         bits = sum(is_there << bit for bit, is_there in enumerate(kinds))
         return _STAMP.pack(self.digest, self.tally.low, self.tally.high, bits)
-
-    @classmethod
-    def unpacked(cls, content: tuple[Any, ...]) -> Self:
-        digest, low, high, bits = content
-        nan, pos_inf, neg_inf = (bool(bits >> bit & 1) for bit in range(3))
-        tally = Tally(low=low, high=high, has_nan=nan, has_pos_inf=pos_inf, has_neg_inf=neg_inf)
-        return cls(digest=digest, tally=tally)
 
 
 def seal_of(raw: bytes, stamps: bytes) -> bytes:
@@ -214,17 +198,28 @@ def sealed_pieces(
         for piece in pieces_of(bytes_of(tensors[entry.name]).numpy()):
             digests.append(xxh3_128_digest(piece.data))
             yield piece.data
-        stamps.append(Stamp(digest=joint_digest(digests), tally=tallies[entry.name]).packed())
+        stamps.append(Stamp(joint_digest(digests), tallies[entry.name]).packed())
     yield memoryview(seal_of(header.raw, b"".join(stamps)))
 
 
-def is_sealed(header: Header, tail: bytes) -> bool:
-    """Whether the file is one of ours; any one of its marks says so, since one may be damaged."""
+Read = Callable[[int, int], bytes]
+"""Gives the bytes of a file from a first to before a last one."""
+
+
+def read_header(read: Read, size: int) -> tuple[Header, bool]:
+    """The header of a file of this size, unverified, and whether the file is one of ours."""
+    prefix = read(0, min(8, size))
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= length <= min(LONGEST_HEADER, size - 8):
+        raise CheckpointError("it has no safetensors header, or was cut off.")
+    header = parse(read(0, 8 + length), size)
     names = {entry.name for entry in header.entries}
-    return "stayfinite" in header.metadata or SEAL in names or tail == MARK
+    tail = read(max(0, size - len(MARK)), size)
+    # Any one of the marks says so, since one may be damaged.
+    return header, "stayfinite" in header.metadata or SEAL in names or tail == MARK
 
 
-def stored_stamps(header: Header, read: Callable[[int, int], bytes]) -> list[Stamp]:
+def stored_stamps(header: Header, read: Read) -> list[Stamp]:
     """The stamps of the tensors before the seal; CheckpointError if header or seal changed."""
     version = header.metadata.get("stayfinite")
     last = header.entries[-1] if header.entries else None
@@ -244,7 +239,12 @@ def stored_stamps(header: Header, read: Callable[[int, int], bytes]) -> list[Sta
         )
     if not is_right:
         raise CheckpointError("its header or its checksums were damaged.")
-    return list(map(Stamp.unpacked, _STAMP.iter_unpack(stamps)))
+    found = []
+    for digest, low, high, bits in _STAMP.iter_unpack(stamps):
+        nan, pos_inf, neg_inf = (bool(bits >> bit & 1) for bit in range(3))
+        tally = Tally(low=low, high=high, has_nan=nan, has_pos_inf=pos_inf, has_neg_inf=neg_inf)
+        found.append(Stamp(digest, tally))
+    return found
 
 
 _DIRECT = {torch.float32, torch.float64, torch.float16, torch.bfloat16}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -196,29 +196,21 @@ def is_derived(owner: nn.Module, attribute: str) -> bool:
     return any(getattr(hook, "name", None) == attribute for hook in hooks)
 
 
-def slot_for(model: nn.Module, name: str) -> Place | None:
+def slot_for(owners: Mapping[str, nn.Module], name: str) -> Place | None:
     """An empty slot with this name: a buffer or an attribute that is None or has no elements."""
     above, _, attribute = name.rpartition(".")
-    owner = dict(named_owners(model)).get(above)
+    owner = owners.get(above)
     if owner is None:
         return None
-    kind: PlaceKind = "attribute"
-    if attribute in owner._buffers:
-        kind = _buffer_kind(owner, attribute)
-    elif attribute not in vars(owner) and not isinstance(
-        getattr(type(owner), attribute, None), Tensor
-    ):
+    is_buffer = attribute in owner._buffers
+    is_class_tensor = isinstance(getattr(type(owner), attribute, None), Tensor)
+    if not (is_buffer or attribute in vars(owner) or is_class_tensor):
         return None
     value = getattr(owner, attribute)
-    if value is None or (isinstance(value, Tensor) and not value.numel()):
-        return Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=None)
-    return None
-
-
-def is_derived_name(model: nn.Module, name: str) -> bool:
-    above, _, attribute = name.rpartition(".")
-    owner = dict(named_owners(model)).get(above)
-    return owner is not None and attribute in vars(owner) and is_derived(owner, attribute)
+    if value is not None and not (isinstance(value, Tensor) and not value.numel()):
+        return None
+    kind = _buffer_kind(owner, attribute) if is_buffer else "attribute"
+    return Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=None)
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -17,21 +17,18 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from stayfinite.checkpoint.format import (
-    MARK,
     PIECE,
     Bytes,
     Entry,
     Header,
     Tally,
-    header_length,
-    is_sealed,
     joint_digest,
-    parse,
+    read_header,
     stored_stamps,
     tally,
     together,
 )
-from stayfinite.checkpoint.problem import Problem
+from stayfinite.checkpoint.problem import Problem, error
 from stayfinite.checkpoint.values import Held
 from stayfinite.errors import CheckpointError
 
@@ -73,7 +70,7 @@ def read_safetensors(path: Path, reading: Reading) -> SafeFile:
     With nothing to keep this needs a few MiB of memory, however large the file is.
     """
     with opened(path) as file:
-        header, is_ours = _header(file)
+        header, is_ours = read_header(file.bytes, file.size)
         reading.progress(len(header.raw))
         if not is_ours:
             found = _tensors(file, header.entries, replace(reading, scan=True))
@@ -86,25 +83,15 @@ def read_safetensors(path: Path, reading: Reading) -> SafeFile:
         held[each.key] = replace(each, tally=stamp.tally)
         # Values that were not looked at, or are stored as bytes, say nothing.
         if each.digest != stamp.digest or each.tally not in (Tally(), stamp.tally):
-            message = (
-                "its bytes are not those that were saved; the checksum differs. "
-                "Load an older generation."
-            )
-            damaged.append(Problem(kind="damaged", key=each.key, message=message))
+            message = "its bytes are not those that were saved; the checksum differs. "
+            damaged.append(error("damaged", each.key, message + "Load an older generation."))
     return SafeFile(header=header, is_ours=True, held=held, problems=damaged)
 
 
 def header_of(path: Path) -> tuple[Header, bool]:
     """Only the header, unverified, and whether the file is ours."""
     with opened(path) as file:
-        return _header(file)
-
-
-def _header(file: OpenFile) -> tuple[Header, bool]:
-    size = file.size
-    length = header_length(file.bytes(0, min(8, size)), size)
-    header = parse(file.bytes(0, 8 + length), size)
-    return header, is_sealed(header, file.bytes(max(0, size - len(MARK)), size))
+        return read_header(file.bytes, file.size)
 
 
 class _Part(NamedTuple):
@@ -135,22 +122,20 @@ def _tensors(file: OpenFile, entries: Sequence[Entry], reading: Reading) -> list
             for (entry, _, stop, _), digest, values in seen:
                 digests.append(digest)
                 tallies.append(values)
-                if stop == entry.stop:
-                    data = kept.get(entry.name)
-                    held.append(
-                        Held(
-                            key=entry.name,
-                            dtype=entry.dtype,
-                            shape=entry.shape,
-                            tally=together(tallies),
-                            tensor=data
-                            if data is None
-                            else data.view(entry.dtype).reshape(entry.shape),
-                            digest=joint_digest(digests) if reading.digests else None,
-                            is_private=True,
-                        )
-                    )
-                    digests, tallies = [], []
+                if stop < entry.stop:
+                    continue
+                data = kept.get(entry.name)
+                each = Held(
+                    key=entry.name,
+                    dtype=entry.dtype,
+                    shape=entry.shape,
+                    tally=together(tallies),
+                    tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
+                    digest=joint_digest(digests) if reading.digests else None,
+                    is_private=True,
+                )
+                held.append(each)
+                digests, tallies = [], []
             reading.progress(sum(part.stop - part.start for part, _, _ in seen))
     return held
 
@@ -250,10 +235,10 @@ def one_line_errors(path: Path) -> Iterator[None]:
     """Anything that keeps a file from being read, as one CheckpointError."""
     try:
         yield
-    except CheckpointError as error:
-        if error.problems or str(error).startswith(str(path)):
+    except CheckpointError as failure:
+        if failure.problems or str(failure).startswith(str(path)):
             raise
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
+        raise CheckpointError(f"{path} cannot be used: {failure}") from failure
+    except OSError as failure:
+        reason = failure.strerror or failure
+        raise CheckpointError(f"{path} cannot be read: {reason}.") from failure

@@ -12,6 +12,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -346,10 +347,6 @@ def decode(node: Any, find: Find) -> Any:
         raise CheckpointError(f"the state holds a {tag} that means nothing.") from error
 
 
-def _pairs(node: Any, find: Find) -> list[tuple[Any, Any]]:
-    return [(decode(key, find), decode(item, find)) for key, item in node]
-
-
 def dtype_named(name: str) -> torch.dtype:
     found = vars(torch).get(name)  # asking torch itself may import half of it
     if not isinstance(found, torch.dtype):
@@ -357,27 +354,30 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
+def _number(node: Any, find: Find) -> Any:
+    kind = np.sctypeDict.get(node[0])  # np.dtype(name) warns of old names
+    if kind is None or np.dtype(kind).kind not in _KINDS:
+        raise ValueError(node[0])
+    return kind(decode(node[1], find))
+
+
+def _sequence(kind: type, node: Any, find: Find) -> Any:
+    return kind(decode(node, find))
+
+
+def _mapping(kind: type, node: Any, find: Find) -> Any:
+    return kind({decode(key, find): decode(item, find) for key, item in node})
+
+
 _DECODERS: dict[str, Callable[[Any, Find], Any]] = {
     "$float": lambda node, find: _NUMBERS[node],
     "$tensor": lambda node, find: find(node),
     "$array": lambda node, find: replace(find(node), is_array=True),
-    "$number": lambda node, find: _number(node[0], node[1], find),
+    "$number": _number,
     "$complex": lambda node, find: complex(*decode(node, find)),
     "$bytes": lambda node, find: base64.b64decode(node, validate=True),
-    "$tuple": lambda node, find: tuple(decode(node, find)),
-    "$set": lambda node, find: set(decode(node, find)),
-    "$frozenset": lambda node, find: frozenset(decode(node, find)),
-    "$size": lambda node, find: torch.Size(decode(node, find)),
-    "$dict": lambda node, find: dict(_pairs(node, find)),
-    "$ordered": lambda node, find: OrderedDict(_pairs(node, find)),
-    "$counter": lambda node, find: Counter(dict(_pairs(node, find))),
     "$dtype": lambda node, find: dtype_named(node),
     "$device": lambda node, find: torch.device(node),
+    **{tag: partial(_sequence, kind) for kind, tag in _SEQUENCES.items()},
+    **{tag: partial(_mapping, kind) for kind, tag in _MAPPINGS.items()},
 }
-
-
-def _number(name: str, value: Any, find: Find) -> Any:
-    kind = np.sctypeDict.get(name)  # np.dtype(name) warns of old names
-    if kind is None or np.dtype(kind).kind not in _KINDS:
-        raise ValueError(name)
-    return kind(decode(value, find))

@@ -58,8 +58,8 @@ def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
                 message += (
                     f' It was a plain attribute; if nothing needs it, pass ignore=["{name}"].'
                 )
-            told = error if rules.strict else warning
-            found.problems.append(told("unexpected", f"{part}.{name}", message))
+            problem = error if rules.strict else warning
+            found.problems.append(problem("unexpected", f"{part}.{name}", message))
     found.problems += _dtype_problems(found.moves, part)
     found.problems += _conflicts(found.moves, part)
     missing = [p for p in _uncovered(own, record.tensors) if not matches(p.name, rules.ignore)]
@@ -149,7 +149,7 @@ def _other_problems(
     record: ModuleRecord, model: nn.Module, part: str, *, strict: bool
 ) -> Iterator[Problem]:
     """What is no tensor: states that modules set themselves, and what has no place at all."""
-    told = error if strict else warning
+    problem = error if strict else warning
     takers = {
         name
         for name, module in named_owners(model)
@@ -160,10 +160,10 @@ def _other_problems(
             key = f"{part}.{joined(name, '_extra_state')}"
             yield error("unexpected", key, "has no place in the model: no set_extra_state() there.")
     for name in takers - set(record.extra_states):
-        yield told("missing", f"{part}.{joined(name, '_extra_state')}", "is not in the file.")
+        yield problem("missing", f"{part}.{joined(name, '_extra_state')}", "is not in the file.")
     for name in record.others:
         message = "is no tensor, so it has no place in the model."
-        yield told("unexpected", f"{part}.{name}", message)
+        yield problem("unexpected", f"{part}.{name}", message)
 
 
 def _missing_problems(

@@ -13,7 +13,7 @@ from stayfinite.checkpoint.checks import judge
 from stayfinite.checkpoint.fit import is_narrower, name_of
 from stayfinite.checkpoint.folder import age, checkpoints_in, generations
 from stayfinite.checkpoint.foreign import is_torch_file, read_torch, shards_of
-from stayfinite.checkpoint.load import open_checkpoint
+from stayfinite.checkpoint.load import examine, open_checkpoint
 from stayfinite.checkpoint.modules import Members, gather
 from stayfinite.checkpoint.problem import (
     Problem,
@@ -79,15 +79,16 @@ def check(
     """Stream through the file, and through the other one that it is compared with."""
     members = gather(model=model, optimizer=optimizer)
     reading = Reading(digests=against is not None or bool(members.models), progress=progress)
-    try:
-        contents, found = open_checkpoint(path, reading)
-        other = None if against is None else open_checkpoint(against, reading)[0]
-    except CheckpointError as failure:
-        return Check(path=path, problems=(error("unreadable", "file", str(failure)),))
-    found = [*found, *judge(contents, members, Rules()).problems]
-    comparison = None if other is None else compare(contents, other)
-    if comparison is not None:
-        found += comparison.problems
+    contents, problems = examine(path, reading, members, Rules())
+    if contents is None:
+        return Check(path=path, problems=tuple(problems))
+    comparison = None
+    if against is not None:
+        try:
+            comparison = compare(contents, open_checkpoint(against, reading)[0])
+        except CheckpointError as failure:
+            return Check(path=path, problems=(error("unreadable", "file", str(failure)),))
+        problems += comparison.problems
     parts = [
         Part(
             name=name,
@@ -103,7 +104,7 @@ def check(
         layout=contents.layout,
         step=contents.step,
         parts=tuple(parts),
-        problems=tuple(sorted_problems(found)),
+        problems=tuple(sorted_problems(problems)),
         comparison=comparison,
     )
 
@@ -139,12 +140,8 @@ def compare(contents: Contents, other: Contents) -> Comparison:
     both = [key for key in ours if key in theirs]
     changed = tuple(key for key in both if not is_same(ours[key], theirs[key]))
     problems = [
-        *(error("missing", key, "is only in the other one.") for key in theirs if key not in ours),
-        *(
-            error("unexpected", key, "is not in the other one.")
-            for key in ours
-            if key not in theirs
-        ),
+        *(error("missing", k, "is only in the other one.") for k in theirs if k not in ours),
+        *(error("unexpected", k, "is not in the other one.") for k in ours if k not in theirs),
     ]
     for key in both:
         problems += _differences(key, ours[key], theirs[key])
@@ -208,12 +205,8 @@ def latest_good(
     members = gather(model=model)
     rules = Rules(ignore=ignore, nonfinite_ok=nonfinite_ok)
     for path in sorted(candidates, key=age, reverse=True):
-        try:
-            contents, damage = open_checkpoint(path, Reading())
-        except CheckpointError:
-            continue
-        judged = judge(contents, members, rules)
-        if contents.models and not errors_in([*damage, *judged.problems]):
+        contents, problems = examine(path, Reading(), members, rules)
+        if contents is not None and contents.models and not errors_in(problems):
             return path
     return None
 
@@ -251,7 +244,7 @@ def first_bad_checkpoint(
     judged = is_bad if is_bad is not None else has_bad_value
     if not paths or not judged(paths[-1]):
         return None
-    return paths[bisect_left(range(len(paths) - 1), True, key=lambda at: judged(paths[at]))]
+    return paths[bisect_left(range(len(paths) - 1), True, key=lambda at: bool(judged(paths[at])))]
 
 
 def has_bad_value(path: Path) -> bool:

@@ -232,13 +232,20 @@ def validate_checkpoint(
     members = gather(model=model, optimizer=optimizer)
     keep = None if forward is None else _wanted(members)
     reading = Reading(keep=keep, digests=bool(members.models), progress=progress)
-    try:
-        contents, damage = open_checkpoint(Path(path), reading)
-    except CheckpointError as failure:
-        return [error("unreadable", "file", str(failure))]
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
+    return examine(Path(path), reading, members, rules, forward=forward)[1]
+
+
+def examine(
+    path: Path, reading: Reading, members: Members, rules: Rules, *, forward: Any = None
+) -> tuple[Contents | None, list[Problem]]:
+    """What a checkpoint holds, or None if it cannot be read, and all that is wrong with it."""
+    try:
+        contents, damage = open_checkpoint(path, reading)
+    except CheckpointError as failure:
+        return None, [error("unreadable", "file", str(failure))]
     judged = judge(contents, members, rules, forward=None if damage else forward)
-    return sorted_problems([*damage, *judged.problems])
+    return contents, sorted_problems([*damage, *judged.problems])
 
 
 def _wanted(members: Members) -> Callable[[str], bool]:
@@ -334,9 +341,8 @@ def _open_shards(index: Path, reading: Reading) -> Opened:
             if name in found:
                 tensors[name] = found[name]
             else:
-                problems.append(
-                    error("missing", name, f"is not in {shard.name}, as the index says.")
-                )
+                message = f"is not in {shard.name}, as the index says."
+                problems.append(error("missing", name, message))
     return Contents(layout="huggingface", models=(module_record(tensors),)), problems
 
 

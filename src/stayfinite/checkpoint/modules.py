@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stayfinite.checkpoint.values import Held, PlaceKind, with_tensors
+from stayfinite.checkpoint.values import ByPart, Held, PlaceKind, with_tensors
 from stayfinite.errors import InputError
 from stayfinite.training import params_of
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Members:
+class Members(ByPart):
     """The members of a training job."""
 
     models: tuple[nn.Module, ...] = ()
@@ -38,16 +38,6 @@ class Members:
     schedulers: tuple[Any, ...] = ()
     scaler: Any = None
     averages: tuple[Any, ...] = ()
-
-    @property
-    def parts(self) -> dict[str, tuple[Any, ...]]:
-        return {
-            "model": self.models,
-            "optimizer": self.optimizers,
-            "scheduler": self.schedulers,
-            "scaler": () if self.scaler is None else (self.scaler,),
-            "ema": self.averages,
-        }
 
 
 def gather(

@@ -51,8 +51,28 @@ class OptimizerRecord:
     names: tuple[str | None, ...] | None = None
 
 
+class ByPart:
+    """What a checkpoint, or a training, has of each kind."""
+
+    models: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
+    scaler: Any
+    averages: tuple[Any, ...]
+
+    @property
+    def parts(self) -> dict[str, tuple[Any, ...]]:
+        return {
+            "model": self.models,
+            "optimizer": self.optimizers,
+            "scheduler": self.schedulers,
+            "scaler": () if self.scaler is None else (self.scaler,),
+            "ema": self.averages,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
-class Contents:
+class Contents(ByPart):
     """Everything in a checkpoint. An average is a record when a module made it, else a tree."""
 
     layout: Layout
@@ -66,16 +86,6 @@ class Contents:
     step: int | None = None
     saved_at: float | None = None
     nonfinite_ok: tuple[str, ...] = ()
-
-    @property
-    def parts(self) -> dict[str, tuple[Any, ...]]:
-        return {
-            "model": self.models,
-            "optimizer": self.optimizers,
-            "scheduler": self.schedulers,
-            "scaler": () if self.scaler is None else (self.scaler,),
-            "ema": self.averages,
-        }
 
 
 Item = TypeVar("Item")

@@ -47,20 +47,17 @@ class Judged:
 
 def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = None) -> Judged:
     """Check the contents in themselves, and against everyone who shall get them."""
-    known = contents
-    if len(contents.models) == len(members.models):
-        pairs = zip(members.models, contents.models, strict=True)
-        named = (as_named_by(model, record, rules.ignore) for model, record in pairs)
-        known = replace(contents, models=tuple(named))
+    pairs = zip(members.models, contents.models, strict=False)
+    named = tuple(as_named_by(model, record, rules.ignore) for model, record in pairs)
+    is_known = len(contents.models) == len(members.models)
+    known = replace(contents, models=named) if is_known else contents
     judged = Judged(problems=list(own_problems(known, nonfinite_ok=rules.nonfinite_ok)))
     for part, asked in members.parts.items():
         there = len(contents.parts[part])
         if asked and there != len(asked):
             message = f"the file has {there or 'none'}, and {len(asked)} shall be loaded."
             judged.problems.append(error("missing", part, message))
-    for (part, model), record in zip(
-        named_parts("model", members.models), contents.models, strict=False
-    ):
+    for (part, model), record in zip(named_parts("model", members.models), named, strict=False):
         judged.fits.append((model, fit(record, model, part, rules)))
     for (part, average), state in zip(
         named_parts("ema", members.averages), contents.averages, strict=False
@@ -71,7 +68,8 @@ def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = 
         if isinstance(state, dict) and all(isinstance(item, Held) for item in state.values()):
             state = ModuleRecord(tensors=state)
         if isinstance(state, ModuleRecord):
-            judged.fits.append((average, fit(state, average, part, rules)))
+            record = as_named_by(average, state, rules.ignore)
+            judged.fits.append((average, fit(record, average, part, rules)))
         else:
             message = "is no state of a module, and shall be loaded into one."
             judged.problems.append(error("missing", part, message))

@@ -41,9 +41,8 @@ class Fit:
 
 
 def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
-    """Every tensor of the record with its place in the model, and all that does not fit."""
+    """Every tensor of a record with the model's names with its place, and all that does not fit."""
     own, owners = places(model), dict(named_owners(model))
-    record = as_named_by(model, record, rules.ignore)
     found = Fit(extra_states=record.extra_states)
     for name, held in record.tensors.items():
         place = own.get(name) or slot_for(owners, name)

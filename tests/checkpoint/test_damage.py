@@ -11,7 +11,7 @@ import torch
 from checkpoints import IS_PROOF, Job
 from xxhash import xxh3_128
 
-from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
+from stayfinite.checkpoint import load_checkpoint, save_checkpoint, stream, validate_checkpoint
 from stayfinite.checkpoint.format import digest
 from stayfinite.errors import CheckpointError
 
@@ -114,6 +114,22 @@ def test_damaged_tensor_is_named(tmp_path: Path, job: Job, good: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"model\.first\.bias: its bytes are not those") as e:
         load_checkpoint(path, model=job.model)
     assert [problem.key for problem in e.value.problems] == ["model.first.bias"]
+
+
+def test_threads_read_the_same_and_name_the_same_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_WORTH_THREADS", 0)
+    model = torch.nn.Sequential(torch.nn.Linear(1100, 1000), torch.nn.Linear(1000, 1100))
+    path = save_checkpoint(tmp_path / "a.ckpt", model=model)
+    assert path is not None
+    loaded = load_checkpoint(path).state["model"]
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    data = bytearray(path.read_bytes())
+    at = data.index(model[1].weight.detach().numpy().tobytes())
+    data[at + model[1].weight.nbytes - 1] ^= 1  # in its second piece
+    path.write_bytes(data)
+    assert [problem.key for problem in validate_checkpoint(path)] == ["model.1.weight"]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".index.json")
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints in the folder, oldest first; not those in folders that are none."""
-    paths = [each for each in folder.iterdir() if not _is_temporary(each)]
+    # One that is being written, or was when its writer was killed, is none.
+    paths = [path for path in folder.iterdir() if not path.match(f".*{_TEMPORARY}")]
     parts: set[Path] = set()
     for path in paths:
         if path.name.endswith(".index.json"):
@@ -138,7 +139,7 @@ try:
 except ImportError:  # Windows has no such locks; only the tidying up is lost
     fcntl = None  # type: ignore[assignment]
 
-_ENDING = ".saving"
+_TEMPORARY = ".saving"
 
 
 @contextlib.contextmanager
@@ -152,7 +153,7 @@ def written_beside(
     Within the block it can be renamed; whatever goes wrong, it is removed again. Its descriptor
     stays open and locked all the time, which tells other writers that it is no orphan.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     with locked_folder(path.parent):
         _remove_orphans(path)
@@ -178,10 +179,6 @@ def written_beside(
             os.close(descriptor)
 
 
-def _is_temporary(path: Path) -> bool:
-    return path.name.startswith(".") and path.name.endswith(_ENDING)
-
-
 def _keep_mode(descriptor: int, path: Path) -> None:
     """A file that is replaced gives its mode and, where we may, its owner to the new one."""
     try:
@@ -199,7 +196,7 @@ def _remove_orphans(path: Path) -> None:
     """Delete what killed processes left of this path; a living writer holds a lock on its file."""
     if fcntl is None:
         return
-    for orphan in path.parent.glob(f".{glob.escape(path.name)}.????????{_ENDING}"):
+    for orphan in path.parent.glob(f".{glob.escape(path.name)}.????????{_TEMPORARY}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(orphan, os.O_RDONLY)
             try:

@@ -22,7 +22,7 @@ from stayfinite.capsule import limits
 from stayfinite.capsule.contents import Birth, Capsule, Operation, SourceFile, State, is_safe
 from stayfinite.checkpoint.checks import judge
 from stayfinite.checkpoint.format import bytes_of, digest
-from stayfinite.checkpoint.modules import Members, Placing, canonical
+from stayfinite.checkpoint.modules import Members, canonical, put_in_place
 from stayfinite.checkpoint.problem import Rules, errors_in, refusal
 from stayfinite.checkpoint.save import collect
 from stayfinite.checkpoint.values import encode, hold, own_contents, part_name
@@ -165,8 +165,7 @@ def put_state(state: State, members: Members) -> None:
         judged = judge(known, members, Rules(nonfinite_ok=("*",)), forward=None)
         if errors_in(judged.problems):
             raise refusal("the model is another one than that of the capsule", judged.problems)
-        with Placing() as placing:
-            placing.parts(known, members, judged)
+        put_in_place(known, members, judged)
     except CheckpointError as error:
         raise CapsuleError(str(error)) from error
 

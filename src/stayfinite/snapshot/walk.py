@@ -113,8 +113,6 @@ PARTS = (
     *("scheduler", "scaler", "ema", "random", "loader"),
 )
 """What the state of training is made of; the first part that reaches a thing owns it."""
-STRUCTURE = "structure"
-"""The part of what is never put back, only watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class Census:
     def value(self, value: Any, name: str, part: str, enter: Enter = enter_nothing) -> None:
         """Plain state of any kind; `enter` looks into objects that are not."""
         kind = kind_of(value)
-        if kind is Kind.CONSTANT:
+        if kind is Kind.CONSTANT or (kind is Kind.TUPLE and CONSTANTS.issuperset(map(type, value))):
             return
         if kind is Kind.OTHER:
             enter(self, value, name, part)
@@ -219,8 +217,6 @@ def add_modules(
     for name, param in params:
         census.tensor(param, f"{prefix}parameters.{name}", part or "parameters")
     for name, module in named:
-        # Never put back, only watched: who has other children must be walked again.
-        census.cells.append(DictCell(module._modules, f"{prefix}modules.{name}", STRUCTURE))
         census.cells.append(
             DictCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
         )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from stayfinite.causes import CAUSES
 from stayfinite.records import Incident
@@ -348,9 +347,6 @@ def _good(series: Series, column: str) -> list[float]:
     return [value for value, bad in rows if value is not None and not bad and math.isfinite(value)]
 
 
-_KEPT = 1000  # values of good steps
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
     """What was done about one bad step.
@@ -377,18 +373,3 @@ class Recovery:
     lr: float | None = None
     scale: float | None = None
     dtype: str | None = None
-
-
-class Observed:
-    """Finite values of the last good steps; tensors are read only when they are asked for."""
-
-    def __init__(self) -> None:
-        self._values: deque[Any] = deque(maxlen=_KEPT)
-
-    def add(self, value: Any) -> None:
-        # A loss must not keep its graph alive.
-        self._values.append(value.detach() if hasattr(value, "detach") else value)
-
-    def values(self) -> list[float]:
-        """Oldest first."""
-        return [number for number in map(float, self._values) if math.isfinite(number)]

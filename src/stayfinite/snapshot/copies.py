@@ -174,33 +174,20 @@ class _Named:
         self.value, self.name, self.part = value, name, part
 
 
-class DictCell(_Named):
-    def content(self) -> dict[Any, Any]:
-        return dict(self.value)
+class BoxCell(_Named):
+    """A dict, list, deque or set, by what is in it."""
 
-    def put_back(self, content: dict[Any, Any]) -> None:
+    def __init__(self, value: Any, name: str, part: str) -> None:
+        super().__init__(value, name, part)
+        is_dict, is_set = isinstance(value, dict), isinstance(value, set)
+        self.content_type: type = dict if is_dict else set if is_set else list
+
+    def content(self) -> Any:
+        return self.content_type(self.value)
+
+    def put_back(self, content: Any) -> None:
         self.value.clear()
-        self.value.update(content)
-
-
-class ListCell(_Named):
-    """Also a deque."""
-
-    def content(self) -> list[Any]:
-        return list(self.value)
-
-    def put_back(self, content: list[Any]) -> None:
-        self.value.clear()
-        self.value.extend(content)
-
-
-class SetCell(_Named):
-    def content(self) -> set[Any]:
-        return set(self.value)
-
-    def put_back(self, content: set[Any]) -> None:
-        self.value.clear()
-        self.value.update(content)
+        (self.value.extend if self.content_type is list else self.value.update)(content)
 
 
 class ArrayCell(_Named):
@@ -211,25 +198,22 @@ class ArrayCell(_Named):
         self.value[...] = content
 
 
-class AttributesCell(_Named):
+class AttributesCell(BoxCell):
     """The attributes of an object that are plain state; the others are not touched."""
 
     def __init__(self, owner: Any, name: str, part: str, skipped: Container[str] = ()) -> None:
         super().__init__(vars(owner), name, part)
         self.skipped = skipped
 
-    def content(self) -> dict[str, Any]:
-        return dict(self.value)
-
     def put_back(self, content: dict[str, Any]) -> None:
         now = self.value
-        for key in [key for key in now if key not in content and self._is_ours(key, now[key])]:
+        for key in [key for key in now if key not in content and self.is_ours(key, now[key])]:
             del now[key]
         for key, value in content.items():
-            if now.get(key, now) is not value and self._is_ours(key, value, now.get(key)):
+            if now.get(key, now) is not value and self.is_ours(key, value, now.get(key)):
                 now[key] = value
 
-    def _is_ours(self, key: str, *values: Any) -> bool:
+    def is_ours(self, key: str, *values: Any) -> bool:
         return key not in self.skipped and any(map(is_state, values))
 
 
@@ -302,17 +286,6 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def box_cell(value: Any, name: str, part: str) -> Cell | None:
-    """The cell of a python container or array; None for anything else."""
-    if isinstance(value, dict):
-        return DictCell(value, name, part)
-    if isinstance(value, (list, deque)):
-        return ListCell(value, name, part)
-    if isinstance(value, set):
-        return SetCell(value, name, part)
-    return ArrayCell(value, name, part) if isinstance(value, np.ndarray) else None
-
-
 class Kind(enum.Enum):
     """How a value of some type changes."""
 
@@ -353,24 +326,22 @@ CONSTANTS: set[type] = set()
 
 
 def kind_of(value: Any) -> Kind:
-    kind = _known.get(type(value))
-    return kind if kind is not None else _classified(type(value))
-
-
-def _classified(type_: type) -> Kind:
-    found = (kind for kind, types in _TYPES if issubclass(type_, types))
-    kind = _known[type_] = next(found, Kind.RECORD if _is_record(type_) else Kind.OTHER)
-    if kind is Kind.CONSTANT:
-        CONSTANTS.add(type_)
+    type_ = type(value)
+    kind = _known.get(type_)
+    if kind is None:
+        found = (kind for kind, types in _TYPES if issubclass(type_, types))
+        kind = next(found, Kind.RECORD if _is_record(type_) else Kind.OTHER)
+        _known[type_] = kind
+        if kind is Kind.CONSTANT:
+            CONSTANTS.add(type_)
     return kind
 
 
 def _is_record(type_: type) -> bool:
     """Whether instances are dataclasses that can be changed."""
-    if not dataclasses.is_dataclass(type_):
+    if not dataclasses.is_dataclass(type_) or type_.__dictoffset__ == 0:
         return False
-    is_frozen: bool = type_.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return not is_frozen and type_.__dictoffset__ != 0
+    return not type_.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def is_constant(value: Any) -> bool:

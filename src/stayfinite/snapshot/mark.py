@@ -13,12 +13,9 @@ from torch import Tensor
 from stayfinite.detect.memory import undisturbed
 from stayfinite.snapshot.copies import (
     CONSTANTS,
-    AttributesCell,
     Cell,
     Contents,
-    DictCell,
     FrozenCell,
-    ListCell,
     Memories,
     TensorCopies,
     copy_all,
@@ -83,12 +80,12 @@ class Marker:
         tensors = [item.tensor for item in census.items]
         self._buffers = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
         # Dicts first, then lists, so that what is in them is found in two goes.
-        dicts = [cell for cell in census.cells if isinstance(cell, (DictCell, AttributesCell))]
-        lists = [cell for cell in census.cells if isinstance(cell, ListCell)]
-        boxes = DictCell, AttributesCell, ListCell
-        others = [cell for cell in census.cells if not isinstance(cell, boxes)]
-        self._cells: list[Cell] = [*dicts, *lists, *others]
-        self._counts = len(dicts), len(dicts) + len(lists)
+        order = [dict, list]
+        kinds = [getattr(cell, "content_type", None) for cell in census.cells]
+        ranks = [order.index(kind) if kind in order else len(order) for kind in kinds]
+        numbers = sorted(range(len(kinds)), key=ranks.__getitem__)
+        self._cells: list[Cell] = [census.cells[number] for number in numbers]
+        self._counts = ranks.count(0), ranks.count(0) + ranks.count(1)
         self._family = [box for m in modules for box in (m._modules, m._parameters)]
         self._things = self._things_in([cell.content() for cell in self._cells])
         self._held = held

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from stayfinite.snapshot.copies import (
     ProtocolCell,
     TensorCopies,
     is_constant,
-    is_state,
     items_of,
     memories,
     place_of,
@@ -376,39 +376,32 @@ def first_difference(one: Image, two: Image) -> str | None:
 
 def image(census: Census, *, with_identity: bool = False) -> Image:
     """The bytes of everything by name; with identity also which tensors and which memory."""
-    named = [*_tensor_entries(census.items, with_identity), *_cell_entries(census.cells)]
     found: Image = {}
-    for name, value in named:
+    entries = [(item.name, _digest(item.tensor)) for item in census.items]
+    if with_identity:
+        places = [(id(item.tensor), place_of(item.tensor)) for item in census.items]
+        pairs = zip(entries, places, strict=True)
+        entries = [(name, [*digest, *place]) for (name, digest), place in pairs]
+    for name, value in chain(entries, *map(_entries, census.cells)):
         # Two things may have one name, such as a dict and the object that it belongs to.
         found[name if name not in found else f"{name} ({len(found)})"] = value
     return found
 
 
-def _tensor_entries(items: Iterable[Item], with_identity: bool) -> Iterator[tuple[str, Any]]:
-    for item in items:
-        place = (id(item.tensor), place_of(item.tensor)) if with_identity else ()
-        yield item.name, (_digest(item.tensor), *place)
-
-
-def _cell_entries(cells: Iterable[Cell]) -> Iterator[tuple[str, Any]]:
-    for cell in cells:
-        if isinstance(cell, (FunctionsCell, ProtocolCell)):  # what they hold has no other entry
-            yield cell.name, picture(cell.content(), deep=True)
-            continue
-        if isinstance(cell, GradientsCell):
-            kept = [None if pair is None else _digest(pair[1]) for pair in cell.content()]
-            yield from zip(cell.names, kept, strict=True)
-            continue
-        for number, (key, value) in enumerate(_entries(cell)):
-            label = number if isinstance(key, Tensor) else key
-            yield f"{cell.name}.{label}".replace("..", "."), picture(value)
-
-
-def _entries(cell: Cell) -> list[tuple[Any, Any]]:
+def _entries(cell: Cell) -> Iterator[tuple[str, Any]]:
     content = cell.content()
-    if isinstance(cell, AttributesCell):
-        return [(k, v) for k, v in content.items() if k not in cell.skipped and is_state(v)]
-    return [("", content)] if isinstance(cell, ArrayCell) else list(items_of(content))
+    if isinstance(cell, (FunctionsCell, ProtocolCell)):  # what they hold has no other entry
+        yield cell.name, picture(content, deep=True)
+    elif isinstance(cell, ArrayCell):
+        yield cell.name, picture(content)
+    elif isinstance(cell, GradientsCell):
+        for name, kept in zip(cell.names, content, strict=True):
+            yield name, None if kept is None else _digest(kept[1])
+    else:
+        for number, (key, value) in enumerate(items_of(content)):
+            if not isinstance(cell, AttributesCell) or cell.is_ours(key, value):
+                label = number if isinstance(key, Tensor) else key
+                yield f"{cell.name}.{label}".replace("..", "."), picture(value)
 
 
 def picture(value: Any, *, deep: bool = False) -> Any:
@@ -429,19 +422,14 @@ def _digest(tensor: Tensor) -> list[object]:
     """Form and bytes; nothing of a tensor without a value of its own."""
     found: list[object] = []
     for memory in memories(tensor):
+        if memory.layout is torch.strided:
+            parts = [memory.resolve_conj().resolve_neg()]
+        elif memory.is_sparse:
+            parts = [memory.coalesce().indices(), memory.coalesce().values()]
+        else:
+            parts = [memory.to_dense()]
         found += [memory.dtype, tuple(memory.shape)]
-        found += [_bytes_digest(part) for part in _stored(memory)]
+        for part in parts:
+            flat = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found.append(hashlib.blake2b(flat.numpy().data, digest_size=16).digest())
     return found
-
-
-def _stored(tensor: Tensor) -> list[Tensor]:
-    if tensor.layout is torch.strided:
-        return [tensor.resolve_conj().resolve_neg()]
-    if tensor.is_sparse:
-        return [tensor.coalesce().indices(), tensor.coalesce().values()]
-    return [tensor.to_dense()]
-
-
-def _bytes_digest(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

@@ -16,15 +16,14 @@ from torch.utils._pytree import tree_leaves
 from stayfinite.errors import InputError
 from stayfinite.snapshot.copies import (
     CONSTANTS,
+    ArrayCell,
     AttributesCell,
+    BoxCell,
     Cell,
-    DictCell,
     FrozenCell,
     GradientsCell,
     Kind,
-    ListCell,
     ProtocolCell,
-    box_cell,
     is_state,
     items_of,
     kind_of,
@@ -174,17 +173,14 @@ class Census:
                 self.attributes(value, name, part, enter=enter)
             elif kind is Kind.GENERATOR:
                 self.cells.append(generator_cell(value, name, part))
+            elif kind is Kind.ARRAY:
+                self.cells.append(ArrayCell(value, name, part))
             else:
-                self._box(value, name, part, enter)
-
-    def _box(self, value: Any, name: str, part: str, enter: Enter) -> None:
-        cell = box_cell(value, name, part) if is_state(value) else None
-        if cell is not None:
-            self.cells.append(cell)
-        if kind_of(value) is not Kind.ARRAY:
-            for key, item in items_of(value):
-                if type(item) not in CONSTANTS:
-                    self.value(item, f"{name}.{key}", part, enter)
+                if kind is Kind.BOX and is_state(value):
+                    self.cells.append(BoxCell(value, name, part))
+                for key, item in items_of(value):
+                    if type(item) not in CONSTANTS:
+                        self.value(item, f"{name}.{key}", part, enter)
 
     def attributes(
         self,
@@ -218,7 +214,7 @@ def add_modules(
         census.tensor(param, f"{prefix}parameters.{name}", part or "parameters")
     for name, module in named:
         census.cells.append(
-            DictCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
+            BoxCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
         )
         add_buffers(census, module, f"{prefix}buffers.{name}", part or "buffers")
         add_attributes(census, module, f"{prefix}attributes.{name}", part or "attributes")
@@ -241,7 +237,7 @@ def _held(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
 
 
 def add_buffers(census: Census, module: nn.Module, name: str, part: str) -> None:
-    census.cells.append(DictCell(module._buffers, name, part))
+    census.cells.append(BoxCell(module._buffers, name, part))
     for key, buffer in _held(module._buffers):
         census.tensor(buffer, f"{name}{key}", part)
 
@@ -289,7 +285,7 @@ def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, s
             add_optimizer(census, value, names)
 
     add_param_groups(census, optimizer)
-    census.cells.append(DictCell(optimizer.state, "optimizer.state", "optimizer"))
+    census.cells.append(BoxCell(optimizer.state, "optimizer.state", "optimizer"))
     for key, state in optimizer.state.items():
         name = names.get(key, "parameter") if isinstance(key, Tensor) else str(key)
         census.value(state, f"optimizer.{name}", "optimizer")
@@ -302,13 +298,13 @@ def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, s
 def add_param_groups(census: Census, optimizer: Optimizer) -> None:
     """All hyperparameters; the parameters in the groups belong to the first part."""
     groups = optimizer.param_groups
-    census.cells.append(ListCell(groups, "param_groups", "param_groups"))
+    census.cells.append(BoxCell(groups, "param_groups", "param_groups"))
     for number, group in enumerate(groups):
         name = f"param_groups.{number}"
-        census.cells.append(DictCell(group, name, "param_groups"))
+        census.cells.append(BoxCell(group, name, "param_groups"))
         for key, value in group.items():
             if key == "params":
-                census.cells.append(ListCell(value, f"{name}.params", "param_groups"))
+                census.cells.append(BoxCell(value, f"{name}.params", "param_groups"))
             elif type(value) not in CONSTANTS:
                 census.value(value, f"{name}.{key}", "param_groups")
 

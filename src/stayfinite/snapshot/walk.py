@@ -77,13 +77,13 @@ def gathered(
     model: Any, optimizer: Any, scheduler: Any, scaler: Any, ema: Any, loader: Any, generators: Any
 ) -> Members:
     """Members from what people pass: one of a kind, a sequence, or None."""
+    is_one_average = isinstance(ema, (list, tuple)) and any(isinstance(t, Tensor) for t in ema)
     return Members(
         models=_several(model, nn.Module, "model"),
         optimizers=_several(optimizer, Optimizer, "optimizer"),
         schedulers=_several(scheduler, object, "scheduler"),
         scaler=scaler,
-        # A dict or a list of tensors is one average.
-        averages=_several([ema] if _is_of_tensors(ema) else ema, object, "ema"),
+        averages=_several([ema] if is_one_average else ema, object, "ema"),
         loader=loader,
         generators=_several(generators, object, "generators"),
     )
@@ -101,11 +101,8 @@ def _several(value: Any, kind: type, name: str) -> tuple[Any, ...]:
     return members
 
 
-def _is_of_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value)
-
-
-Enter = Callable[["Census", Any, str, str], None]
+Enter = Callable[["Census", Any, str, str], None] | None
+"""Looks into objects that are not plain state; without it they are left alone."""
 
 PARTS = (
     *("parameters", "buffers", "attributes", "gradients", "optimizer", "param_groups"),
@@ -121,10 +118,6 @@ class Item:
     tensor: Tensor
     name: str
     part: str
-
-
-def enter_nothing(census: Census, value: Any, name: str, part: str) -> None:
-    """Objects that are not plain state are left alone."""
 
 
 class Census:
@@ -150,26 +143,23 @@ class Census:
 
     def tensor(self, tensor: Tensor, name: str, part: str) -> None:
         if self.is_new(tensor):
-            self._add(tensor, name, part)
+            if name in self._names:  # memory is found by name, so no two may share one
+                name = f"{name} ({len(self.items)})"
+            self._names.add(name)
+            self.items.append(Item(tensor, name, part))
 
-    def _add(self, tensor: Tensor, name: str, part: str) -> None:
-        """Memory is found by name, so no two may share one."""
-        if name in self._names:
-            name = f"{name} ({len(self.items)})"
-        self._names.add(name)
-        self.items.append(Item(tensor, name, part))
-
-    def value(self, value: Any, name: str, part: str, enter: Enter = enter_nothing) -> None:
-        """Plain state of any kind; `enter` looks into objects that are not."""
+    def value(self, value: Any, name: str, part: str, enter: Enter = None) -> None:
+        """Plain state of any kind."""
         kind = kind_of(value)
         if kind is Kind.CONSTANT or (kind is Kind.TUPLE and CONSTANTS.issuperset(map(type, value))):
             return
         if kind is Kind.OTHER:
-            enter(self, value, name, part)
+            if enter is not None:
+                enter(self, value, name, part)
+        elif kind is Kind.TENSOR:
+            self.tensor(value, name, part)
         elif self.is_new(value):
-            if kind is Kind.TENSOR:
-                self._add(value, name, part)
-            elif kind is Kind.RECORD:
+            if kind is Kind.RECORD:
                 self.attributes(value, name, part, enter=enter)
             elif kind is Kind.GENERATOR:
                 self.cells.append(generator_cell(value, name, part))
@@ -189,7 +179,7 @@ class Census:
         part: str,
         *,
         skipped: Container[str] = (),
-        enter: Enter = enter_nothing,
+        enter: Enter = None,
     ) -> None:
         """The plain attributes of an object, and what is inside them."""
         self.cells.append(AttributesCell(owner, name, part, skipped))

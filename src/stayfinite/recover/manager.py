@@ -77,7 +77,7 @@ class NaNRecoveryManager:
         # Of good steps; tensors are read only when they are asked for.
         self._norms, self._losses, self._rates = (deque[Any](maxlen=_KEPT) for _ in range(3))
         self._recoveries: list[Recovery] = []
-        self._reached = Reached()
+        self._farthest = FarthestState()
         self._ring: SnapshotRing | None = None
         self._given: tuple[Any, ...] = ()  # whom the ring is for
         self._state: TrainingState | None = None
@@ -232,13 +232,13 @@ class NaNRecoveryManager:
     def _act(self, strategy: RecoveryStrategy, situation: Situation, trouble: Trouble) -> Answer:
         good, step = self._before.good, trouble.step
         if way_back(strategy, situation, self.config) is not None:
-            self._reached.leave(situation, step=step, good=good)
+            self._farthest.leave(situation, step=step, good=good)
         answer = act(strategy, situation, self.config, trouble)
         if strategy is RecoveryStrategy.ABORT:  # if it failed, there is nothing beyond it
             done = Done(answer.reason) if isinstance(answer, Cannot) else answer
-            return self._reached.given_up(done, situation, step=step, good=good)
+            return self._farthest.give_up(done, situation, step=step, good=good)
         if isinstance(answer, Done) and answer.went_back_to is not None:
-            self._reached.returned(answer.went_back_to, good=good)
+            self._farthest.note_return(answer.went_back_to, good=good)
         return answer
 
     def _circle(self, strategy: RecoveryStrategy, situation: Situation) -> Cannot | None:
@@ -268,7 +268,7 @@ def _finite(values: Iterable[Any]) -> list[float]:
     return [number for number in map(float, values) if math.isfinite(number)]
 
 
-class Reached:
+class FarthestState:
     """The good state that training left to go back, until it has come as far again.
 
     It is kept in the host's memory. Who gives up on the way gets it back: going back did not
@@ -292,11 +292,11 @@ class Reached:
         except Exception:
             logger.warning("the state before going back could not be kept", exc_info=True)
 
-    def returned(self, step: int, *, good: int) -> None:
+    def note_return(self, step: int, *, good: int) -> None:
         """A snapshot of `step` was restored."""
         self._returned = step, good
 
-    def given_up(self, done: Done, situation: Situation, *, step: int, good: int) -> Done:
+    def give_up(self, done: Done, situation: Situation, *, step: int, good: int) -> Done:
         """What giving up has come to: with the weights that were left, if those are farther."""
         if self._returned is None:
             return done

@@ -87,6 +87,7 @@ class RecentBatches:
         # Nobody counts what is written into inference tensors.
         is_copied = self._are_written or any(map(torch.is_inference, _tensors(batch)))
         value = _copied(batch, with_tensors=is_copied)
+        # torch counts the writes to a tensor; there is no public name for the count.
         kept = KeptBatch(
             step=step,
             nbytes=sum(leaf.nbytes for leaf in _leaves(value)),

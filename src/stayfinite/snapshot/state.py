@@ -40,7 +40,7 @@ from stayfinite.snapshot.copies import (
 )
 from stayfinite.snapshot.mark import Mark, Marker
 from stayfinite.snapshot.rng import global_cells
-from stayfinite.snapshot.walk import PARTS, Census, Item, add_gradients, add_modules, gathered
+from stayfinite.snapshot.walk import PARTS, Census, Item, add_gradients, add_modules, members_of
 
 _VITAL = ("parameters", "optimizer", "ema")
 
@@ -74,7 +74,7 @@ class TrainingState:
         loader: Any = None,
         generators: Any = (),
     ) -> None:
-        self.members = gathered(model, optimizer, scheduler, scaler, ema, loader, generators)
+        self.members = members_of(model, optimizer, scheduler, scaler, ema, loader, generators)
         self._marker: Marker | None = None
         items = self.members.census().items
         self._infinite = {item.name for item in items if _may_be_bad(item)}

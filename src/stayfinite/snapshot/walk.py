@@ -73,7 +73,7 @@ def _numbered(name: str, owners: tuple[Any, ...]) -> Iterable[tuple[str, Any]]:
     return [(f"{name}.{number}", owner) for number, owner in enumerate(owners)]
 
 
-def gathered(
+def members_of(
     model: Any, optimizer: Any, scheduler: Any, scaler: Any, ema: Any, loader: Any, generators: Any
 ) -> Members:
     """Members from what people pass: one of a kind, a sequence, or None."""

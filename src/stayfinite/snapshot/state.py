@@ -31,6 +31,7 @@ from stayfinite.snapshot.copies import (
     ProtocolCell,
     TensorCopies,
     is_constant,
+    is_simple,
     items_of,
     memories,
     place_of,
@@ -150,6 +151,7 @@ def _may_be_bad(item: Item) -> bool:
 
 _SMALL = 1 << 22
 """Of up to so many bytes, everything is looked at before the first is written."""
+_SMALL_TENSOR = 1 << 14
 
 
 class Snapshot:
@@ -276,6 +278,8 @@ class _KeptItems:
 
 
 def _refuse_nonfinite(named: list[tuple[str, Tensor]]) -> None:
+    if _are_finite(tensor for _, tensor in named):
+        return
     reports = bad_reports(named, described=1)
     if reports:
         names = ", ".join(report.location for report in reports[:5])
@@ -283,6 +287,18 @@ def _refuse_nonfinite(named: list[tuple[str, Tensor]]) -> None:
             f"a snapshot must be finite, but {names} is not; go back to an older one.",
             report=reports[0],
         )
+
+
+@undisturbed
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    alone: list[Tensor] = []
+    small: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        is_small = tensor.numel() <= _SMALL_TENSOR and is_simple(tensor)
+        (small.setdefault((tensor.dtype, tensor.device), []) if is_small else alone).append(tensor)
+    # Of small ones a call for each costs more than a copy of all; cat would not take scalars.
+    joined = [torch._utils._flatten_dense_tensors(group) for group in small.values()]
+    return all_finite([*alone, *joined])
 
 
 class SnapshotRing:

@@ -26,7 +26,7 @@ import stayfinite
 from stayfinite.guard.answers import Guard
 from stayfinite.guard.guard import Watcher
 
-BARS = {"gpt": 1.0, "cnn": 1.0, "mlp": 8.0}
+BARS = {"gpt": 1.0, "cnn": 1.0, "mlp": 15.0}
 ENTRIES = (
     (Guard, "judge"),
     (Guard, "stepped"),

@@ -125,7 +125,8 @@ def pass_capsule(
 
     Without a guard, only what replays the script from its start; `main` is its file.
     """
-    kept, beginning = (None, None) if guard is None else guard.traced_pass()
+    tracing = None if guard is None else guard.past.tracing
+    kept, beginning = (None, None) if tracing is None else (tracing.kept, tracing.beginning)
     batch, batch_note = _entered(beginning, with_batch=with_batch)
     state, state_note = (None, None) if beginning is None else _state_at(beginning)
     code = own_code(root, *main)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from stayfinite.detect.hooks import Attachment, wrapped
-from stayfinite.guard.answers import Guard
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -92,11 +92,6 @@ def _of(things: list[Any], kind: type) -> list[Any]:
     return [thing for thing in things if issubclass(type(thing), kind)]
 
 
-_SHARED = (
-    *("incidents", "evidence", "_tracing", "_aside", "_losses", "_afterwards"),
-    *("_last_look", "_on_incident", "on_begin", "on_bad_loss"),
-)
-_COPIED = ("scaler_skips", "stopped", "crashed", "_incident_clock", "_was_skipped")
 _STOP = RecoveryConfig(
     primary_strategy=RecoveryStrategy.ABORT, fallback_strategy=RecoveryStrategy.ABORT
 )
@@ -120,8 +115,8 @@ class Post:
     @property
     def is_free(self) -> bool:
         """Whether another guard may come; not where nothing is ever undone."""
-        is_watching = self.guard._attachment is not None
-        return is_watching and not self._is_taken and self.guard.settings.on_nan != "warn"
+        is_taken = self._is_taken or not self.guard.is_attached
+        return not is_taken and self.guard.settings.on_nan != "warn"
 
     @property
     def stops(self) -> bool:
@@ -138,16 +133,18 @@ class Post:
         """For the jobs of the guard that comes."""
         return _STOP if self.stops else UNATTENDED
 
-    def hand_over(self, guard: Guard) -> Attachment:
+    def stand_in(self, guard: Guard) -> Attachment:
         """Let `guard`, which is not attached yet, watch in the place of the first, until removal.
 
         It knows all that the first one knew, and the other way round.
         """
         first = self.guard
-        _detach(first)
-        others = _take_jobs(guard, first)
-        for name in (*_SHARED, *_COPIED):
-            setattr(guard, name, getattr(first, name))
+        first.detach()
+        for key in guard.jobs.keys() & first.jobs.keys():  # its own know more
+            first.jobs.pop(key).close()
+        others = list(first.jobs)
+        guard.jobs |= first.jobs
+        guard.past = first.past
         self.guard, self._is_taken = guard, True
         guard.attach()
 
@@ -155,8 +152,6 @@ class Post:
             for key in others:
                 guard.jobs.pop(key, None)
             guard.close()
-            for name in _COPIED:
-                setattr(first, name, getattr(guard, name))
             self.guard, self._is_taken = first, False
             if self in _open:
                 self._attach(first)
@@ -168,22 +163,6 @@ class Post:
         if self in _open:
             _open.remove(self)
         self.guard.close()
-
-
-def _detach(guard: Guard) -> None:
-    attachment, guard._attachment = guard._attachment, None
-    if attachment is not None:
-        attachment.flush()
-        attachment.remove()
-
-
-def _take_jobs(guard: Guard, first: Guard) -> list[int]:
-    """Jobs of other optimizers come along; their keys. Its own know more than those of `first`."""
-    for key in set(guard.jobs) & set(first.jobs):
-        first.jobs.pop(key).close()
-    others = list(first.jobs)
-    guard.jobs |= first.jobs
-    return others
 
 
 def free_post() -> Post | None:

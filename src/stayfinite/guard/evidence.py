@@ -10,8 +10,8 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from stayfinite.settings import ROUND, GuardSettings
 from stayfinite.text import on_rank
 from stayfinite.training import params_of
 
+MOST_INCIDENTS = 50
 _SAMPLES = 64
 _SHARES = 4
 _EVERY_NORM, _SOME_NORMS = 16, 16  # after 16 steps only every sixteenth has its norm
@@ -79,10 +80,17 @@ class _Book:
         self.history = History()
 
 
+class StepSeen(Protocol):
+    """Who is told of each attempted update; the evidence has what was seen in that step."""
+
+    def __call__(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None: ...
+
+
 class Evidence:
     """Counts and histories of the optimizers and of the calls to top-level modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: Sequence[StepSeen] = ()) -> None:
+        self._on_step = tuple(on_step)
         self._books: weakref.WeakKeyDictionary[Optimizer, _Book] = weakref.WeakKeyDictionary()
         self._inputs: dict[str, deque[float]] = {}
         self._calls: dict[tuple[int, bool], int] = {}
@@ -95,7 +103,6 @@ class Evidence:
         self.passes = Tally()  # counts the bad ones, in case that there is no optimizer
         self.saw_bad = False  # in the step that is under way
         self.trained: Any = WeakIdKeyDictionary()  # leaves of losses, before any update
-        self.on_step: Callable[..., None] | None = None  # told of each attempted update
         self.loss: Any = None
         self.bad_loss: Any = None  # of the step that is under way
         self.grad_norm: Any = None
@@ -235,8 +242,8 @@ class Evidence:
         if book is None:
             self._tallies.append(Tally())
             book = self._books[optimizer] = _Book(self._tallies[-1])
-        if self.on_step is not None:
-            self.on_step(optimizer, self, skipped=skipped)
+        for tell in self._on_step:
+            tell(optimizer, self, skipped=skipped)
         groups = optimizer.param_groups
         book.history.add(
             step=book.tally.count,

@@ -171,6 +171,12 @@ class Job:
             # They were noted between the scaler's step and its update, which has come since.
             getattr(self.parts.scaler, "_per_optimizer_states", {}).clear()
 
+    def undo_unfinished(self) -> None:
+        """Take back what is left of a bad step, now that no update of it will come."""
+        if self.trouble is not None:
+            self.undo()
+        self.settle()
+
     def forget_held(self) -> None:
         self._held = None
 

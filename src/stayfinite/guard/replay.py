@@ -44,7 +44,7 @@ from stayfinite.snapshot.walk import PARTS
 from stayfinite.training import params_of, put_gradients
 
 if TYPE_CHECKING:
-    from stayfinite.guard.answers import Guard
+    from stayfinite.guard.guard import Guard
 
 
 logger = logging.getLogger("stayfinite")
@@ -135,7 +135,9 @@ class StepReplays:
         begun = None
         with contextlib.ExitStack() as all_of_them:
             if change.term is not None:
-                begun = all_of_them.enter_context(only_term(change.term, self._guard.node_sites))
+                begun = all_of_them.enter_context(
+                    only_term(change.term, lambda: self._guard.past.tracing.nodes)
+                )
             if change.precision is not None:
                 all_of_them.enter_context(self._in_precision(change.precision))
             if change.is_compiled and not self._is_compiled():
@@ -247,7 +249,7 @@ def proven(
     if not seconds or origin is None or diagnosis is None or job.is_distributed:
         return incident
     place = (origin.file, origin.line, diagnosis.cause)
-    guard.examined = [*guard.examined, place]
+    guard.examined.append(place)
     if guard.examined.count(place) > _MOST_TIMES:
         return incident
     try:
@@ -266,7 +268,9 @@ def proven(
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
     is_alone = not attempts.is_whole
-    delivery = None if batch is NO_BATCH else guard.delivery_of(batch, exactly=is_alone)
+    delivery = (
+        None if batch is NO_BATCH else guard.past.tracing.deliveries.of(batch, exactly=is_alone)
+    )
     if delivery is not None and len(delivery.indices or ()) == replays.rows:
         indices, dataset = delivery.indices, delivery.dataset
         findings = [with_samples(each, indices, dataset) for each in findings]
@@ -349,7 +353,7 @@ class Replay:
                 job.undo()
                 self._again(batch)
                 finding = finding_of(job, job.gradients())
-                return self._guard.incident_now(finding, explain=True) if finding.named else None
+                return self._guard.incident(finding, strategy="recover") if finding.named else None
         finally:
             job.trouble = trouble
             put_gradients(before)

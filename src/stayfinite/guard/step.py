@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from stayfinite.detect.hooks import run_again
 from stayfinite.explain.proof import alike
@@ -21,8 +22,8 @@ from stayfinite.training import Pairs
 if TYPE_CHECKING:
     from stayfinite.capsule.contents import Capsule
     from stayfinite.checkpoint.modules import Members
-    from stayfinite.guard.answers import Guard
     from stayfinite.guard.capsule_step import Call
+    from stayfinite.guard.guard import Guard
 
 
 # Experiments and replays are imported late: a step that is good does not need them.
@@ -30,38 +31,51 @@ if TYPE_CHECKING:
 _MOST_TRACES = 20
 
 
-class Window:
-    """The calls up to one attempted update, of one job."""
+class Mode(enum.Enum):
+    """Why the calls of a step are run."""
+
+    FIRST = enum.auto()
+    TRACED = enum.auto()  # only looked at: no update may happen
+    CLIP = enum.auto()  # once more, without what is bad in the gradients
+    AGAIN = enum.auto()
+
+
+@dataclass
+class StepRun:
+    """One run of the calls, and what became of it."""
+
+    mode: Mode
+    incident: Incident | None = None  # made of the first bad value
+    is_good: bool | None = None  # its update; None before that was attempted
+
+
+class GuardedStep:
+    """The calls up to one attempted update, of one job, and their runs."""
 
     is_whole = True  # for experiments: its calls are the step
 
     def __init__(self, guard: Guard, job: Job) -> None:
         self._guard, self._job = guard, job
-        self._ended: bool | None = None  # whether the update was good; None before it
-        self._mode: Literal["idle", "first", "traced", "clip", "again"] = "idle"
+        self.is_running = False
+        self._run = StepRun(Mode.FIRST)  # the one that is under way, or was the last
         self._calls: list[Call] = []
-        self._trouble: Incident | None = None
         self._recent = RecentBatches()
         self._traces = 0
         self._known: tuple[Incident, Incident] | None = None  # as it was noticed, and located
 
     @property
-    def is_running(self) -> bool:
-        return self._mode != "idle"
-
-    @property
     def is_repeated(self) -> bool:
-        """Whether this is not the first time that these calls run."""
-        return self._mode not in ("idle", "first")
+        """Whether calls are running, and not for the first time."""
+        return self.is_running and self._run.mode is not Mode.FIRST
 
     @property
     def vetoes_all(self) -> bool:
         """While it is only looked at, no update may happen."""
-        return self._mode == "traced"
+        return self.is_running and self._run.mode is Mode.TRACED
 
     def attempted(self, *, is_good: bool) -> None:
         """The update of this step was attempted."""
-        self._ended = self._job.was_good = is_good
+        self._run.is_good = self._job.was_good = is_good
 
     def step(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """The call's result, or None when the step that it ends was left out."""
@@ -77,13 +91,14 @@ class Window:
         number = job.good_steps
         self._calls.append((fn, batch))
         self._recent.keep(self._calls[-1], step=number)
-        result = self._run(self._calls[-1:], "first")
-        if self._ended is None:
+        result = self._call(self._calls[-1:], Mode.FIRST)
+        run = self._run
+        if run.is_good is None:
             return result
-        if self._trouble is not None:
-            return self._recover(number)
+        if run.incident is not None:
+            return self._recover(run.incident, number)
         if not self._guard.was_harmed:
-            self._end(is_good=self._ended)
+            self._end(is_good=run.is_good)
             return result
         job.roll_back()  # once more: what `fn` did after its update was done to the old state
         before = self._recent.since(number)
@@ -95,68 +110,85 @@ class Window:
 
     def saw(self, finding: Finding) -> None:
         """A bad value in this step; the first one counts."""
-        if self._trouble is None:
-            self._trouble = self._guard.incident_now(finding, explain=self._mode == "traced")
+        run, is_traced = self._run, self.vetoes_all
+        if run.incident is None:
+            run.incident = self._guard.incident(finding, strategy="recover", explain=is_traced)
             self._job.hold()
-        elif self._mode != "traced":
-            more = self._guard.incident_now(finding, explain=False)
-            self._trouble = dataclasses.replace(self._trouble, reports=more.reports)
+        elif not is_traced:
+            more = self._guard.incident(finding, strategy="recover", explain=False)
+            run.incident = dataclasses.replace(run.incident, reports=more.reports)
 
     def refused(self, gradients: Pairs) -> bool:
         """Whether the update is vetoed."""
-        if self._mode == "clip" and self._job.clip():
-            self._trouble = self._job.trouble = None
+        run = self._run
+        if run.mode is Mode.CLIP and self._job.clip():
+            run.incident = self._job.trouble = None
             return False
         finding = finding_of(self._job, gradients)
-        if finding.named or self._mode != "traced":
+        if finding.named or run.mode is not Mode.TRACED:
             self.saw(finding)
         return True
 
-    def _run(self, calls: list[Call], mode: Literal["first", "traced", "clip", "again"]) -> Any:
-        self._mode, self._ended = mode, None
-        if mode != "first":
-            self._trouble = self._job.trouble = None
+    @contextlib.contextmanager
+    def _running(self, mode: Mode) -> Iterator[StepRun]:
+        """A run, in which nothing is bad so far; a first one goes on from the calls before."""
+        if mode is Mode.FIRST and self._run.mode is Mode.FIRST:
+            self._run.is_good = None
+        else:
+            self._run, self._job.trouble = StepRun(mode), None
+        self.is_running = True
         try:
-            with contextlib.nullcontext() if mode == "first" else run_again():
+            with contextlib.nullcontext() if mode is Mode.FIRST else run_again():
+                yield self._run
+        finally:
+            self.is_running = False
+
+    def _call(self, calls: list[Call], mode: Mode) -> Any:
+        """The result of the last call; `_run` says what became of them."""
+        try:
+            with self._running(mode):
                 return [fn(batch) for fn, batch in calls][-1]
         except BaseException:
-            self._drop()
+            # The user's own code raised: leave the state as it is, and forget the step.
+            self._job.forget_held()
+            self._end(is_good=False)
             raise
-        finally:
-            self._mode = "idle"
 
     @one_look()
-    def _recover(self, number: int) -> Any:
+    def _recover(self, incident: Incident | None, number: int) -> Any:
         """Undo, locate, let the policy choose; again and again while a new try is bad too."""
         job, guard = self._job, self._guard
-        tries, step = 0, self._trouble.step if self._trouble is not None else 0
+        tries, step = 0, incident.step if incident is not None else 0
         result = None
-        while self._trouble is not None:
+        while incident is not None:
             self.put_back()
             if guard.mended_harm(job):
                 self._catch_up(number)
                 mode = next_try(RecoveryStrategy.RESET_MODEL, job.config, tries)
                 job.begin()
             else:
-                mode = self._answer(self._trouble, tries, step)
+                mode = self._answer(dataclasses.replace(incident, step=step), tries)
             if mode is None:
                 self._recent.take_back(job.good_steps)
                 self._end(is_good=False)
                 return None
             tries += 1
             job.mark_again()
-            result = self._run(self._calls, mode)
+            result = self._call(self._calls, mode)
+            incident = self._run.incident
         job.forget_held()
         self._end(is_good=True)
         return result
 
-    def _answer(self, trouble: Incident, tries: int, step: int) -> Literal["clip", "again"] | None:
+    def _answer(self, noticed: Incident, tries: int) -> Mode | None:
         """Locate, let the policy choose; how the calls are run once more."""
-        located = self._located(dataclasses.replace(trouble, step=step))
-        incident = shared(self._job, self._proven(located))
+        incident = shared(self._job, self._proven(self._located(noticed)))
         recovery = self._job.respond(incident, will_rerun=True)
         if recovery.back_at is not None or recovery.checkpoint is not None:
-            self._keep_anew()
+            # Training went back: the batches since are not on its way any more, but for these.
+            self._recent.take_back(self._job.good_steps)
+            for call in self._calls:
+                self._recent.keep(call, step=self._job.good_steps)
         if not recovery.succeeded:
             self._end(is_good=False)
         self._guard.conclude(self._job, incident, recovery)
@@ -169,8 +201,8 @@ class Window:
         self._traces += 1
         self._job.hold()
         with self._guard.traced():
-            self._run(self._calls, "traced")
-        found, self._trouble = self._trouble, None
+            self._call(self._calls, Mode.TRACED)
+        found = self._run.incident
         self.put_back()
         self._guard.keep_step(self._job, self._calls, step=noticed.step)
         if found is None:
@@ -195,17 +227,21 @@ class Window:
         from stayfinite.guard.replay import NO_BATCH
 
         calls = self._calls if batch is NO_BATCH else [(self._calls[-1][0], batch)]
-        self._trouble = self._job.trouble = None
         self._job.hold()
-        self._mode = "traced"
+        tracing = self._guard.traced() if traced else contextlib.nullcontext()
+        return self._found_in(calls, Mode.TRACED, tracing)
+
+    def _found_in(
+        self, calls: list[Call], mode: Mode, around: contextlib.AbstractContextManager[None]
+    ) -> Incident | None:
+        """What is bad in a run that is an experiment: nothing is known of it afterwards."""
         try:
-            with run_again(), self._guard.traced() if traced else contextlib.nullcontext():
-                for fn, each in calls:
-                    fn(each)
-            return self._trouble
+            with self._running(mode) as run, around:
+                for fn, batch in calls:
+                    fn(batch)
+            return run.incident
         finally:
-            self._mode = "idle"
-            self._trouble = self._job.trouble = self._ended = None
+            self._run, self._job.trouble = StepRun(Mode.FIRST), None
 
     def run_before(self, since: int) -> bool:
         """Run the steps before this one again, with their updates; whether all were good.
@@ -226,16 +262,7 @@ class Window:
 
     def _is_good_again(self, kept: KeptBatch) -> bool:
         kept.restore_random()
-        fn, batch = kept.value()
-        self._trouble = self._job.trouble = None
-        self._mode = "again"
-        try:
-            with run_again():
-                fn(batch)
-            return self._trouble is None
-        finally:
-            self._mode = "idle"
-            self._trouble = self._job.trouble = self._ended = None
+        return self._found_in([kept.value()], Mode.AGAIN, contextlib.nullcontext()) is None
 
     def put_back(self) -> None:
         """Everything as at the beginning of the step that is under way."""
@@ -263,7 +290,7 @@ class Window:
             harmful = job.good_steps
             job.roll_back()
             again = [each for each in self._taken_back() if each.step != harmful] + rest
-        self._trouble, self._calls = None, ours
+        self._calls = ours
         random.restore()
 
     def _taken_back(self) -> list[KeptBatch]:
@@ -279,44 +306,31 @@ class Window:
             each.restore_random()
             call = each.value()
             self._recent.keep(call, step=job.good_steps)
-            self._run([call], "again")
-            if self._trouble is not None:
+            self._call([call], Mode.AGAIN)
+            if self._run.incident is not None:
                 break  # it is not the same again
-            if self._ended:
+            if self._run.is_good:
                 if job.any_rank(not job.is_finite()):
                     return kept[done:]
                 job.end(is_good=True, is_new=False)
         return None
 
-    def _keep_anew(self) -> None:
-        """Training went back: the batches since are not on its way any more, but for these."""
-        self._recent.take_back(self._job.good_steps)
-        for call in self._calls:
-            self._recent.keep(call, step=self._job.good_steps)
-
     def _end(self, *, is_good: bool) -> None:
-        self._trouble = None
+        self._run = StepRun(Mode.FIRST)
         self._calls.clear()
         self._guard.evidence.saw_bad = False  # the vetoed try has been counted
         self._job.end(is_good=is_good)
 
-    def _drop(self) -> None:
-        """The user's own code raised: leave the state as it is, and forget the step."""
-        self._job.forget_held()
-        self._end(is_good=False)
 
-
-def next_try(
-    strategy: RecoveryStrategy, config: RecoveryConfig, tries: int
-) -> Literal["clip", "again"] | None:
+def next_try(strategy: RecoveryStrategy, config: RecoveryConfig, tries: int) -> Mode | None:
     """How the calls are run once more after so many tries; None: they are left out."""
     if strategy is RecoveryStrategy.REWIND:
         return None
     if strategy is RecoveryStrategy.CLIP_GRADIENTS:
-        return "clip"
+        return Mode.CLIP
     if config.skip_batch_after_nan:
         return None
-    return None if strategy is RecoveryStrategy.SKIP_STEP and tries else "again"
+    return None if strategy is RecoveryStrategy.SKIP_STEP and tries else Mode.AGAIN
 
 
 # Capsules are imported late: without an order there is no need of them.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, Wrap, is_run_again, listeners, together, wrapped
 from stayfinite.errors import TrainingAbortedError
-from stayfinite.guard.answers import Guard
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError
 from stayfinite.locate.source import Place, call_at, user_place

@@ -18,8 +18,8 @@ from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.distributed import agree
 from stayfinite.errors import StayFiniteError
-from stayfinite.guard.answers import Guard
 from stayfinite.guard.discover import Post, WithoutSnapshots, free_post
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError, Replay
 from stayfinite.integrations.packages import check_package
@@ -426,7 +426,7 @@ def stand_in(trainer: Any) -> Attachment:
         return Attachment(lambda: None)
     guard = Guard(post.settings)
     guard.add(_job(post, trainer))
-    return post.hand_over(guard)
+    return post.stand_in(guard)
 
 
 def _job(post: Post, trainer: Any) -> Job:

@@ -275,7 +275,8 @@ class LabWatch(Watch):
             self._bench.attach(self.guard)
 
     def _new_guard(self) -> Guard:
-        from stayfinite.guard.lab import Bench, LabGuard
+        from stayfinite.guard import Guard
+        from stayfinite.guard.lab import Bench
         from stayfinite.settings import GuardSettings
 
         self._bench = Bench(
@@ -285,9 +286,8 @@ class LabWatch(Watch):
             deadline=self.plan.started + float(self._lab["seconds"]),
             leave=_leave,
         )
-        guard = LabGuard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
-        guard.bench = self._bench
-        return guard
+        settings = from_data(GuardSettings, self.plan.guard)
+        return Guard(settings, on_incident=self._heard, on_step=[self._stepped])
 
     def _heard(self, incident: Incident) -> None:
         if self._bench is not None and self._bench.is_child:

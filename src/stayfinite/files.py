@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,19 +30,25 @@ def keep_copy(path: Path) -> Path:
     return copy
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write the text in one move, with the permissions that the file had."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def replace_file(path: str | os.PathLike[str], text: str, *, is_durable: bool = False) -> None:
+    """Write the text so that a reader sees the old content or the new one, never a part.
+
+    A file that is there keeps its permissions; a durable one is on the disk before this returns.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with open(descriptor, "w", encoding="utf-8", newline="") as file:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, stat.S_IMODE(path.stat().st_mode))
-        os.replace(name, path)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode))
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            os.unlink(temporary)
         raise
 
 

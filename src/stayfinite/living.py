@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel",
 }
 
+T = TypeVar("T")
 _KEPT: ContextVar[list[nn.Module] | None] = ContextVar("stayfinite_modules", default=None)
 
 
@@ -81,22 +82,24 @@ def _living_modules() -> list[nn.Module]:
     kept = _KEPT.get()
     if kept:
         return kept
-    # There are hundreds of thousands of objects, so none of them is looked at by a line of Python.
-    things, kinds = gc.get_objects(), _kinds_of(nn.Module)
-    found: list[nn.Module] = list(compress(things, map(kinds.__contains__, map(type, things))))
+    found = living(nn.Module)
     if kept is not None:
         kept += found
     return found
 
 
-def _kinds_of(base: type) -> set[type]:
-    """The class and all that derive from it."""
-    found, todo = {base}, [base]
+def living(base: type[T]) -> list[T]:
+    """All objects of this class, or of one derived from it, that the garbage collector tracks."""
+    kinds: set[type] = {base}
+    todo: list[type] = [base]
     while todo:
-        new: set[type] = set(type.__subclasses__(todo.pop())) - found
-        found |= new
+        new: set[type] = set(type.__subclasses__(todo.pop())) - kinds
+        kinds |= new
         todo += new
-    return found
+    # There are hundreds of thousands of objects, so none of them is looked at by a line of Python;
+    # isinstance would also wake up proxies and lazy objects.
+    things = gc.get_objects()
+    return list(compress(things, map(kinds.__contains__, map(type, things))))
 
 
 def _children(module: nn.Module, kind: str) -> list[tuple[str, Any]]:

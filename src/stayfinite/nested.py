@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,33 @@ def is_container(value: Any) -> bool:
 
 def _has_items(value: Any) -> bool:
     return not isinstance(value, (type, nn.Module)) and callable(getattr(value, "items", None))
+
+
+def map_leaves(
+    value: Any,
+    change: Callable[[Any], Any],
+    *,
+    kinds: tuple[type, ...] = (Tensor,),
+) -> Any:
+    """The value in new containers, with each leaf of these kinds changed; all else as it is."""
+    if isinstance(value, kinds):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_leaves(item, change, kinds=kinds) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, list):
+        return type(value)(map_leaves(item, change, kinds=kinds) for item in value)
+    if isinstance(value, MutableMapping):  # what tokenizers give is no dict
+        mapping = copy.copy(value)
+        mapping.update({k: map_leaves(item, change, kinds=kinds) for k, item in value.items()})
+        return mapping
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        record = copy.copy(value)
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name, None)
+            object.__setattr__(record, field.name, map_leaves(item, change, kinds=kinds))
+        return record
+    return value
 
 
 def named_gradients(model: nn.Module) -> Iterator[Named]:

@@ -1,14 +1,71 @@
-"""Our bug is never their crash: an error of ours becomes one line, once, and the script goes on."""
+"""Our bug is never their crash: an error of ours is told once, and the script goes on."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from types import TracebackType
 
 from stayfinite.errors import TrainingAbortedError
+
+logger = logging.getLogger("stayfinite")
+
+
+class Safely(ContextDecorator):
+    """A `with` block or a function that an error of ours does not leave; the first is logged.
+
+    TrainingAbortedError, `passing` and what is no Exception do leave it. `pause` gives a context
+    for the time of a block, in which nothing is traced, say. Blocks may be inside one another.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        passing: type[Exception] = TrainingAbortedError,
+        pause: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._message, self._passing, self._pause = message, passing, pause
+        self._pauses: list[AbstractContextManager[None]] = []
+        self.has_failed = False
+
+    def __enter__(self) -> None:
+        pause = self._pause()
+        pause.__enter__()
+        self._pauses.append(pause)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._pauses.pop().__exit__(None, None, None)
+        if not isinstance(error, Exception) or isinstance(error, self._passing):
+            return False
+        self.note(error)
+        return True
+
+    def note(self, error: Exception) -> None:
+        """Log the error if it is the first; for an `except`, where a block would cost too much."""
+        if not self.has_failed:
+            self.has_failed = True
+            logger.error(self._message, exc_info=error)
+
+
+_harmless: dict[str, Safely] = {}
+
+
+def harmless(what: str) -> Safely:
+    """A block whose failure is logged, once for each `what`, and goes no further."""
+    if what not in _harmless:
+        _harmless[what] = Safely(f"stayfinite failed in {what}; training goes on")
+    return _harmless[what]
+
 
 _said: set[str] = set()
 

@@ -399,7 +399,7 @@ class TestHarm:
             raise RuntimeError("a mistake of ours")
 
         monkeypatch.setattr(f"stayfinite.{name}", fails)
-        monkeypatch.setattr("stayfinite.integrations.shared._said", set())
+        monkeypatch.setattr("stayfinite.safely._harmless", {})
         training = Training(batches(4))
         with training.watch() as guard:
             training.run(guard if given else None)

@@ -462,7 +462,7 @@ class TestHarm:
             raise RuntimeError("a mistake of ours")
 
         monkeypatch.setattr(f"stayfinite.integrations.{name}", fails)
-        monkeypatch.setattr("stayfinite.integrations.shared._said", set())
+        monkeypatch.setattr("stayfinite.safely._harmless", {})
         made, saving = batches(2), {"save_strategy": "steps", "save_steps": 2}
         run = Run(tmp_path, made, quiet(), **saving).train()
         assert run.bytes() == Run(tmp_path, made).train().bytes()

@@ -89,7 +89,7 @@ def _style(line: str) -> str:
 
 
 def _write(run: Run, patch: str, *, ask: bool) -> None:
-    from stayfinite.files import keep_copy, replace_text
+    from stayfinite.files import keep_copy, replace_file
     from stayfinite.patch.edit import apply, parse
 
     diff = parse(patch)
@@ -99,7 +99,7 @@ def _write(run: Run, patch: str, *, ask: bool) -> None:
         click.echo("Nothing was changed.")
         return
     copy = keep_copy(path)
-    replace_text(path, text)
+    replace_file(path, text, is_durable=True)
     click.echo(f"{path} is changed; the old text is in {copy}.")
 
 

@@ -29,8 +29,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite, nonfinite, surely_finite
-from stayfinite.detect.veto import StepAside, WatchedOptimizer
+from stayfinite.detect.veto import STEP_FAILED, WatchedOptimizer
 from stayfinite.errors import InputError, TrainingAbortedError
+from stayfinite.safely import Safely
 from stayfinite.training import Pairs
 
 
@@ -143,7 +144,7 @@ class _StepWatch:
         self._listener = listener
         self._only = None if only is None else weakref.ref(only)
         self._defer = defer
-        self._aside = StepAside()
+        self._safely = Safely(STEP_FAILED)
         self._seats: dict[int, _Seat] = {}
         self._handle = register_optimizer_step_pre_hook(self._arrive)
 
@@ -161,15 +162,17 @@ class _StepWatch:
             if optimizer._optimizer_step_pre_hooks or len(_global_optimizer_pre_hooks) > 1:
                 _put_last(optimizer, seat)
                 return None
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
             return None
         return seat.watched.judge(optimizer, args, kwargs)
 
     def _adopt(self, optimizer: Optimizer) -> _Seat | None:
         if self._only is not None and self._only() is not optimizer:
             return None
-        watched = WatchedOptimizer(optimizer, self._listener, defer=self._defer, aside=self._aside)
+        watched = WatchedOptimizer(
+            optimizer, self._listener, defer=self._defer, safely=self._safely
+        )
         seats, key = self._seats, id(optimizer)
         seats[key] = _Seat(
             weakref.ref(optimizer, lambda _: seats.pop(key, None)),
@@ -240,7 +243,7 @@ class _ScalerWatch:
     listeners: ClassVar[list[StepListener]] = []
     original: ClassVar[Any] = None
     wrapper: ClassVar[Any] = None
-    aside: ClassVar[StepAside] = StepAside()
+    safely: ClassVar[Safely] = Safely(STEP_FAILED)
 
     @classmethod
     def attach(cls) -> None:
@@ -264,8 +267,8 @@ class _ScalerWatch:
                 listener.stepped(optimizer, vetoed=False)
             except TrainingAbortedError:
                 raise
-            except Exception:
-                cls.aside()
+            except Exception as error:
+                cls.safely.note(error)
 
     @classmethod
     def forget(cls, listener: StepListener) -> None:

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from stayfinite.detect.finite import all_finite
 from stayfinite.errors import TrainingAbortedError
+from stayfinite.safely import Safely
 from stayfinite.training import HiddenGradients, gradients_of, pairs_of, params_of
 
 if TYPE_CHECKING:
@@ -25,16 +26,7 @@ Closure: TypeAlias = Callable[..., Any]
 logger = logging.getLogger("stayfinite")
 
 
-class StepAside:
-    """Logs the first failure of our own and keeps quiet about the next ones."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self) -> None:
-        if not self._said:
-            self._said = True
-            logger.exception("stayfinite failed inside a step; the step goes on without it")
+STEP_FAILED = "stayfinite failed inside a step; the step goes on without it"
 
 
 class WatchedOptimizer:
@@ -44,12 +36,12 @@ class WatchedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, listener: StepListener, *, defer: bool, aside: StepAside
+        self, optimizer: Optimizer, listener: StepListener, *, defer: bool, safely: Safely
     ) -> None:
         self._listener = listener
         self._judge = listener.judge
         self._stepped = listener.stepped
-        self._aside = aside
+        self._safely = safely
         self._defer = defer and obeys_flag(optimizer)
         self._on_device = self._defer or any(p.is_cuda for p in params_of(optimizer))
         self._hidden = HiddenGradients()
@@ -90,8 +82,8 @@ class WatchedOptimizer:
             self._look(optimizer)
         except TrainingAbortedError:
             raise
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
         return None
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,8 +99,8 @@ class WatchedOptimizer:
             self._stepped(optimizer, vetoed=self._vetoed)
         except TrainingAbortedError:
             raise
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
 
     def flush(self, optimizer: Optimizer) -> None:
         """Read the flag of the last step, if it is still on the device, and tell the listener."""
@@ -121,8 +113,8 @@ class WatchedOptimizer:
                 self._listener.skipped_by_scaler(optimizer, scaler=None)
         except TrainingAbortedError:
             raise
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
 
     def release(self, optimizer: Optimizer) -> None:
         """Leave the optimizer as it would be without us; a late flag can still be read."""
@@ -181,8 +173,8 @@ class WatchedOptimizer:
             return self._listener.refused(optimizer, pairs_of(optimizer), late=False)
         except TrainingAbortedError:
             raise
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
             return True  # the gradients are bad, whoever failed to say so
 
     def _hide(self, optimizer: Optimizer) -> None:
@@ -213,8 +205,8 @@ class WatchedOptimizer:
             copy.restore(optimizer)
             raise
 
-    def _fail(self) -> None:
-        self._aside()
+    def _fail(self, error: Exception) -> None:
+        self._safely.note(error)
         self._hidden.give_back()
 
     def _with_closure(
@@ -259,8 +251,8 @@ class WatchedOptimizer:
             if self._copy is not None:
                 self._copy.restore(optimizer)
             raise
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

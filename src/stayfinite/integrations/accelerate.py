@@ -21,13 +21,13 @@ from stayfinite.integrations.shared import (
     answered_by,
     careful_step,
     guard_of,
-    harmless,
     keep_bad_gradients,
 )
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.report.sinks import Sink
+from stayfinite.safely import harmless
 
 check_package("accelerate", extra="hf")
 

@@ -20,13 +20,13 @@ from stayfinite.integrations.shared import (
     answered_by,
     careful_step,
     guard_of,
-    harmless,
     keep_bad_gradients,
     wrapped_method,
 )
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.report.sinks import Sink
+from stayfinite.safely import harmless
 
 check_package("pytorch-ignite", extra="ignite")
 

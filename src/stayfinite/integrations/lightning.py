@@ -29,12 +29,13 @@ from stayfinite.integrations.lightning_guard import (
     is_alone,
 )
 from stayfinite.integrations.packages import check_package
-from stayfinite.integrations.shared import OnNaN, answered_by, harmless, keep_bad_gradients
+from stayfinite.integrations.shared import OnNaN, answered_by, keep_bad_gradients
 from stayfinite.nested import Named, named_tensors
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, from_data, to_data
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.report.sinks import Sink, told_to
+from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
 
 logger = logging.getLogger("stayfinite")

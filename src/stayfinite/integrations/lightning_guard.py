@@ -30,10 +30,10 @@ from stayfinite.guard.evidence import Finding
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError, Replay
-from stayfinite.integrations.shared import harmless
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
 from stayfinite.snapshot import Snapshot, TrainingState
 from stayfinite.training import Pairs, params_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -26,27 +25,11 @@ from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError
 from stayfinite.locate.source import Place, call_at, user_place
 from stayfinite.nested import named_tensors
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
 from stayfinite.training import params_of
 
 logger = logging.getLogger("stayfinite")
-_said: set[str] = set()
-
-
-@contextlib.contextmanager
-def harmless(what: str) -> Iterator[None]:
-    """A block whose failure is logged, once for each `what`, and goes no further.
-
-    Only TrainingAbortedError leaves it.
-    """
-    try:
-        yield
-    except TrainingAbortedError:
-        raise
-    except Exception:
-        if what not in _said:
-            _said.add(what)
-            logger.exception("stayfinite failed in %s; training goes on", what)
 
 
 def careful_step(

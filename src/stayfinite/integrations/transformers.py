@@ -27,7 +27,6 @@ from stayfinite.integrations.shared import (
     OnNaN,
     answered_by,
     guard_of,
-    harmless,
     keep_bad_gradients,
     wrapped_method,
 )
@@ -36,6 +35,7 @@ from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.report.sinks import Sink
+from stayfinite.safely import harmless
 
 check_package("transformers", extra="hf")
 check_package("accelerate", extra="hf")

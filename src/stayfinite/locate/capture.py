@@ -94,8 +94,8 @@ class KeepingTracer(Tracer):
         try:
             with self.paused():
                 self._before = self._copies_before(func, args, kwargs or {})
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.nodes.latest_is_fresh():
             self._forward.put(self.nodes.newest, Call(self._infos[func], args, kwargs or {}))
@@ -126,8 +126,8 @@ class KeepingTracer(Tracer):
             try:
                 with self.paused():
                     self._keep(event, *self._now)
-            except Exception:
-                self._aside()
+            except Exception as error:
+                self._safely.note(error)
         return event
 
     def _keep(self, event: Event, call: Call, bad: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stayfinite.detect.finite import classify
 from stayfinite.detect.memory import unwrapped
 from stayfinite.detect.summary import summarize
-from stayfinite.detect.veto import StepAside
+from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.locate.loss_terms import loss_sum, reaches, sum_facts
 from stayfinite.locate.operators import (
     Call,
@@ -47,6 +47,7 @@ from stayfinite.locate.samples import Delivery, Reads, sample_under_way
 from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
 from stayfinite.nested import named_tensors
 from stayfinite.records import HopKind, NaNType, Phase
+from stayfinite.safely import Safely
 
 _NOWHERE = Site(None)
 _FRESH = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default")
@@ -79,7 +80,7 @@ class Tracer(TorchDispatchMode):
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
         self._handles: list[Any] = []
-        self._aside = StepAside()
+        self._safely = Safely(STEP_FAILED)
 
     def __enter__(self) -> Tracer:
         self._handles = [
@@ -130,8 +131,8 @@ class Tracer(TorchDispatchMode):
         try:
             if not self._modules:
                 self._enter_root(module, args)
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
         self._modules.append(module)
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
@@ -172,8 +173,8 @@ class Tracer(TorchDispatchMode):
             written = written_by(call) if info.written else ()
             reads = written and not info.overwrites
             before = tuple(t for t in written if is_bad(t)) if reads else ()
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         try:
@@ -185,8 +186,8 @@ class Tracer(TorchDispatchMode):
                     self._past.made(info, args, out)
             elif info.name in _FRESH and is_bad(out):
                 self._sources(out, self._site())
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
         return out
 
     def _look(

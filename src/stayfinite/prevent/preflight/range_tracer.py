@@ -89,14 +89,14 @@ class Recorder(Tracer):
             info, name = self._operator(func)
             given = {id(t): self.reach(t) for t in tensors_in([*args, *kwargs.values()])}
             use = self._use(info, name, args, given) if self.lap >= 0 else None
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
             return super().__torch_dispatch__(func, types, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         try:
             self._note(info, name, args, kwargs, out, given, use)
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
         return out
 
     def _operator(self, func: Any) -> tuple[OpInfo, str]:

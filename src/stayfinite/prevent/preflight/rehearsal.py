@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from stayfinite.detect.finite import largest
 from stayfinite.detect.hooks import Attachment, together, watch_backward, watch_scaling, wrapped
 from stayfinite.detect.memory import unwrapped
-from stayfinite.detect.veto import StepAside
+from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.locate.operators import is_bad
 from stayfinite.locate.provenance import Site
@@ -47,6 +47,7 @@ from stayfinite.prevent.preflight.training_checks import (
     weight_risks,
 )
 from stayfinite.prevent.risks import Risk, lowered, proven, ranked, said_once
+from stayfinite.safely import Safely
 
 
 class Rehearsal:
@@ -215,7 +216,7 @@ class ScriptRehearsal:
         self._updates_of: dict[int, int] = {}
         self._unscaled: set[int] = set()
         self._in_scaler = False
-        self._aside = StepAside()
+        self._safely = Safely(STEP_FAILED)
         self._attachment: Attachment | None = None
         self._stance: Any = None
 
@@ -349,8 +350,8 @@ class ScriptRehearsal:
             act()
         except TrainingAbortedError:
             raise
-        except Exception:
-            self._aside()
+        except Exception as error:
+            self._safely.note(error)
 
 
 def _is_distributed() -> bool:

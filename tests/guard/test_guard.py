@@ -261,7 +261,7 @@ def test_infinite_root_that_is_no_loss_is_let_through() -> None:
         "guard.all_finite",
         "guard.finite_number",
         "guard.incident_of",
-        "answers.gradients_found",
+        "answers.bad_gradients",
         "guard.nonfinite",
     ],
 )

@@ -13,14 +13,14 @@ from stayfinite.detect.finite import all_finite
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     MOST_INCIDENTS,
-    Finding,
-    gradients_found,
+    BadValues,
+    bad_gradients,
+    bad_parameters,
     in_short,
     noticed_step,
     optimizer_behind,
-    parameters_found,
 )
-from stayfinite.guard.job import Job, finding_of, shared
+from stayfinite.guard.job import Job, finding_of, incident_for_all_ranks
 from stayfinite.living import leaves_of, one_look
 from stayfinite.records import Outcome
 from stayfinite.recover.config import RecoveryStrategy
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Answer(Protocol):
     """What a guard does about what it has found."""
 
-    def notice(self, finding: Finding) -> None:
+    def notice(self, finding: BadValues) -> None:
         """There are bad values, about which nothing but telling can be done."""
 
     def bad_loss(self, loss: Tensor) -> None:
@@ -46,7 +46,7 @@ class Answer(Protocol):
     def skipped(self, optimizer: Optimizer) -> None:
         """A scaler has skipped the update, and no other scale would have helped."""
 
-    def harmed(self, finding: Finding) -> None:
+    def harmed(self, finding: BadValues) -> None:
         """The state of training has taken bad values."""
 
     def ended(self, job: Job, *, is_good: bool, was_vetoed: bool) -> None:
@@ -60,15 +60,15 @@ class _Tell:
         self._guard = guard
         self._noticed: tuple[int, int] | None = None  # optimizer and step, while training goes on
 
-    def notice(self, finding: Finding) -> None:
+    def notice(self, finding: BadValues) -> None:
         raise NotImplementedError
 
     def bad_loss(self, loss: Tensor) -> None:
         optimizer = optimizer_behind(loss, self._guard.evidence)
         if optimizer is not None and self._has_harmed(optimizer):
-            self.notice(parameters_found(optimizer))
+            self.notice(bad_parameters(optimizer))
         else:
-            self.notice(Finding([("loss", loss)], optimizer, did="the backward pass was not run"))
+            self.notice(BadValues([("loss", loss)], optimizer, did="the backward pass was not run"))
 
     def _has_harmed(self, optimizer: Optimizer) -> bool:
         """Whether its last update has made the parameters bad, and nobody has told of it."""
@@ -79,13 +79,13 @@ class _Tell:
         return not all_finite(params_of(optimizer))
 
     def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
-        self.notice(gradients_found(gradients, optimizer))
+        self.notice(bad_gradients(gradients, optimizer))
         return True
 
     def skipped(self, optimizer: Optimizer) -> None:
-        self.notice(gradients_found(pairs_of(optimizer), optimizer))
+        self.notice(bad_gradients(pairs_of(optimizer), optimizer))
 
-    def harmed(self, finding: Finding) -> None:
+    def harmed(self, finding: BadValues) -> None:
         self.notice(finding)
 
     def ended(self, job: Job, *, is_good: bool, was_vetoed: bool) -> None:
@@ -95,7 +95,7 @@ class _Tell:
 class Stop(_Tell):
     """Training ends before the update."""
 
-    def notice(self, finding: Finding) -> None:
+    def notice(self, finding: BadValues) -> None:
         incident = self._guard.tell(finding, strategy="stop")
         if incident is not None:
             self._guard.past.stopped = True
@@ -106,7 +106,7 @@ class Stop(_Tell):
 class Warn(_Tell):
     """Training goes on as it would; there is one incident for a bad step and what follows it."""
 
-    def notice(self, finding: Finding) -> None:
+    def notice(self, finding: BadValues) -> None:
         evidence = self._guard.evidence
         evidence.saw_bad = True
         before, now = self._noticed, (id(finding.optimizer), noticed_step(finding, evidence))
@@ -131,11 +131,11 @@ class Recover:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
-    def notice(self, finding: Finding) -> None:
+    def notice(self, finding: BadValues) -> None:
         self._guard.tell(finding, strategy="recover")
 
     def bad_loss(self, loss: Tensor) -> None:
-        guard, finding, leaves = self._guard, Finding([("loss", loss)]), leaves_of([loss])
+        guard, finding, leaves = self._guard, BadValues([("loss", loss)]), leaves_of([loss])
         owners = [job for job in guard.jobs.values() if job.owns(leaves)]
         for job in owners:
             if job.trouble is None:
@@ -159,7 +159,7 @@ class Recover:
         if guard.own_step is not None and guard.own_step.is_running:
             return guard.own_step.refused(gradients)
         if job is None:
-            self.notice(gradients_found(gradients, optimizer))
+            self.notice(bad_gradients(gradients, optimizer))
         elif job.trouble is None and job.manager.take_skipped_batch():
             job.undo()
         else:
@@ -170,13 +170,13 @@ class Recover:
     def _respond(self, job: Job, gradients: Pairs) -> bool:
         """Recover in a loop that is not ours; whether the update is vetoed."""
         guard = self._guard
-        if guard.mended_harm(job, was_counted=False):  # the update is still to come
+        if guard.mend_harm(job, was_counted=False):  # the update is still to come
             return True
         incident = guard.incident(finding_of(job, gradients), strategy="recover")
         job.undo()
         if (replay := job.replay or guard.replay) is not None:
-            incident = replay.located(job, incident)
-        incident = shared(job, incident)
+            incident = replay.locate(job, incident)
+        incident = incident_for_all_ranks(job, incident)
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
@@ -194,14 +194,14 @@ class Recover:
         guard, gradients = self._guard, pairs_of(optimizer)
         job = guard.jobs.get(id(optimizer))
         if job is None:
-            self.notice(gradients_found(gradients, optimizer))
+            self.notice(bad_gradients(gradients, optimizer))
         elif guard.own_step is not None and guard.own_step.is_running:
             guard.own_step.saw(finding_of(job, gradients))
         else:  # the update was skipped already, so there is nothing to clip
             put_gradients([(param, None) for param, _ in gradients])
             self._respond(job, gradients)
 
-    def harmed(self, finding: Finding) -> None:
+    def harmed(self, finding: BadValues) -> None:
         guard = self._guard
         job = guard.jobs.get(id(finding.optimizer))
         if job is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from stayfinite.detect.hooks import Attachment, wrapped
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
+from stayfinite.living import living
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.settings import GuardSettings
@@ -67,29 +67,23 @@ def watch_optimizers(made: Callable[[Optimizer], None]) -> Attachment:
 def look_around(parts: Parts) -> Parts:
     """The parts with the schedulers, scaler and averages that are alive now."""
     optimizer = parts.optimizer
-    alive = gc.get_objects()
-    schedulers = [s for s in _of(alive, LRScheduler) if s.__dict__.get("optimizer") is optimizer]
+    schedulers = [s for s in living(LRScheduler) if s.__dict__.get("optimizer") is optimizer]
     held = {id(inner) for outer in schedulers for inner in getattr(outer, "_schedulers", ())}
     return Parts(
         optimizer=optimizer,
         modules=parts.modules,
         schedulers=tuple(s for s in schedulers if id(s) not in held),
-        scaler=next(iter(s for s in _of(alive, GradScaler) if s.is_enabled()), None),
-        emas=tuple(_of(alive, AveragedModel)),
+        scaler=next(iter(s for s in living(GradScaler) if s.is_enabled()), None),
+        emas=tuple(living(AveragedModel)),
     )
 
 
 def _roots(optimizer: Optimizer) -> list[nn.Module]:
     """The topmost modules that hold its parameters."""
     ours = {id(param) for param in params_of(optimizer)}
-    modules = _of(gc.get_objects(), nn.Module)
-    holders = [m for m in modules if any(id(p) in ours for p in m.parameters())]
+    holders = [m for m in living(nn.Module) if any(id(p) in ours for p in m.parameters())]
     inner = {id(child) for m in holders for child in m.modules() if child is not m}
     return [module for module in holders if id(module) not in inner]
-
-
-def _of(things: list[Any], kind: type) -> list[Any]:
-    return [thing for thing in things if issubclass(type(thing), kind)]
 
 
 _STOP = RecoveryConfig(
@@ -173,5 +167,4 @@ def free_post() -> Post | None:
 class WithoutSnapshots(Job):
     """A job that ends with its first bad step, and needs no memory for going back."""
 
-    def _take_snapshot(self) -> bool:
-        return True
+    takes_snapshots = False

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
+import itertools
 import math
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
@@ -38,16 +38,16 @@ from stayfinite.errors import CapsuleError, ConfigError, TrainingAbortedError
 from stayfinite.guard.answers import ANSWERS, Answer
 from stayfinite.guard.evidence import (
     MOST_INCIDENTS,
+    BadValues,
     Evidence,
-    Finding,
     StepSeen,
+    bad_gradients,
+    bad_parameters,
+    bad_running_statistics,
     bad_statistics,
-    explained,
-    gradients_found,
+    explain_incident,
     in_short,
     incident_of,
-    parameters_found,
-    statistics_found,
 )
 from stayfinite.guard.job import Job
 from stayfinite.guard.step import GuardedStep
@@ -57,6 +57,7 @@ from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
 from stayfinite.training import Pairs, params_of
 
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from stayfinite.report.html.notebook import GuardReport
 
 
-logger = logging.getLogger("stayfinite")
 _TOO_LATE = "it was found when the script had ended, so nothing was undone"
 
 Batch = TypeVar("Batch")
@@ -90,10 +90,9 @@ class Guard(StepListener):
         *,
         on_incident: Callable[[Incident], None] | None = None,
         only: Optimizer | None = None,
-        on_step: Sequence[StepSeen] = (),
     ) -> None:
         self.settings = settings
-        self.past = GuardPast(on_incident, on_step)
+        self.past = GuardPast(on_incident=on_incident)
         self.answer: Answer = ANSWERS[settings.on_nan](self)
         self.jobs: dict[int, Job] = {}
         self.own_step: GuardedStep | None = None  # once `step` is called
@@ -277,10 +276,11 @@ class Guard(StepListener):
             for finding in look.take(modules):
                 if not past.incidents:
                     self._found_at_end(finding)
-            if past.losses.any_far_bad() and not past.incidents:
-                self._found_at_end(Finding([("loss", torch.tensor(torch.nan))]))
+            # A loss about which no update was asked.
+            if any(map(bool, past.losses.far_flags())) and not past.incidents:  # host sync
+                self._found_at_end(BadValues([("loss", torch.tensor(torch.nan))]))
 
-    def _found_at_end(self, finding: Finding) -> None:
+    def _found_at_end(self, finding: BadValues) -> None:
         finding = dataclasses.replace(finding, did=_TOO_LATE)
         self.record(self.incident(finding, strategy="none"))
         self.past.stopped = self.settings.on_nan == "stop"
@@ -294,7 +294,7 @@ class Guard(StepListener):
             bad_updates=tally.bad,
             loss_before=_number(tally.loss_before),
             loss_after=_number(tally.loss),
-            is_last_loss_bad=past.losses.is_last_bad(),
+            is_last_loss_bad=bool(past.losses.is_last_bad),  # host sync
             bad_at_end=tuple(past.last_look.bad),
             unseen=past.last_look.unseen,
         )
@@ -315,7 +315,7 @@ class Guard(StepListener):
             if bad and (not past.tracing.is_on or past.tracing.was_computed(bad[0][1])):
                 past.crashed = True
                 did = f"the script ended itself with {type(error).__name__}"
-                self.tell(Finding(bad, did=did), strategy="none")
+                self.tell(BadValues(bad, did=did), strategy="none")
 
     def judge_every_backward(self) -> None:
         """Look at all gradients after each backward pass, not only those an optimizer gets."""
@@ -325,7 +325,7 @@ class Guard(StepListener):
         """Make an incident of those values that were computed to be bad."""
         bad = [(name.lstrip("."), t) for name, t in named if self.past.tracing.was_computed(t)]
         if bad:
-            self.answer.notice(Finding(bad))
+            self.answer.notice(BadValues(bad))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         past = self.past
@@ -361,7 +361,7 @@ class Guard(StepListener):
                 gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
                 self._leaves = []
                 if not all_finite(gradient for _, gradient in gradients):
-                    self.answer.notice(gradients_found(gradients, None))
+                    self.answer.notice(bad_gradients(gradients, None))
         self.past.evidence.backward_passes += 1
 
     def _judge_loss(self, root: Tensor) -> None:
@@ -478,7 +478,7 @@ class Guard(StepListener):
         if job is None:
             self._check_parameters([optimizer], everything=past.tracing.is_on)
         elif job.any_rank(not job.is_finite_after_update(past.evidence.due)):
-            self.answer.harmed(parameters_found(optimizer))
+            self.answer.harmed(bad_parameters(optimizer))
         elif past.tracing.is_on or past.evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)
 
@@ -488,24 +488,24 @@ class Guard(StepListener):
         for optimizer in optimizers:
             params = params_of(optimizer) if everything else evidence.due(optimizer)
             if not all_finite(params):
-                self.answer.harmed(parameters_found(optimizer))
+                self.answer.harmed(bad_parameters(optimizer))
             if everything or evidence.statistics_are_due(optimizer):
                 self._check_statistics(optimizer)
 
     def _check_statistics(self, optimizer: Optimizer) -> None:
         bad = bad_statistics(self.past.evidence.statistics())
         if bad:
-            self.answer.harmed(statistics_found(bad, optimizer))
+            self.answer.harmed(bad_running_statistics(bad, optimizer))
 
-    def mended_harm(self, job: Job, *, was_counted: bool = True) -> bool:
+    def mend_harm(self, job: Job, *, was_counted: bool = True) -> bool:
         """Whether parameters were bad, on any rank; they have been put back then."""
         if not job.any_rank(not job.is_finite()):
             return False
-        found = parameters_found(job.parts.optimizer)
+        found = bad_parameters(job.parts.optimizer)
         self.answer.harmed(dataclasses.replace(found, is_after_update=was_counted))
         return True
 
-    def incident(self, finding: Finding, *, strategy: str, explain: bool = True) -> Incident:
+    def incident(self, finding: BadValues, *, strategy: str, explain: bool = True) -> Incident:
         """What was found; where and why as far as that can be known here and now."""
         past = self.past
         if not explain:
@@ -514,10 +514,10 @@ class Guard(StepListener):
             past.incident_clock = past.tracing.clock
         incident = incident_of(finding, past.evidence, strategy=strategy)
         with past.aside:
-            return explained(incident, finding, past.evidence, past.tracing, self.settings)
+            return explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
         return incident
 
-    def tell(self, finding: Finding, *, strategy: str) -> Incident | None:
+    def tell(self, finding: BadValues, *, strategy: str) -> Incident | None:
         """Make an incident of bad values and record it; None if there are very many already."""
         self.past.evidence.saw_bad = True
         if len(self.past.incidents) >= MOST_INCIDENTS:
@@ -639,11 +639,14 @@ class GuardPast:
     """What a guard has seen and told. Guards that watch a process by turns have the same one."""
 
     def __init__(
-        self, on_incident: Callable[[Incident], None] | None, on_step: Sequence[StepSeen]
+        self,
+        *,
+        on_incident: Callable[[Incident], None] | None = None,
+        on_step: StepSeen | None = None,  # told of each attempted update
+        on_begin: Callable[[], None] | None = None,  # of the first backward pass
+        on_bad_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.on_incident = on_incident
-        self.on_begin: Callable[[], None] | None = None  # told of the first backward pass
-        self.on_bad_loss: Callable[[Tensor], None] | None = None
+        self.on_incident, self.on_begin, self.on_bad_loss = on_incident, on_begin, on_bad_loss
         self.incidents: list[Incident] = []
         self.scaler_skips = 0
         self.stopped = self.crashed = False
@@ -651,8 +654,11 @@ class GuardPast:
         self.incident_clock: int | None = None  # when the first was noticed
         self.evidence = Evidence(on_step)
         self.tracing = Tracing(self.evidence.entered)
-        self.aside = Aside(self.tracing)
-        self.losses = Losses(self.evidence)
+        self.aside = Safely(
+            "stayfinite failed inside a step; training goes on without it",
+            pause=self.tracing.paused,
+        )
+        self.losses = LossJudge(self.evidence)
         self.last_look = LastLook(self.evidence)
         self.later_traces = LaterTraces(self.tracing)
 
@@ -685,43 +691,10 @@ class LaterTraces:
                 self._tracing.switch_off()
 
 
-class Aside:
-    """A `with` block that is not traced, and whose failure is logged once and goes no further.
-
-    Only TrainingAbortedError and what is no Exception leave it. Blocks may be inside one another.
-    """
-
-    def __init__(self, tracing: Tracing) -> None:
-        self._tracing = tracing
-        self._pauses: list[contextlib.AbstractContextManager[None]] = []
-        self._has_failed = False
-
-    def __enter__(self) -> None:
-        pause = self._tracing.paused()
-        pause.__enter__()
-        self._pauses.append(pause)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        self._pauses.pop().__exit__(None, None, None)
-        if not isinstance(error, Exception) or isinstance(error, TrainingAbortedError):
-            return False
-        if not self._has_failed:
-            self._has_failed = True
-            logger.error(
-                "stayfinite failed inside a step; training goes on without it", exc_info=error
-            )
-        return True
-
-
 _MOST_FAR = 64
 
 
-class Losses:
+class LossJudge:
     """Judges losses as they were before a scaler multiplied them.
 
     One that is on another device is judged there; `far_flags` tells of it at the update.
@@ -731,7 +704,7 @@ class Losses:
         self._evidence = evidence
         self._unscaled: Any = WeakIdKeyDictionary()
         self._far: list[Tensor] = []
-        self._is_last_bad: bool | Tensor = False
+        self.is_last_bad: bool | Tensor = False  # that of the last backward pass
 
     def scaled(self, losses: Any, results: Any) -> None:
         """A scaler has made `results` of `losses`."""
@@ -745,31 +718,23 @@ class Losses:
         loss: Tensor = self._unscaled.get(root, root) if self._evidence.uses_scaler else root
         value = finite_number(loss)
         if value is not None:
-            self._is_last_bad = False
+            self.is_last_bad = False
             self._evidence.saw_loss(value)
         elif loss.device.type != "cpu":
             self._saw_far(loss)
         elif not all_finite([loss]):
-            self._is_last_bad = True
+            self.is_last_bad = True
             self._evidence.bad_loss = loss.detach()
             return loss
         return None
 
     def _saw_far(self, loss: Tensor) -> None:
-        flag = self._is_last_bad = nonfinite([loss], exact_on_device=True)
+        flag = self.is_last_bad = nonfinite([loss], exact_on_device=True)
         if len(self._far) >= _MOST_FAR:  # no optimizer asks for them, so they are not all kept
             flag = torch.stack([*self._far, flag]).any()
             self._far.clear()
         self._far.append(flag)
         self._evidence.saw_loss(loss.detach())
-
-    def is_last_bad(self) -> bool:
-        """Whether the loss of the last backward pass was bad."""
-        return bool(self._is_last_bad)  # host sync
-
-    def any_far_bad(self) -> bool:
-        """Whether one was bad that nobody has asked for; for the end, when no update comes."""
-        return any(map(bool, self._far))  # host sync
 
     def far_flags(self) -> list[Tensor]:
         """One for each loss that was far away: NaN where it was bad, else 0. Each is told once."""
@@ -794,60 +759,47 @@ class LastLook:
         self.bad: list[str] = []
         self.unseen: str | None = None
 
-    def take(self, modules: Mapping[str, nn.Module]) -> Iterator[Finding]:
+    def take(self, modules: Mapping[str, nn.Module]) -> Iterator[BadValues]:
         """A finding for each optimizer, and for what was trained without one, that is bad."""
+        trained = {id(p) for each in self._evidence.optimizers() for p in params_of(each)}
         try:
-            yield from self._of_training()
-            self._of_others(modules)
+            for finding in self._bad_in_training(trained):
+                self._note(name for name, tensor in finding.named if not all_finite([tensor]))
+                yield finding
+            if not self.bad:
+                self._look_at_others(modules, trained | set(map(id, self._evidence.trained)))
         except Exception as error:
             self.unseen = f"{type(error).__name__}: {error}"
 
-    def _of_training(self) -> Iterator[Finding]:
-        optimizers = self._evidence.optimizers()
-        for optimizer in optimizers:
+    def _bad_in_training(self, optimized: set[int]) -> Iterator[BadValues]:
+        evidence = self._evidence
+        for optimizer in evidence.optimizers():
             if not all_finite(params_of(optimizer)):
-                yield self._noted(parameters_found(optimizer))
-        leaves: list[Tensor] = list(self._evidence.trained)
-        seen = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
-        if bad := [leaf for leaf in leaves if id(leaf) not in seen and not all_finite([leaf])]:
-            yield self._noted(_by_hand(bad))
-        if statistics := bad_statistics(self._evidence.statistics()):
-            yield self._noted(statistics_found(statistics, self._evidence.at_work()))
-
-    def _noted(self, finding: Finding) -> Finding:
-        self._note(name for name, tensor in finding.named if not all_finite([tensor]))
-        return finding
+                yield bad_parameters(optimizer)
+        by_hand = [leaf for leaf in evidence.trained if id(leaf) not in optimized]
+        if bad := [leaf for leaf in by_hand if not all_finite([leaf])]:
+            names = Names()
+            named = [(f"parameters.{names.tensor(t) or number}", t) for number, t in enumerate(bad)]
+            yield BadValues(named, did="the weights had taken the bad values already")
+        if statistics := bad_statistics(evidence.statistics()):
+            yield bad_running_statistics(statistics, evidence.at_work())
 
     def _note(self, names: Iterator[str]) -> None:
         for name in names:
             if name not in self.bad and len(self.bad) < _MOST_NAMED:
                 self.bad.append(name)
 
-    def _of_others(self, modules: Mapping[str, nn.Module]) -> None:
+    def _look_at_others(self, modules: Mapping[str, nn.Module], trained: set[int]) -> None:
         """Averaged weights, a target network; buffers that training may have poisoned."""
-        if self.bad:
-            return
-        trained = {id(leaf) for leaf in self._evidence.trained}
-        trained |= {id(p) for each in self._evidence.optimizers() for p in params_of(each)}
         for name, module in modules.items():
             params = list(module.named_parameters())
             self._note(f"{name}.{path}" for path, param in params if not all_finite([param]))
             if any(id(param) in trained for _, param in params):
-                buffers = list(module.named_buffers())
-                self._note(
-                    f"{name}.{path}" for path, buffer in buffers if _last_look_is_nan(buffer)
-                )
-
-
-def _by_hand(bad: list[Tensor]) -> Finding:
-    names = Names()
-    named = [(f"parameters.{names.tensor(t) or number}", t) for number, t in enumerate(bad)]
-    return Finding(named, did="the weights had taken the bad values already")
-
-
-def _last_look_is_nan(buffer: Tensor) -> bool:
-    # A mask may hold an Inf on purpose.
-    return not all_finite([buffer]) and classify(buffer) is NaNType.NAN
+                bad = [
+                    (path, each) for path, each in module.named_buffers() if not all_finite([each])
+                ]
+                # A mask may hold an Inf on purpose.
+                self._note(f"{name}.{path}" for path, each in bad if classify(each) is NaNType.NAN)
 
 
 # What torch and careful scripts say when they meet one.
@@ -869,40 +821,24 @@ def bad_values_of(error: BaseException) -> list[Named]:
     left = isinstance(error, SystemExit)
     if not left and not _TELLING.search(str(error)):
         return []
-    frames = _frames(error)[: 1 if left else _FRAMES]
-    for frame in frames:
-        found = [(name, tensor) for name, tensor in _tensors(frame) if _crash_is_nan(tensor)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    for frame in frames[: 1 if left else _FRAMES]:
+        held = itertools.chain.from_iterable(itertools.starmap(_inside, frame.f_locals.items()))
+        found = [
+            (name, value)
+            for name, value in itertools.islice(held, _MOST)
+            if isinstance(value, Tensor) and classify(value) is NaNType.NAN
+        ]
         found = [pair for pair in found if pair[1].numel() == 1] if left else found
         if found:
             return found
     return []
 
 
-def _frames(error: BaseException) -> list[FrameType]:
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    return frames[::-1]
-
-
-def _tensors(frame: FrameType) -> Iterator[Named]:
-    """Tensors in local variables, and one level inside containers and distributions."""
-    seen = 0
-    for name, value in frame.f_locals.items():
-        for label, item in [(name, value), *_inside(name, value)]:
-            seen += 1
-            if isinstance(item, Tensor) and seen < _MOST:
-                yield label, item
-
-
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    """A variable, and what is one level inside it."""
     if isinstance(value, dict):
         return [(f"{name}.{key}", item) for key, item in list(value.items())[:50]]
     if isinstance(value, (list, tuple)):
         return [(f"{name}.{index}", item) for index, item in enumerate(value[:50])]
-    return []
-
-
-def _crash_is_nan(tensor: Tensor) -> bool:
-    return classify(tensor) is NaNType.NAN
+    return [(name, value)]

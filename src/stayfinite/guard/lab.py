@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import os
 import signal
 import sys
@@ -33,14 +32,16 @@ from stayfinite.explain.experiments import (
     with_reason,
     with_samples,
 )
+from stayfinite.files import replace_file
 from stayfinite.guard.conditions import Split, clip_updates, multiply_scale
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.replay import higher_dtype, kept_inside, seen_of
+from stayfinite.living import living
 from stayfinite.locate.loss_terms import only_term
+from stayfinite.nested import map_leaves
 from stayfinite.records import Diagnosis, Incident, from_json, to_json
 from stayfinite.recover.actions import lower_rates, schedulers_of
 from stayfinite.recover.float32 import raised
-from stayfinite.snapshot.batches import rebuilt
 from stayfinite.training import params_of
 
 _EARLIER = 8  # steps
@@ -216,7 +217,7 @@ class Bench:
 
     def _leave(self, answer: ForkAnswer) -> NoReturn:
         assert self._order is not None
-        write(self._order.answer, to_json(answer))
+        replace_file(self._order.answer, to_json(answer))
         self._end()
 
 
@@ -313,7 +314,7 @@ class Forks:
         path = self._path("answer", self._count)
         order = ForkOrder(change=change, answer=path, until=until)
         if self._holder is not None:
-            write(self._path("order", self._count), to_json(order))
+            replace_file(self._path("order", self._count), to_json(order))
             return _waited_for(path, seconds=seconds, pid=None)
         pid = self._fork()
         if not pid:
@@ -333,13 +334,6 @@ class Forks:
 
     def _path(self, what: str, number: int) -> str:
         return os.path.join(self._folder, f"{what}-{self._name}-{number}.json")
-
-
-def write(path: str, text: str) -> None:
-    """Write the file so that whoever waits for it sees all of it."""
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(f"{path}.part", path)
 
 
 def _waited_for(path: str, *, seconds: float, pid: int | None) -> ForkAnswer:
@@ -422,7 +416,7 @@ def write_diagnosis(
     """Make the experiments, and write the diagnosis that they allow."""
     replays = ForkReplays(here, earlier, incident, steps=steps, seconds=seconds)
     diagnosis = _diagnosis(replays, incident, seconds=seconds)
-    write(path, to_json(diagnosis))
+    replace_file(path, to_json(diagnosis))
 
 
 def _diagnosis(replays: ForkReplays, incident: Incident, *, seconds: float) -> Diagnosis:
@@ -519,7 +513,7 @@ class Conditions:
     def _raise_precision(self, precision: str) -> None:
         assert self._incident.origin is not None
         self._dtype = higher_dtype(precision, self._incident.origin)
-        self._enter(raised(_living(nn.Module), self._dtype))
+        self._enter(raised(living(nn.Module), self._dtype))
         register_module_forward_pre_hook(self._lift_inputs)
 
     def _lift_inputs(self, module: nn.Module, args: Any) -> Any:
@@ -528,7 +522,7 @@ class Conditions:
 
     def _lifted(self, batch: Any) -> Any:
         dtype = self._dtype
-        return batch if dtype is None else rebuilt(batch, lambda leaf: _raised(leaf, dtype))
+        return batch if dtype is None else map_leaves(batch, lambda leaf: _raised(leaf, dtype))
 
     def _enter(self, context: Any) -> Any:
         self._entered.append(context)
@@ -545,7 +539,7 @@ def has_workers() -> bool:
     """Whether a loader is under way whose workers hand each batch over only once."""
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-    return bool(_living(_MultiProcessingDataLoaderIter))
+    return bool(living(_MultiProcessingDataLoaderIter))
 
 
 def _put_back(copies: Copies) -> None:
@@ -554,10 +548,9 @@ def _put_back(copies: Copies) -> None:
             param.copy_(before)
 
 
-def _raised(leaf: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return leaf
-    return leaf.to(dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf
+def _raised(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    is_lower = leaf.is_floating_point() and leaf.dtype.itemsize < dtype.itemsize
+    return leaf.to(dtype) if is_lower else leaf
 
 
 def _compiled() -> bool:
@@ -565,14 +558,5 @@ def _compiled() -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return False
-    modules = _living(dynamo.eval_frame.OptimizedModule)
+    modules = living(dynamo.eval_frame.OptimizedModule)
     return bool(modules) or dynamo.utils.counters["frames"]["ok"] > 0
-
-
-def _living(kind: type) -> list[Any]:
-    return list(_each_living(kind))
-
-
-def _each_living(kind: type) -> Iterator[Any]:
-    # issubclass: isinstance would wake up proxies and lazy objects.
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))

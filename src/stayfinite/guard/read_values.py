@@ -35,19 +35,23 @@ class ValuesRead:
 
     def saw(self, tensor: Tensor, value: float, frame: FrameType) -> None:
         """The script read this value there."""
-        if not _is_shown(frame):
+        # The script reads it, or torch on its behalf to show it.
+        is_user = kind_of(frame.f_code) == USER
+        if not is_user and not frame.f_code.co_filename.endswith(_SHOWS):
             return
         place = self._place(frame)
         memory = _memory(tensor)
         if place is None or (memory is not None and memory == self._trained_on):
             return
         is_certain = not torch.is_grad_enabled()
-        has_graph = not is_certain and (tensor.requires_grad or _shows_graph(frame))
+        shown = None if is_user else frame.f_locals.get("self")  # torch has detached it
+        with_graph = shown if isinstance(shown, Tensor) else tensor
+        has_graph = not is_certain and (tensor.requires_grad or with_graph.requires_grad)
         key = place.code.co_filename, place.line, place.lasti, has_graph
         line = self._seen.get(key)
         if line is None:
             line = _Line(place, has_graph=has_graph, is_certain=is_certain)
-            is_known = is_certain or has_graph or line.told(self._folder).is_loss
+            is_known = is_certain or has_graph or line.as_record(self._folder).is_loss
             if not is_known or len(self._seen) >= _MOST_PLACES:
                 return
             self._seen[key] = line
@@ -78,7 +82,7 @@ class ValuesRead:
     def told(self) -> tuple[ReadValue, ...]:
         """One for each line, those that came last first."""
         lines = sorted(self._seen.values(), key=lambda line: -line.step)
-        return tuple(line.told(self._folder) for line in lines)
+        return tuple(line.as_record(self._folder) for line in lines)
 
 
 class _Line:
@@ -89,10 +93,11 @@ class _Line:
         self.times = self.step = 0
         self.value = math.nan
 
-    def told(self, folder: str | None) -> ReadValue:
-        span = resolve(self.place, folder=folder)
+    def as_record(self, folder: str | None) -> ReadValue:
+        span, value = resolve(self.place, folder=folder), self.value
+        kind = NaNType.POS_INF if value > 0 else NaNType.NEG_INF
         return ReadValue(
-            nan_type=_kind(self.value),
+            nan_type=NaNType.NAN if math.isnan(value) else kind,
             file=span.file,
             line=span.line,
             code=span.code,
@@ -102,25 +107,6 @@ class _Line:
             in_evaluation=not self.has_graph,
             is_certain=self.is_certain,
         )
-
-
-def _kind(value: float) -> NaNType:
-    if math.isnan(value):
-        return NaNType.NAN
-    return NaNType.POS_INF if value > 0 else NaNType.NEG_INF
-
-
-def _is_shown(frame: FrameType) -> bool:
-    """Whether the script reads it, or torch on its behalf to show it."""
-    if kind_of(frame.f_code) == USER:
-        return True
-    return frame.f_code.co_filename.endswith(_SHOWS)
-
-
-def _shows_graph(frame: FrameType) -> bool:
-    """Whether torch detached it for showing only."""
-    shown = frame.f_locals.get("self") if kind_of(frame.f_code) != USER else None
-    return isinstance(shown, Tensor) and shown.requires_grad
 
 
 def _memory(tensor: Tensor) -> int | None:

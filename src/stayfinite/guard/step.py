@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stayfinite.detect.hooks import run_again
 from stayfinite.explain.proof import alike
-from stayfinite.guard.evidence import Finding
-from stayfinite.guard.job import Job, finding_of, shared
+from stayfinite.guard.evidence import BadValues
+from stayfinite.guard.job import Job, finding_of, incident_for_all_ranks
 from stayfinite.living import one_look
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
@@ -80,8 +80,10 @@ class GuardedStep:
     def step(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """The call's result, or None when the step that it ends was left out."""
         job = self._job
-        if (order := take()) is not None:
-            carry_out(order, job, lambda given: self.step(fn, given), self._guard.incidents)
+        if _waiting:
+            carry_out(
+                _waiting.pop(), job, lambda given: self.step(fn, given), self._guard.incidents
+            )
         if not job.has_begun:
             self._calls.clear()
             if job.manager.take_skipped_batch():
@@ -108,7 +110,7 @@ class GuardedStep:
         self._end(is_good=False)
         return None
 
-    def saw(self, finding: Finding) -> None:
+    def saw(self, finding: BadValues) -> None:
         """A bad value in this step; the first one counts."""
         run, is_traced = self._run, self.vetoes_all
         if run.incident is None:
@@ -129,30 +131,28 @@ class GuardedStep:
             self.saw(finding)
         return True
 
-    @contextlib.contextmanager
-    def _running(self, mode: Mode) -> Iterator[StepRun]:
-        """A run, in which nothing is bad so far; a first one goes on from the calls before."""
+    def _begin_run(self, mode: Mode) -> StepRun:
+        """A run in which nothing is bad so far; a first one goes on from the calls before."""
         if mode is Mode.FIRST and self._run.mode is Mode.FIRST:
             self._run.is_good = None
         else:
             self._run, self._job.trouble = StepRun(mode), None
         self.is_running = True
-        try:
-            with contextlib.nullcontext() if mode is Mode.FIRST else run_again():
-                yield self._run
-        finally:
-            self.is_running = False
+        return self._run
 
     def _call(self, calls: list[Call], mode: Mode) -> Any:
         """The result of the last call; `_run` says what became of them."""
+        self._begin_run(mode)
         try:
-            with self._running(mode):
+            with contextlib.nullcontext() if mode is Mode.FIRST else run_again():
                 return [fn(batch) for fn, batch in calls][-1]
         except BaseException:
             # The user's own code raised: leave the state as it is, and forget the step.
             self._job.forget_held()
             self._end(is_good=False)
             raise
+        finally:
+            self.is_running = False
 
     @one_look()
     def _recover(self, incident: Incident | None, number: int) -> Any:
@@ -162,7 +162,7 @@ class GuardedStep:
         result = None
         while incident is not None:
             self.put_back()
-            if guard.mended_harm(job):
+            if guard.mend_harm(job):
                 self._catch_up(number)
                 mode = next_try(RecoveryStrategy.RESET_MODEL, job.config, tries)
                 job.begin()
@@ -182,7 +182,7 @@ class GuardedStep:
 
     def _answer(self, noticed: Incident, tries: int) -> Mode | None:
         """Locate, let the policy choose; how the calls are run once more."""
-        incident = shared(self._job, self._proven(self._located(noticed)))
+        incident = incident_for_all_ranks(self._job, self._prove(self._locate(noticed)))
         recovery = self._job.respond(incident, will_rerun=True)
         if recovery.back_at is not None or recovery.checkpoint is not None:
             # Training went back: the batches since are not on its way any more, but for these.
@@ -194,7 +194,7 @@ class GuardedStep:
         self._guard.conclude(self._job, incident, recovery)
         return next_try(recovery.strategy, self._job.config, tries)
 
-    def _located(self, noticed: Incident) -> Incident:
+    def _locate(self, noticed: Incident) -> Incident:
         """The incident with origin and diagnosis, by running the calls again under the tracer."""
         if self._traces >= _MOST_TRACES:
             return noticed if self._known is None else alike(noticed, *self._known)
@@ -213,14 +213,14 @@ class GuardedStep:
         self._known = noticed, known
         return known
 
-    def _proven(self, incident: Incident) -> Incident:
+    def _prove(self, incident: Incident) -> Incident:
         """The incident with what experiments on these calls showed."""
         if not self._guard.settings.prove_seconds:
             return incident
-        from stayfinite.guard.replay import NO_BATCH, proven
+        from stayfinite.guard.replay import NO_BATCH, prove
 
         batch = self._calls[-1][1] if len(self._calls) == 1 else NO_BATCH
-        return proven(self._guard, self._job, incident, self, batch)
+        return prove(self._guard, self._job, incident, self, batch)
 
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when the calls run with this batch; no update happens."""
@@ -235,12 +235,14 @@ class GuardedStep:
         self, calls: list[Call], mode: Mode, around: contextlib.AbstractContextManager[None]
     ) -> Incident | None:
         """What is bad in a run that is an experiment: nothing is known of it afterwards."""
+        run = self._begin_run(mode)
         try:
-            with self._running(mode) as run, around:
+            with run_again(), around:
                 for fn, batch in calls:
                     fn(batch)
             return run.incident
         finally:
+            self.is_running = False
             self._run, self._job.trouble = StepRun(Mode.FIRST), None
 
     def run_before(self, since: int) -> bool:
@@ -285,15 +287,15 @@ class GuardedStep:
         job = self._job
         random = RandomState.capture()
         ours, self._calls = self._calls, []
-        again = [each for each in self._taken_back() if each.step < number]
+        again = [each for each in self._take_back() if each.step < number]
         while (rest := self._run_until_harm(again)) is not None:
             harmful = job.good_steps
             job.roll_back()
-            again = [each for each in self._taken_back() if each.step != harmful] + rest
+            again = [each for each in self._take_back() if each.step != harmful] + rest
         self._calls = ours
         random.restore()
 
-    def _taken_back(self) -> list[KeptBatch]:
+    def _take_back(self) -> list[KeptBatch]:
         """The batches since the state that was put back; none unless all are there."""
         kept = self._recent.take_back(self._job.good_steps)
         return [] if self._job.any_rank(kept is None) else kept or []
@@ -343,16 +345,6 @@ class Order:
     capsule: Capsule
     tell: Callable[[Incident | None], None]
 
-    def put_state(self, job: Job) -> None:
-        """Model, optimizer, schedulers, scaler and generators as before the step."""
-        from stayfinite.capsule.make import put_random, put_state
-
-        members = members_of(job)
-        if self.capsule.state is not None:
-            put_state(self.capsule.state, members)
-        if self.capsule.random is not None:
-            put_random(self.capsule.random)
-
 
 _waiting: list[Order] = []
 
@@ -360,10 +352,6 @@ _waiting: list[Order] = []
 def give(order: Order) -> None:
     """Have the next `guard.step` of this process carry it out, which ends the script."""
     _waiting.append(order)
-
-
-def take() -> Order | None:
-    return _waiting.pop() if _waiting else None
 
 
 def members_of(job: Job) -> Members:
@@ -381,8 +369,13 @@ def members_of(job: Job) -> Members:
 
 
 def carry_out(order: Order, job: Job, step: Callable[[Any], Any], incidents: list[Any]) -> None:
-    """Run the batches of the capsule by `step(batch)`, tell, and leave the script."""
-    order.put_state(job)
+    """Run the capsule's batches by `step(batch)` from the state before, tell, and leave."""
+    from stayfinite.capsule.make import put_random, put_state
+
+    if order.capsule.state is not None:
+        put_state(order.capsule.state, members_of(job))
+    if order.capsule.random is not None:
+        put_random(order.capsule.random)
     before = len(incidents)
     for batch in order.capsule.batch:
         step(batch)

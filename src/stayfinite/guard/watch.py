@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment
 from stayfinite.errors import InputError
-from stayfinite.guard.guard import Guard
+from stayfinite.guard.guard import Guard, GuardPast
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.recorder import recorder_in
 from stayfinite.recover.config import RecoveryConfig
@@ -59,10 +59,10 @@ def watch(
     settings = GuardSettings(on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds)
     tell = told_to(sinks)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
-    on_step = []
+    guard = Guard(settings, on_incident=tell, only=optimizer)
     if recorder is not None:
-        tell, on_step = told_to([recorder.heard, tell]), [recorder.stepped]
-    guard = Guard(settings, on_incident=tell, only=optimizer, on_step=on_step)
+        tell = told_to([recorder.heard, tell])
+        guard.past = GuardPast(on_incident=tell, on_step=recorder.stepped)
     guard.keep_operations()
     if on_nan == "recover":
         config = RecoveryConfig() if config is None else config

@@ -197,7 +197,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         """Mend weights that are bad; what is to be saved refers to the same memory."""
         if self._guard is not None and self._attached is not None:
             for job in self._guard.jobs.values():
-                self._guard.mended_harm(job)
+                self._guard.mend_harm(job)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach."""

@@ -24,12 +24,13 @@ from torch.optim.swa_utils import AveragedModel
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.errors import PackageError
+from stayfinite.explain.experiments import CannotReplayError
 from stayfinite.guard.answers import Recover
 from stayfinite.guard.discover import WithoutSnapshots, free_post
-from stayfinite.guard.evidence import Finding
+from stayfinite.guard.evidence import BadValues
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
-from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError, Replay
+from stayfinite.guard.replay import NO_BATCH, Replay
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -202,7 +203,7 @@ class LightningGuard(Guard):
     def _again(self, batch: Any) -> None:
         job = self.answered
         if not isinstance(job, LightningJob) or not job.batches or not can_run_again(self.trainer):
-            raise CannotRunAgainError("its batches are not known")
+            raise CannotReplayError("its batches are not known")
         others = [other.parts.state() for other in self.jobs.values() if other is not job]
         kept = [(state, state.capture(parts=("param_groups", "scheduler"))) for state in others]
         try:
@@ -233,7 +234,7 @@ class _LightningRecover(Recover):
         with self._inside_of_step(optimizer):
             super().skipped(optimizer)
 
-    def harmed(self, finding: Finding) -> None:
+    def harmed(self, finding: BadValues) -> None:
         with self._inside_of_update():
             super().harmed(finding)
 

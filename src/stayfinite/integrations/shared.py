@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, Wrap, is_run_again, listeners, together, wrapped
 from stayfinite.errors import TrainingAbortedError
+from stayfinite.explain.experiments import CannotReplayError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
-from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError
+from stayfinite.guard.replay import NO_BATCH
 from stayfinite.locate.source import Place, call_at, user_place
 from stayfinite.nested import named_tensors
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
@@ -188,7 +189,7 @@ class RecordedCalls:
     def again(self, batch: Any) -> None:
         """Run the calls again, each with a backward pass; NO_BATCH is what they were given."""
         if not self._calls:
-            raise CannotRunAgainError("no call of the model is known")
+            raise CannotReplayError("no call of the model is known")
         calls = self._calls
         if batch is not NO_BATCH:
             calls = [(calls[0][0], tuple(batch[:-1]), batch[-1])]

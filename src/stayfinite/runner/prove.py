@@ -275,9 +275,7 @@ class LabWatch(Watch):
             self._bench.attach(self.guard)
 
     def _new_guard(self) -> Guard:
-        from stayfinite.guard import Guard
         from stayfinite.guard.lab import Bench
-        from stayfinite.settings import GuardSettings
 
         self._bench = Bench(
             from_data(Incident, self._lab["incident"]),
@@ -286,8 +284,7 @@ class LabWatch(Watch):
             deadline=self.plan.started + float(self._lab["seconds"]),
             leave=_leave,
         )
-        settings = from_data(GuardSettings, self.plan.guard)
-        return Guard(settings, on_incident=self._heard, on_step=[self._stepped])
+        return super()._new_guard()
 
     def _heard(self, incident: Incident) -> None:
         if self._bench is not None and self._bench.is_child:

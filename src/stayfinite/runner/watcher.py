@@ -229,7 +229,6 @@ class Watch:
 
         if self.plan.capsule is not None:
             guard.keep_operations()
-        guard.past.on_begin = self._begin_training
         self._post = Post(guard, _attach_guard)
         self._begin_record()
         if self.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
@@ -243,14 +242,23 @@ class Watch:
         folder = self.plan.guard.get("folder")
         self._read = ValuesRead(steps=lambda: self.guard.steps if self.guard else 0, folder=folder)
         self._numbers = watch_numbers(self._read.saw)
-        if self.guard is not None:
-            self.guard.past.on_bad_loss = self._read.trains_on
 
     def _new_guard(self) -> Guard:
         from stayfinite.guard import Guard, GuardSettings
+        from stayfinite.guard.guard import GuardPast
 
-        settings = from_data(GuardSettings, self.plan.guard)
-        return Guard(settings, on_incident=self._heard, on_step=[self._stepped])
+        guard = Guard(from_data(GuardSettings, self.plan.guard))
+        guard.past = GuardPast(
+            on_incident=self._heard,
+            on_step=self._stepped,
+            on_begin=self._begin_training,
+            on_bad_loss=self._trains_on,
+        )
+        return guard
+
+    def _trains_on(self, loss: Any) -> None:
+        if self._read is not None:
+            self._read.trains_on(loss)
 
     def _begin_record(self) -> None:
         with step_aside("recording the run"):

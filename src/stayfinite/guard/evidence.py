@@ -202,6 +202,7 @@ class Evidence:
 
     def statistics(self) -> list[Tensor]:
         """The running statistics of the living modules that were made under watch."""
+        # _buffers: named_buffers() takes many times as long, and this runs in healthy steps.
         return [
             tensor
             for module in self._normalisers
@@ -511,7 +512,7 @@ def origin_from_graph(tensors: Iterable[Tensor]) -> Origin | None:
     bad = [node for node in seen if _has_bad_save(node)]
     if not bad:
         return None
-    # Nodes are numbered as they are made; torch has no public name for that.
+    # Nodes are numbered as they are made; torch has no public name for the number.
     first = min(bad, key=lambda node: node._sequence_nr())
     names = Names()
     inputs = [getattr(node, "variable", None) for node, _ in first.next_functions]

@@ -127,6 +127,7 @@ class Job:
 
         A learning rate that was bad then is the last good one.
         """
+        # A GradScaler's notes about this step; they are not in its state_dict().
         noted = dict(getattr(self.parts.scaler, "_per_optimizer_states", ()))
         if self._mark is not None:
             self.state.go_back(self._mark)
@@ -187,7 +188,7 @@ class Job:
         except NonFiniteError:
             return None
         self._mark = None
-        if called:  # else the scheduler of a loop that has called it warns
+        if called:  # a mark of LRScheduler's own; else that of a loop that has called it warns
             optimizer._opt_called = called
         steps = self.good_steps - snapshot.step
         self.good_steps, self._next_snapshot = snapshot.step, snapshot.step + 1

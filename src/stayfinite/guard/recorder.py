@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -24,9 +23,8 @@ from stayfinite.guard.evidence import Evidence
 from stayfinite.living import Names
 from stayfinite.records import Incident, to_data
 from stayfinite.report.store.writer import End, LayerRow, RunInfo, StepRow, StoreWriter, run_info
+from stayfinite.safely import Safely
 from stayfinite.training import params_of
-
-logger = logging.getLogger("stayfinite")
 
 _EVERY = 16  # steps between two samples of the gradients
 _LONGEST = 1.0  # seconds that a step waits until it is handed over
@@ -46,7 +44,7 @@ class Recorder:
         self._last: float | None = None  # when the step before ended
         self._rows: list[StepRow] = []
         self._layers: weakref.WeakKeyDictionary[Optimizer, _Layers] = weakref.WeakKeyDictionary()
-        self._has_failed = False
+        self._failures = Safely("stayfinite records no more steps of this run")
 
     @property
     def writer(self) -> StoreWriter:
@@ -56,15 +54,13 @@ class Recorder:
 
     def stepped(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
         """An update was attempted; the evidence has what was seen in this step."""
-        if self._has_failed:
-            return
-        try:
-            self._stepped(optimizer, evidence, skipped=skipped)
-        except Exception:
-            self._has_failed = True
-            logger.exception("stayfinite records no more steps of this run")
+        if not self._failures.has_failed:
+            try:
+                self._add(optimizer, evidence, skipped=skipped)
+            except Exception as error:
+                self._failures.note(error)
 
-    def _stepped(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
+    def _add(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
         now = time.perf_counter()
         layers = self._layers.get(optimizer)
         if layers is None:

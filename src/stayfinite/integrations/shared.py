@@ -80,7 +80,7 @@ def wrapped_method(owner: Any, name: str, wrap: Wrap) -> Attachment:
 OnNaN = Literal["recover", "stop", "warn"]
 
 
-class Answer(TypedDict):
+class AnswerOptions(TypedDict):
     """The two options of `stayfinite.watch` that decide what is done about a bad step."""
 
     config: RecoveryConfig | None
@@ -89,7 +89,7 @@ class Answer(TypedDict):
 
 def answered_by(
     config: RecoveryConfig | None, on_nan: OnNaN, *, prove_seconds: float = 0.0
-) -> Answer:
+) -> AnswerOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
     GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word
     if on_nan == "warn":

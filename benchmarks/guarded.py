@@ -23,16 +23,15 @@ from rich.table import Table
 from workloads import workload
 
 import stayfinite
-from stayfinite.guard.answers import Guard
-from stayfinite.guard.guard import Watcher
+from stayfinite.guard.guard import Guard
 
 BARS = {"gpt": 1.0, "cnn": 1.0, "mlp": 15.0}
 ENTRIES = (
     (Guard, "judge"),
     (Guard, "stepped"),
     (Guard, "begin_step"),
-    (Watcher, "_before_backward"),
-    (Watcher, "_after_backward"),
+    (Guard, "_before_backward"),
+    (Guard, "_after_backward"),
 )
 
 

@@ -261,7 +261,7 @@ def test_infinite_root_that_is_no_loss_is_let_through() -> None:
         "guard.all_finite",
         "guard.finite_number",
         "guard.incident_of",
-        "guard.gradients_found",
+        "answers.bad_gradients",
         "guard.nonfinite",
     ],
 )
@@ -319,7 +319,7 @@ def test_tracing_starts_at_the_tick_it_was_asked_for() -> None:
     with guarded() as first, pytest.raises(TrainingAbortedError):
         train(net, optimizer, 9, bad=bad_at(6))
     tick = first.arm_at()
-    assert 0 < tick < first._tracing.clock
+    assert 0 < tick < first.past.tracing.clock
     net = Net()
     settings = {"trace": "armed", "arm_at": tick}
     with guarded(**settings) as second, pytest.raises(TrainingAbortedError):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import stayfinite
 from stayfinite import Guard
-from stayfinite.guard.replay import CannotRunAgainError, Replay
+from stayfinite.explain.experiments import CannotReplayError
+from stayfinite.guard.replay import Replay
 
 
 class Net(nn.Module):
@@ -126,7 +127,7 @@ def test_step_that_cannot_be_replayed_stays_as_it_was_noticed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def cannot() -> None:
-        raise CannotRunAgainError("its loss is not known here")
+        raise CannotReplayError("its loss is not known here")
 
     loop, other = Loop(), Loop(replays=False)
     guard = loop.run(batches(5), before_replay=cannot)

@@ -21,7 +21,7 @@ BAD = torch.tensor(math.nan)
 def reading(script: Callable[[], object], guard: Guard | None = None) -> tuple[ReadValue, ...]:
     read = ValuesRead(steps=lambda: 5, folder=None)
     if guard is not None:
-        guard.on_bad_loss = read.trains_on
+        guard.past.on_bad_loss = read.trains_on
         guard.attach()
     with watch_numbers(read.saw):
         script()

@@ -383,7 +383,7 @@ class TestHarm:
         "name",
         [
             "integrations.shared.user_place",
-            "guard.step.Window.step",
+            "guard.step.GuardedStep.step",
             "guard.job.Job.begin",
             "guard.job.Job.end",
         ],
@@ -404,7 +404,7 @@ class TestHarm:
         with training.watch() as guard:
             training.run(guard if given else None)
         assert training.bytes() == Training(batches(4)).run().bytes()
-        assert ("a mistake of ours" in caplog.text) is (given or "Window" not in name)
+        assert ("a mistake of ours" in caplog.text) is (given or "GuardedStep" not in name)
 
     @pytest.mark.parametrize("given", [False, True])
     def test_second_watch_uses_the_guard_of_the_first(self, given: bool) -> None:

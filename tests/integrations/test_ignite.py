@@ -365,7 +365,7 @@ class TestHarm:
         [
             "integrations.ignite.watch_loop",
             "integrations.ignite._Steps._told",
-            "guard.step.Window.step",
+            "guard.step.GuardedStep.step",
             "guard.job.Job.begin",
             "guard.job.Job.end",
         ],

@@ -49,7 +49,7 @@ from stayfinite.amp.update import (
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint
 from stayfinite.detect.detector import NaNDetector
 from stayfinite.errors import CheckpointError, NonFiniteError, TrainingAbortedError
-from stayfinite.guard.answers import Guard
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, NaNReport

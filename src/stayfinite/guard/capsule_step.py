@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+import dataclasses
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from stayfinite.capsule.make import (
 from stayfinite.checkpoint.modules import Members
 from stayfinite.detect.finite import all_finite
 from stayfinite.guard.step import members_of
+from stayfinite.living import living
 from stayfinite.locate.capture import Beginning, Kept
 from stayfinite.records import Incident, to_data
 from stayfinite.report.store.writer import commit_of
@@ -61,45 +62,40 @@ class KeptStep:
     ) -> Capsule:
         """All of it that its owner consents to."""
         batch, note = batch_of(self.batch, with_batch=with_batch, redact=redact)
-        main = _main_file()
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        main = None if file is None else os.path.realpath(file)  # None in a notebook
         cwd = os.path.realpath(os.getcwd())
         is_here = main is None or main.startswith(cwd + os.sep)
         root = cwd if main is None or is_here else os.path.dirname(main)
-        code = own_code(root, *_file_of(self.function))
-        notes = (*self.notes, *code.notes, *([note] if note else []))
-        commit, is_dirty = commit_of(Path(root))
-        return Capsule(
-            incident=told(incident, with_source=with_source),
+        made = Capsule(
+            incident=incident,
             code=CodeReference(
                 kind="step",
                 command=_command(main, root),
-                paths=code.paths,
                 function=getattr(self.function, "__qualname__", None),
-                commit=commit,
-                is_dirty=is_dirty,
-                digests=code.digests,
             ),
-            sources=code.sources if with_source else (),
             birth=birth_of(self.kept, with_data=with_batch and redact is None),
             state=self.state,
             batch=batch,
             random=self.random,
-            versions=versions(),
-            environment=environment(),
             config=self.config,
-            notes=notes,
-            made=time.time(),
+            notes=(*self.notes, *([note] if note else [])),
         )
+        return _completed(made, root, _file_of(self.function), with_source=with_source)
 
 
 def keep_step(job: Job, calls: list[Call], kept: Kept | None, *, step: int) -> KeptStep:
     """The step that is under way, whose beginning has been put back."""
     state, note = state_of(members_of(job))
-    batch, too_large = _copied_batch(tuple(batch for _, batch in calls))
+    batch: tuple[Any, ...] = tuple(each for _, each in calls)
+    size, too_large = batch_size(batch), None
+    if size > limits.BATCH:  # what is kept in memory is never large
+        batch, most = (), limits.BATCH
+        too_large = f"the batch has {size:,} bytes, and is not in it: {most:,} are possible"
     return KeptStep(
         step=step,
         function=calls[0][0],
-        batch=batch,
+        batch=tuple(map(copied, batch)),
         state=state,
         notes=tuple(each for each in (note, too_large) if each is not None),
         random=dict(vars(RandomState.capture())),
@@ -125,41 +121,42 @@ def pass_capsule(
 
     Without a guard, only what replays the script from its start; `main` is its file.
     """
-    kept, beginning = (None, None) if guard is None else guard.traced_pass()
-    batch, batch_note = _entered(beginning, with_batch=with_batch)
+    tracing = None if guard is None else guard.past.tracing
+    kept, beginning = (None, None) if tracing is None else (tracing.kept, tracing.beginning)
+    given = () if beginning is None else tuple(args for _, args in beginning.entries)
+    batch, batch_note = batch_of(given, with_batch=with_batch, redact=None)
     state, state_note = (None, None) if beginning is None else _state_at(beginning)
-    code = own_code(root, *main)
-    commit, is_dirty = commit_of(Path(root))
-    return Capsule(
-        incident=told(incident, with_source=with_source),
-        code=CodeReference(
-            kind="script",
-            command=command,
-            folder=folder,
-            paths=code.paths,
-            commit=commit,
-            is_dirty=is_dirty,
-            digests=code.digests,
-        ),
-        sources=code.sources if with_source else (),
+    made = Capsule(
+        incident=incident,
+        code=CodeReference(kind="script", command=command, folder=folder),
         birth=birth_of(kept, with_data=with_batch),
         state=state,
         batch=batch,
         random=None if beginning is None else dict(vars(beginning.random)),
         seeds=seeds,
+        config=config,
+        notes=tuple(note for note in (batch_note, state_note) if note is not None),
+    )
+    return _completed(made, root, main, with_source=with_source)
+
+
+def _completed(made: Capsule, root: str, files: Iterable[str], *, with_source: bool) -> Capsule:
+    """The capsule with the code under `root` and of `files`, and what it ran on."""
+    code = own_code(root, *files)
+    commit, is_dirty = commit_of(Path(root))
+    reference = dataclasses.replace(
+        made.code, paths=code.paths, digests=code.digests, commit=commit, is_dirty=is_dirty
+    )
+    return dataclasses.replace(
+        made,
+        incident=told(made.incident, with_source=with_source),
+        code=reference,
+        sources=code.sources if with_source else (),
         versions=versions(),
         environment=environment(),
-        config=config,
-        notes=tuple(note for note in (batch_note, state_note, *code.notes) if note is not None),
+        notes=(*made.notes, *code.notes),
         made=time.time(),
     )
-
-
-def _entered(
-    beginning: Beginning | None, *, with_batch: bool
-) -> tuple[tuple[Any, ...], str | None]:
-    given = () if beginning is None else tuple(args for _, args in beginning.entries)
-    return batch_of(given, with_batch=with_batch, redact=None)
 
 
 def _state_at(beginning: Beginning) -> tuple[State | None, str | None]:
@@ -169,18 +166,11 @@ def _state_at(beginning: Beginning) -> tuple[State | None, str | None]:
     params = {id(param) for model in models for param in model.parameters()}
     if not all_finite(param for model in models for param in model.parameters()):
         return None, "the state before the step is not in it: the weights had gone bad already"
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
-    theirs = tuple(o for o in found if any(id(param) in params for param in params_of(o)))
+    theirs = tuple(
+        o for o in living(Optimizer) if any(id(param) in params for param in params_of(o))
+    )
     buffers = [beginning.buffers.get(id(model), {}) for model in models]
     return state_of(Members(models=models, optimizers=theirs), buffers=buffers)
-
-
-def _copied_batch(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], str | None]:
-    """The batch, or nothing and a note: what is kept in memory is never large."""
-    size = batch_size(batch)
-    if size > limits.BATCH:
-        return (), f"the batch has {size:,} bytes, and is not in it: {limits.BATCH:,} are possible"
-    return tuple(copied(each) for each in batch), None
 
 
 def _file_of(function: Any) -> list[str]:
@@ -188,12 +178,6 @@ def _file_of(function: Any) -> list[str]:
         return [inspect.getfile(inspect.unwrap(function))]
     except TypeError:
         return []
-
-
-def _main_file() -> str | None:
-    """The script that runs; None in a notebook."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return None if file is None else os.path.realpath(file)
 
 
 def _command(main: str | None, root: str) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from stayfinite.detect.hooks import Attachment, together
 from stayfinite.locate.source import user_place
-from stayfinite.nested import children
-from stayfinite.snapshot.batches import rebuilt
+from stayfinite.nested import children, map_leaves
 from stayfinite.training import params_of
 
 
@@ -69,7 +68,8 @@ class Split:
     def only(self, rows: Sequence[int]) -> Any:
         """The batch with these rows, copied, in this order."""
         if self._by_lists:
-            return rebuilt(type(self._batch)(_picked(b, rows) for b in self._batch), _copied)
+            picked = type(self._batch)(_pick(each, rows) for each in self._batch)
+            return map_leaves(picked, _copy_of, kinds=_LEAVES)
         return self._taken(self._batch, list(rows))
 
     def with_values(self, batch: Any, low: int, high: int, donor: int) -> Any:
@@ -88,42 +88,37 @@ class Split:
         return [leaf for leaf in found if leaf.is_floating_point()]
 
     def _taken(self, value: Any, rows: list[int]) -> Any:
-        if isinstance(value, list) and self._goes_along(value):
-            return _picked(value, rows)
         if isinstance(value, list):
+            if self._goes_along(value):
+                return _pick(value, rows)
             return type(value)(self._taken(item, rows) for item in value)
-        return rebuilt(_with_lists(value, self, rows), lambda leaf: _rows_of(leaf, rows))
+        if isinstance(value, dict):  # lists directly in it are cut; what is deeper stays
+            value = {
+                key: _pick(item, rows)
+                if isinstance(item, (list, tuple)) and self._goes_along(item)
+                else item
+                for key, item in value.items()
+            }
+        return map_leaves(value, lambda leaf: _rows_of(leaf, rows), kinds=_LEAVES)
 
     def _goes_along(self, value: Sequence[Any]) -> bool:
         return len(value) == self.rows and not any(_leaves(item) for item in value)
 
 
-def _with_lists(value: Any, split: Split, rows: list[int]) -> Any:
-    """The value with the lists directly in it cut; what is deeper stays."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: _picked(item, rows)
-        if isinstance(item, (list, tuple)) and split._goes_along(item)
-        else item
-        for key, item in value.items()
-    }
-
-
-def _copied(leaf: Any) -> Any:
+def _copy_of(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf.copy()
 
 
 def _rows_of(leaf: Any, rows: list[int]) -> Any:
     if not leaf.ndim:
-        return _copied(leaf)
+        return _copy_of(leaf)
     if isinstance(leaf, np.ndarray):
         return leaf[rows]
     taken = leaf.detach()[torch.tensor(rows, device=leaf.device)].contiguous()
     return taken.requires_grad_(leaf.requires_grad)
 
 
-def _picked(value: Any, rows: Sequence[int]) -> Any:
+def _pick(value: Any, rows: Sequence[int]) -> Any:
     return type(value)(value[row] for row in rows)
 
 
@@ -143,16 +138,18 @@ def _leaves(value: Any) -> list[Any]:
 
 def in_float64(batch: Any) -> Any:
     """The batch with its floating-point tensors in float64."""
-    return rebuilt(batch, lambda leaf: _raised(leaf, torch.float64))
+    return map_leaves(batch, lambda leaf: _in_dtype(leaf, torch.float64))
 
 
 def in_float32(batch: Any) -> Any:
     """The batch with its 16-bit tensors in float32."""
-    return rebuilt(batch, lambda leaf: _raised(leaf, torch.float32) if leaf.itemsize == 2 else leaf)
+    return map_leaves(
+        batch, lambda leaf: _in_dtype(leaf, torch.float32) if leaf.itemsize == 2 else leaf
+    )
 
 
-def _raised(leaf: Any, dtype: torch.dtype) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+def _in_dtype(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    if leaf.is_floating_point():
         return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
     return leaf
 
@@ -175,27 +172,6 @@ def _not_zero(tensor: Tensor) -> Tensor:
     return torch.where(tensor.detach().abs() < small, away, tensor)
 
 
-def _above_minus_one(tensor: Tensor) -> Tensor:
-    return tensor.clamp_min(_small(tensor) - 1.0)
-
-
-def _inside_zero_and_one(tensor: Tensor) -> Tensor:
-    return tensor.clamp(_small(tensor), 1.0 - _small(tensor))
-
-
-def _below_overflow(tensor: Tensor) -> Tensor:
-    return tensor.clamp_max(8.0 if tensor.dtype is torch.float16 else 60.0)
-
-
-def _inside_one(tensor: Tensor) -> Tensor:
-    edge = 1.0 - _small(tensor)
-    return tensor.clamp(-edge, edge)
-
-
-def _above_minus_inf(tensor: Tensor) -> Tensor:
-    return tensor.clamp_min(torch.finfo(tensor.dtype).min)
-
-
 Rules = dict[str, tuple[int, Keep]]
 """By the name of a function: which argument is guarded, and how."""
 
@@ -206,8 +182,8 @@ def _rules(index: int, keep: Keep, *names: str) -> Rules:
 
 _LOGS = {
     **_rules(0, _positive, "log", "log2", "log10"),
-    **_rules(0, _above_minus_one, "log1p"),
-    **_rules(0, _inside_zero_and_one, "logit"),
+    **_rules(0, lambda t: t.clamp_min(_small(t) - 1.0), "log1p"),
+    **_rules(0, lambda t: t.clamp(_small(t), 1.0 - _small(t)), "logit"),
 }
 _ROOTS = _rules(0, _positive, "sqrt", "rsqrt")
 _DIVISIONS = {
@@ -215,9 +191,21 @@ _DIVISIONS = {
     **_rules(0, _not_zero, "reciprocal", "__rtruediv__", "__rdiv__"),
 }
 _POWERS = _rules(0, _positive, "pow", "__pow__", "float_power")
-_EXPONENTIALS = _rules(0, _below_overflow, "exp", "expm1", "cosh", "sinh")
-_ANGLES = _rules(0, _inside_one, "acos", "asin", "arccos", "arcsin", "atanh", "erfinv")
-_SOFTMAXES = _rules(0, _above_minus_inf, "softmax", "log_softmax", "logsumexp")
+_EXPONENTIALS = _rules(
+    0,
+    lambda t: t.clamp_max(8.0 if t.dtype is torch.float16 else 60.0),
+    *("exp", "expm1", "cosh", "sinh"),
+)
+_ANGLES = _rules(
+    0,
+    lambda t: t.clamp(_small(t) - 1.0, 1.0 - _small(t)),
+    *("acos", "asin", "arccos", "arcsin", "atanh", "erfinv"),
+)
+_SOFTMAXES = _rules(
+    0,
+    lambda t: t.clamp_min(torch.finfo(t.dtype).min),
+    *("softmax", "log_softmax", "logsumexp"),
+)
 
 KEPT_FOR: dict[str, Rules] = {
     "log_of_zero": _LOGS,
@@ -252,9 +240,11 @@ class KeptInside(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        rule = self._kept.get(getattr(func, "__name__", ""))
-        if rule is not None and self._is_here():
-            args = self._guarded(args, *rule)
+        index, keep = self._kept.get(getattr(func, "__name__", ""), (len(args), _positive))
+        value = args[index] if index < len(args) else None
+        if isinstance(value, Tensor) and value.is_floating_point() and self._is_here():
+            self.applied += 1
+            args = (*args[:index], keep(value), *args[index + 1 :])
         return func(*args, **(kwargs or {}))
 
     def _is_here(self) -> bool:
@@ -262,11 +252,3 @@ class KeptInside(TorchFunctionMode):
         if place is None or place.line != self._line:
             return False
         return os.path.realpath(place.code.co_filename) == self._file
-
-    def _guarded(self, args: tuple[Any, ...], index: int, keep: Keep) -> tuple[Any, ...]:
-        if index >= len(args) or not isinstance(args[index], Tensor):
-            return args
-        if not args[index].is_floating_point():
-            return args
-        self.applied += 1
-        return (*args[:index], keep(args[index]), *args[index + 1 :])

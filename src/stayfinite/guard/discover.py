@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from stayfinite.detect.hooks import Attachment, wrapped
-from stayfinite.guard.answers import Guard
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
+from stayfinite.living import living
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.settings import GuardSettings
@@ -67,36 +67,25 @@ def watch_optimizers(made: Callable[[Optimizer], None]) -> Attachment:
 def look_around(parts: Parts) -> Parts:
     """The parts with the schedulers, scaler and averages that are alive now."""
     optimizer = parts.optimizer
-    alive = gc.get_objects()
-    schedulers = [s for s in _of(alive, LRScheduler) if s.__dict__.get("optimizer") is optimizer]
+    schedulers = [s for s in living(LRScheduler) if s.__dict__.get("optimizer") is optimizer]
     held = {id(inner) for outer in schedulers for inner in getattr(outer, "_schedulers", ())}
     return Parts(
         optimizer=optimizer,
         modules=parts.modules,
         schedulers=tuple(s for s in schedulers if id(s) not in held),
-        scaler=next(iter(s for s in _of(alive, GradScaler) if s.is_enabled()), None),
-        emas=tuple(_of(alive, AveragedModel)),
+        scaler=next(iter(s for s in living(GradScaler) if s.is_enabled()), None),
+        emas=tuple(living(AveragedModel)),
     )
 
 
 def _roots(optimizer: Optimizer) -> list[nn.Module]:
     """The topmost modules that hold its parameters."""
     ours = {id(param) for param in params_of(optimizer)}
-    modules = _of(gc.get_objects(), nn.Module)
-    holders = [m for m in modules if any(id(p) in ours for p in m.parameters())]
+    holders = [m for m in living(nn.Module) if any(id(p) in ours for p in m.parameters())]
     inner = {id(child) for m in holders for child in m.modules() if child is not m}
     return [module for module in holders if id(module) not in inner]
 
 
-def _of(things: list[Any], kind: type) -> list[Any]:
-    return [thing for thing in things if issubclass(type(thing), kind)]
-
-
-_SHARED = (
-    *("incidents", "evidence", "_tracing", "_aside", "_losses", "_afterwards"),
-    *("_last_look", "_on_incident", "on_begin", "on_bad_loss"),
-)
-_COPIED = ("scaler_skips", "stopped", "crashed", "_incident_clock", "_was_skipped")
 _STOP = RecoveryConfig(
     primary_strategy=RecoveryStrategy.ABORT, fallback_strategy=RecoveryStrategy.ABORT
 )
@@ -120,8 +109,8 @@ class Post:
     @property
     def is_free(self) -> bool:
         """Whether another guard may come; not where nothing is ever undone."""
-        is_watching = self.guard._attachment is not None
-        return is_watching and not self._is_taken and self.guard.settings.on_nan != "warn"
+        is_taken = self._is_taken or not self.guard.is_attached
+        return not is_taken and self.guard.settings.on_nan != "warn"
 
     @property
     def stops(self) -> bool:
@@ -138,16 +127,18 @@ class Post:
         """For the jobs of the guard that comes."""
         return _STOP if self.stops else UNATTENDED
 
-    def hand_over(self, guard: Guard) -> Attachment:
+    def stand_in(self, guard: Guard) -> Attachment:
         """Let `guard`, which is not attached yet, watch in the place of the first, until removal.
 
         It knows all that the first one knew, and the other way round.
         """
         first = self.guard
-        _detach(first)
-        others = _take_jobs(guard, first)
-        for name in (*_SHARED, *_COPIED):
-            setattr(guard, name, getattr(first, name))
+        first.detach()
+        for key in guard.jobs.keys() & first.jobs.keys():  # its own know more
+            first.jobs.pop(key).close()
+        others = list(first.jobs)
+        guard.jobs |= first.jobs
+        guard.past = first.past
         self.guard, self._is_taken = guard, True
         guard.attach()
 
@@ -155,8 +146,6 @@ class Post:
             for key in others:
                 guard.jobs.pop(key, None)
             guard.close()
-            for name in _COPIED:
-                setattr(first, name, getattr(guard, name))
             self.guard, self._is_taken = first, False
             if self in _open:
                 self._attach(first)
@@ -170,22 +159,6 @@ class Post:
         self.guard.close()
 
 
-def _detach(guard: Guard) -> None:
-    attachment, guard._attachment = guard._attachment, None
-    if attachment is not None:
-        attachment.flush()
-        attachment.remove()
-
-
-def _take_jobs(guard: Guard, first: Guard) -> list[int]:
-    """Jobs of other optimizers come along; their keys. Its own know more than those of `first`."""
-    for key in set(guard.jobs) & set(first.jobs):
-        first.jobs.pop(key).close()
-    others = list(first.jobs)
-    guard.jobs |= first.jobs
-    return others
-
-
 def free_post() -> Post | None:
     """The post over this process, if there is one whose place can be taken."""
     return next((post for post in _open if post.is_free), None)
@@ -194,5 +167,4 @@ def free_post() -> Post | None:
 class WithoutSnapshots(Job):
     """A job that ends with its first bad step, and needs no memory for going back."""
 
-    def _take_snapshot(self) -> bool:
-        return True
+    takes_snapshots = False

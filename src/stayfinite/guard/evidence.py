@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
 import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from stayfinite.detect.detector import bad_reports
 from stayfinite.detect.finite import all_finite, finite_norm, known_norm, largest, surely_finite
 from stayfinite.distributed import rank, world_size
 from stayfinite.explain.clue import Context, History, OptimizerFacts, Ranges, weight_growth
-from stayfinite.living import Names, leaves_of, one_look, running_statistics
+from stayfinite.living import Names, leaves_of, living, one_look, running_statistics
 from stayfinite.locate.clock import Tracing
 from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Incident, Origin, Outcome, Phase
@@ -30,12 +29,13 @@ from stayfinite.settings import ROUND, GuardSettings
 from stayfinite.text import on_rank
 from stayfinite.training import params_of
 
+MOST_INCIDENTS = 50
 _SAMPLES = 64
 _SHARES = 4
 _EVERY_NORM, _SOME_NORMS = 16, 16  # after 16 steps only every sixteenth has its norm
 
 
-class Tally:
+class UpdateCount:
     """How many updates of one optimizer were attempted, and how many of them were bad.
 
     `loss` is that of the last good one, `loss_before` that of the last before the first bad one;
@@ -68,34 +68,44 @@ class Tally:
         return self.bad / self.count if self.count else 0.0
 
 
-class _Book:
+class _Updates:
     """The attempted updates of one optimizer."""
 
     __slots__ = ("history", "tally", "turn")
 
-    def __init__(self, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, tally: UpdateCount) -> None:
+        self.tally, self.history = tally, History()
         self.turn = 0  # when it stepped last, as the number of updates of all
-        self.history = History()
+
+
+class StepSeen(Protocol):
+    """Who is told of each attempted update; the evidence has what was seen in that step."""
+
+    def __call__(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None: ...
 
 
 class Evidence:
     """Counts and histories of the optimizers and of the calls to top-level modules."""
 
-    def __init__(self) -> None:
-        self._books: weakref.WeakKeyDictionary[Optimizer, _Book] = weakref.WeakKeyDictionary()
+    def __init__(self, on_step: StepSeen | None = None) -> None:
+        self._on_step = on_step
+        self._by_optimizer: weakref.WeakKeyDictionary[Optimizer, _Updates] = (
+            weakref.WeakKeyDictionary()
+        )
         self._inputs: dict[str, deque[float]] = {}
         self._calls: dict[tuple[int, bool], int] = {}
         self._kinds: dict[tuple[str, bool], int] = {}
-        self._last: tuple[Callable[[], Optimizer | None], _Book] = (lambda: None), _Book(Tally())
+        self._last: tuple[Callable[[], Optimizer | None], _Updates] = (
+            (lambda: None),
+            _Updates(UpdateCount()),
+        )
         self._passes = History()  # of losses, as long as no optimizer has stepped
-        self._tallies: list[Tally] = []  # those of optimizers that are gone too
+        self._tallies: list[UpdateCount] = []  # those of optimizers that are gone too
         self._most = self._updates = 0
         self.backward_passes = 0
-        self.passes = Tally()  # counts the bad ones, in case that there is no optimizer
+        self.passes = UpdateCount()  # counts the bad ones, in case that there is no optimizer
         self.saw_bad = False  # in the step that is under way
         self.trained: Any = WeakIdKeyDictionary()  # leaves of losses, before any update
-        self.on_step: Callable[..., None] | None = None  # told of each attempted update
         self.loss: Any = None
         self.bad_loss: Any = None  # of the step that is under way
         self.grad_norm: Any = None
@@ -130,21 +140,21 @@ class Evidence:
         return self._most > 0
 
     def count(self, optimizer: Optimizer) -> int:
-        book = self._book_of(optimizer)
-        return book.tally.count if book is not None else 0
+        updates = self._updates_of(optimizer)
+        return updates.tally.count if updates is not None else 0
 
-    def _book_of(self, optimizer: Optimizer) -> _Book | None:
+    def _updates_of(self, optimizer: Optimizer) -> _Updates | None:
         if self._last[0]() is not optimizer:  # most often it is, and the dictionary is slow
-            book = self._books.get(optimizer)
-            if book is None:
+            updates = self._by_optimizer.get(optimizer)
+            if updates is None:
                 return None
-            self._last = weakref.ref(optimizer), book
+            self._last = weakref.ref(optimizer), updates
         return self._last[1]
 
     def last_turn(self, optimizer: Optimizer) -> int:
         """When it stepped last, as the number of updates of all optimizers; 0 if it has not."""
-        book = self._books.get(optimizer)
-        return 0 if book is None else book.turn
+        updates = self._by_optimizer.get(optimizer)
+        return 0 if updates is None else updates.turn
 
     def due(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters whose turn it is to be looked at.
@@ -160,19 +170,19 @@ class Evidence:
 
     def forget_counts(self) -> None:
         """Start again, in a process of its own."""
-        self._books.clear()
+        self._by_optimizer.clear()
         self._tallies.clear()
-        self._last = (lambda: None), _Book(Tally())
+        self._last = (lambda: None), _Updates(UpdateCount())
         self._most = self.backward_passes = 0
-        self.passes, self.saw_bad = Tally(), False
+        self.passes, self.saw_bad = UpdateCount(), False
 
     def was_bad(self, optimizer: Optimizer) -> None:
         """The update that was attempted last was bad."""
-        book = self._book_of(optimizer)
-        if book is not None:
-            book.tally.was_bad()
+        updates = self._updates_of(optimizer)
+        if updates is not None:
+            updates.tally.was_bad()
 
-    def worst_tally(self) -> Tally:
+    def worst_tally(self) -> UpdateCount:
         """Of the optimizer with the largest share of bad updates; without one, of the passes."""
         if not self._tallies:
             self.passes.count, self.passes.loss = self.backward_passes, self.loss
@@ -192,6 +202,7 @@ class Evidence:
 
     def statistics(self) -> list[Tensor]:
         """The running statistics of the living modules that were made under watch."""
+        # _buffers: named_buffers() takes many times as long, and this runs in healthy steps.
         return [
             tensor
             for module in self._normalisers
@@ -231,30 +242,33 @@ class Evidence:
 
     def stepped(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Close the books on one attempted update."""
-        book = self._book_of(optimizer)
-        if book is None:
-            self._tallies.append(Tally())
-            book = self._books[optimizer] = _Book(self._tallies[-1])
-        if self.on_step is not None:
-            self.on_step(optimizer, self, skipped=skipped)
+        updates = self._updates_of(optimizer)
+        if updates is None:
+            self._tallies.append(UpdateCount())
+            updates = self._by_optimizer[optimizer] = _Updates(self._tallies[-1])
+        if self._on_step is not None:
+            self._on_step(optimizer, self, skipped=skipped)
         groups = optimizer.param_groups
-        book.history.add(
-            step=book.tally.count,
+        updates.history.add(
+            step=updates.tally.count,
             loss=self.loss,
             grad_norm=self.grad_norm,
             learning_rate=groups[0].get("lr") if groups else None,
             scale=self.scale,
             skipped=skipped,
         )
-        book.tally.attempted(self.loss)
+        updates.tally.attempted(self.loss)
         self._updates += 1
-        book.turn = self._updates
+        updates.turn = self._updates
         if self._latest() is not optimizer:
             self._latest, self._turns = weakref.ref(optimizer), self._turns + 1
-        self._most = max(self._most, book.tally.count)
+        self._most = max(self._most, updates.tally.count)
         self.grad_norm = self.bad_loss = None
         self.bad_inputs.clear()
-        self._close_calls()
+        if kinds := self._kinds:
+            self._bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
+            self._twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
+            self._calls, self._kinds = {}, {}
 
     def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A top-level module is called: remember how large its inputs are, and in which mode."""
@@ -267,33 +281,33 @@ class Evidence:
                 if not math.isfinite(size):
                     self.bad_inputs[path] = tensor
         if module.training:
-            key, kind = (id(module), grad), (_signature(module), grad)
+            # A target network is another object of the same build.
+            build = [tuple(param.shape) for param in module.parameters()][:4]
+            key, kind = (id(module), grad), (f"{type(module).__name__}:{build}", grad)
             self._calls[key] = self._calls.get(key, 0) + 1
             self._kinds[kind] = self._kinds.get(kind, 0) + 1
-
-    def _close_calls(self) -> None:
-        if not self._calls:
-            return
-        kinds = self._kinds
-        self._bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
-        self._twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
-        self._calls, self._kinds = {}, {}
 
     def context(
         self, optimizer: Optimizer | None, *, step: int, locations: tuple[str, ...]
     ) -> Context:
         """All of it as plain values; reads what is still on a device."""
         chosen = optimizer if optimizer is not None else self.at_work()
-        book = self._books.get(chosen) if chosen is not None else None
-        history = book.history if book is not None else self._passes
+        updates = self._by_optimizer.get(chosen) if chosen is not None else None
+        history = updates.history if updates is not None else self._passes
         steps = max(1, self.steps)
-        weights = weight_ranges(self._parameters())
+        # Before the first update, what the called modules have.
+        params = [param for each in self._by_optimizer for param in params_of(each)]
+        params = params or [param for module in self._called for param in module.parameters()]
+        weights = weight_ranges(params)
+        # Whether several optimizers step one after the other, again and again.
+        fewest = min((each.tally.count for each in self._by_optimizer.values()), default=0)
+        take_turns = self._turns > 2 + fewest
         return Context(
             step=step,
             locations=locations,
             history=history.steps(),
             optimizer=optimizer_facts(chosen) if chosen is not None else None,
-            optimizer_count=len(self._books),
+            optimizer_count=len(self._by_optimizer),
             scaler_skips=self.skips_in_a_row,
             uses_scaler=self.uses_scaler,
             scale=self.scale,
@@ -303,12 +317,8 @@ class Evidence:
             poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
             loaded_keys=tuple(self.bad_keys),
             bootstraps=self._bootstrap_steps > steps // 2,
-            is_adversarial=self._take_turns() and self._twice_called_steps > steps // 2,
+            is_adversarial=take_turns and self._twice_called_steps > steps // 2,
         )
-
-    def _take_turns(self) -> bool:
-        """Whether several optimizers step one after the other, again and again."""
-        return self._turns > 2 + min((book.tally.count for book in self._books.values()), default=0)
 
     def at_work(self) -> Optimizer | None:
         """The one that stepped last; LBFGS may go wrong inside its first update."""
@@ -316,12 +326,7 @@ class Evidence:
         return latest if latest is not None else next(iter(self._met), None)
 
     def optimizers(self) -> list[Optimizer]:
-        return list(self._books)
-
-    def _parameters(self) -> list[Tensor]:
-        """What the optimizers have; before the first update, what the called modules have."""
-        optimized = [param for optimizer in self._books for param in params_of(optimizer)]
-        return optimized or [param for module in self._called for param in module.parameters()]
+        return list(self._by_optimizer)
 
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
@@ -360,16 +365,11 @@ def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
     return [(names.tensor(tensor) or "running statistics", tensor) for tensor in bad]
 
 
-def _signature(module: nn.Module) -> str:
-    # A target network is another object of the same build.
-    return f"{type(module).__name__}:{[tuple(p.shape) for p in module.parameters()][:4]}"
-
-
 _DESCRIBED = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class BadValues:
     """Named tensors of which some are bad, and what was done about it."""
 
     named: list[Named]
@@ -379,17 +379,17 @@ class Finding:
     is_after_update: bool = False
 
 
-def gradients_found(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> Finding:
+def bad_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> BadValues:
     """Gradients, each with its parameter, of which some are bad."""
     names = Names()
     named = [
         (f"gradients.{names.tensor(param) or number}", gradient)
         for number, (param, gradient) in enumerate(pairs)
     ]
-    return Finding(named, optimizer, did="the update was vetoed")
+    return BadValues(named, optimizer, did="the update was vetoed")
 
 
-def parameters_found(optimizer: Optimizer) -> Finding:
+def bad_parameters(optimizer: Optimizer) -> BadValues:
     """An optimizer's parameters, of which some are bad after its update."""
     names = Names()
     named = [
@@ -397,17 +397,17 @@ def parameters_found(optimizer: Optimizer) -> Finding:
         for number, param in enumerate(params_of(optimizer))
     ]
     did = "the weights had taken the bad values already"
-    return Finding(named, optimizer, did=did, is_after_update=True)
+    return BadValues(named, optimizer, did=did, is_after_update=True)
 
 
-def statistics_found(bad: list[Named], optimizer: Optimizer | None) -> Finding:
+def bad_running_statistics(bad: list[Named], optimizer: Optimizer | None) -> BadValues:
     """Running statistics that have gone bad, though the weights may be fine."""
     named = [(f"buffers.{name}", tensor) for name, tensor in bad]
     did = "the running statistics had taken the bad values already"
-    return Finding(named, optimizer, did=did, is_after_update=True)
+    return BadValues(named, optimizer, did=did, is_after_update=True)
 
 
-def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incident:
+def incident_of(finding: BadValues, evidence: Evidence, *, strategy: str) -> Incident:
     """The incident as it was noticed: which values, in which step, and what was done."""
     named = [*finding.named, *evidence.bad_inputs.items()]
     did = "nothing was changed" if strategy == "warn" else finding.did
@@ -422,9 +422,9 @@ def incident_of(finding: Finding, evidence: Evidence, *, strategy: str) -> Incid
 
 
 @one_look()
-def explained(
+def explain_incident(
     incident: Incident,
-    finding: Finding,
+    finding: BadValues,
     evidence: Evidence,
     tracing: Tracing,
     settings: GuardSettings,
@@ -443,21 +443,17 @@ def explained(
     noticed = incident.step
     born = noticed if found is None or found[1] is None else min(noticed, found[1])
     facts = {**origin.facts, "noticed_step": noticed}
-    origin = dataclasses.replace(origin, facts=facts, phase=_phase(origin, incident))
+    # A gradient that changed after it was computed was given by another rank, if there are any.
+    is_foreign = bool(origin.lineage) and origin.lineage[0].kind == "foreign"
+    is_given = incident.world > 1 and is_foreign and not origin.op and origin.phase == "backward"
+    phase: Phase = "distributed" if is_given else origin.phase
+    origin = dataclasses.replace(origin, facts=facts, phase=phase)
     locations = tuple(report.location for report in incident.reports)
     context = evidence.context(finding.optimizer, step=born, locations=locations)
     done = "" if incident.outcome is None else incident.outcome.strategy
     is_undone = settings.is_undone or done == "recover"
     diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))
     return dataclasses.replace(incident, step=born, origin=origin, diagnosis=diagnosis)
-
-
-def _phase(origin: Origin, incident: Incident) -> Phase:
-    """A gradient that changed after it was computed was given by another rank, if there are any."""
-    came = origin.lineage[0].kind == "foreign" if origin.lineage else False
-    if incident.world > 1 and came and not origin.op and origin.phase == "backward":
-        return "distributed"
-    return origin.phase
 
 
 def in_short(incident: Incident) -> str:
@@ -470,19 +466,17 @@ def in_short(incident: Incident) -> str:
     return f"{where} is not finite{on_rank(incident)}" + (f" ({known})" if known else "")
 
 
-def noticed_step(finding: Finding, evidence: Evidence) -> int:
+def noticed_step(finding: BadValues, evidence: Evidence) -> int:
     """Updates attempted before on its optimizer; without one, backward passes."""
     if finding.optimizer is None:
-        return evidence.steps if evidence.has_stepped or not _is_optimized(evidence) else 0
+        if evidence.has_stepped:
+            return evidence.steps
+        # An optimizer may be there whose first update of what is trained is still to come.
+        trained = set(map(id, evidence.trained))
+        params = (param for optimizer in living(Optimizer) for param in params_of(optimizer))
+        return 0 if any(not trained or id(p) in trained for p in params) else evidence.steps
     # The update that made the parameters bad has been counted already.
     return max(0, evidence.count(finding.optimizer) - finding.is_after_update)
-
-
-def _is_optimized(evidence: Evidence) -> bool:
-    """Whether an optimizer is there whose first update of what is trained is still to come."""
-    trained = set(map(id, evidence.trained))
-    params = (param for optimizer in _living_optimizers() for param in params_of(optimizer))
-    return any(not trained or id(param) in trained for param in params)
 
 
 def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:
@@ -492,15 +486,11 @@ def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:
     """
     leaves = set(map(id, leaves_of([loss])))
     owners: dict[frozenset[int], Optimizer] = {}
-    for optimizer in sorted(_living_optimizers(), key=evidence.count):
+    for optimizer in sorted(living(Optimizer), key=evidence.count):
         reached = frozenset(leaves.intersection(map(id, params_of(optimizer))))
         if reached:
             owners[reached] = optimizer  # a wrapper has the same ones, and never steps itself
     return min(owners.values(), key=evidence.last_turn, default=None)
-
-
-def _living_optimizers() -> list[Optimizer]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
 
 
 _MOST_NODES = 20_000
@@ -512,24 +502,23 @@ def origin_from_graph(tensors: Iterable[Tensor]) -> Origin | None:
     It knows neither line nor operator, only the autograd node and, where one of its inputs is
     a parameter, the module.
     """
-    roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    bad = [node for node in _nodes(roots) if _has_bad_save(node)]
-    if not bad:
-        return None
-    first = min(bad, key=lambda node: node._sequence_nr())
-    module = _module(first)
-    return Origin(phase="forward", node=first.name(), module=module, exact=False)
-
-
-def _nodes(roots: list[Any]) -> list[Any]:
     seen: dict[Any, None] = {}
-    waiting = list(roots)
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node not in seen:
             seen[node] = None
             waiting.extend(after for after, _ in node.next_functions if after is not None)
-    return list(seen)
+    bad = [node for node in seen if _has_bad_save(node)]
+    if not bad:
+        return None
+    # Nodes are numbered as they are made; torch has no public name for the number.
+    first = min(bad, key=lambda node: node._sequence_nr())
+    names = Names()
+    inputs = [getattr(node, "variable", None) for node, _ in first.next_functions]
+    named = [names.tensor(leaf) for leaf in inputs if leaf is not None]
+    module = next((name.rpartition(".")[0] for name in named if name is not None), None)
+    return Origin(phase="forward", node=first.name(), module=module, exact=False)
 
 
 def _has_bad_save(node: Any) -> bool:
@@ -542,13 +531,3 @@ def _has_bad_save(node: Any) -> bool:
             if isinstance(saved, Tensor) and not all_finite([saved]):
                 return True
     return False
-
-
-def _module(node: Any) -> str | None:
-    names = Names()
-    for following, _ in node.next_functions:
-        leaf = getattr(following, "variable", None)
-        name = names.tensor(leaf) if leaf is not None else None
-        if name is not None:
-            return name.rpartition(".")[0]
-    return None

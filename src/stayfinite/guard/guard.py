@@ -1,15 +1,20 @@
-"""Watching: every backward pass and every update, until a bad value becomes an incident."""
+"""Guard: the one place where detecting, locating, explaining and recovering meet.
+
+It watches every backward pass and every update, until a bad value becomes an incident.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import dataclasses
+import itertools
+import math
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,45 +34,54 @@ from stayfinite.detect.hooks import (
     watch_steps,
 )
 from stayfinite.distributed import rank
-from stayfinite.errors import CapsuleError, TrainingAbortedError
+from stayfinite.errors import CapsuleError, ConfigError, TrainingAbortedError
+from stayfinite.guard.answers import ANSWERS, Answer
 from stayfinite.guard.evidence import (
+    MOST_INCIDENTS,
+    BadValues,
     Evidence,
-    Finding,
+    StepSeen,
+    bad_gradients,
+    bad_parameters,
+    bad_running_statistics,
     bad_statistics,
-    explained,
-    gradients_found,
+    explain_incident,
     in_short,
     incident_of,
-    noticed_step,
-    optimizer_behind,
-    parameters_found,
-    statistics_found,
 )
 from stayfinite.guard.job import Job
+from stayfinite.guard.step import GuardedStep
 from stayfinite.living import Names, leaves_of
 from stayfinite.locate.clock import Tracing
 from stayfinite.nested import Named, named_tensors
-from stayfinite.records import Incident, NaNType, Origin
+from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
+from stayfinite.recover.advice import Recovery
+from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
-from stayfinite.training import params_of
+from stayfinite.training import Pairs, params_of
 
+# What only a bad step needs is imported there: a healthy run starts without it.
 if TYPE_CHECKING:
     from stayfinite.capsule.make import Redact
     from stayfinite.guard.capsule_step import Call, KeptStep
-    from stayfinite.locate.capture import Beginning, Kept
-    from stayfinite.locate.provenance import NodeSites
-    from stayfinite.locate.samples import Delivery
+    from stayfinite.guard.replay import Replay
     from stayfinite.report.html.notebook import GuardReport
 
 
-MOST_INCIDENTS = 50
+_TOO_LATE = "it was found when the script had ended, so nothing was undone"
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
 
 
-class Watcher(StepListener):
-    """Watches every backward pass and every optimizer of the process, or only one optimizer.
+class Guard(StepListener):
+    """Watches training, and with on_nan="recover" answers a bad step as its jobs say.
 
-    A bad value becomes an Incident before it reaches the weights; with on_nan="stop"
-    TrainingAbortedError is raised there.
+    In a loop that is not ours a bad update is vetoed; `step` can also run it again, exactly.
+
+    >>> Guard(GuardSettings(on_nan="warn")).incidents
+    []
     """
 
     def __init__(
@@ -78,28 +92,53 @@ class Watcher(StepListener):
         only: Optimizer | None = None,
     ) -> None:
         self.settings = settings
+        self.past = GuardPast(on_incident=on_incident)
+        self.answer: Answer = ANSWERS[settings.on_nan](self)
+        self.jobs: dict[int, Job] = {}
+        self.own_step: GuardedStep | None = None  # once `step` is called
+        self.replay: Replay | None = None
+        self.was_harmed = False  # by the update that was attempted last
+        self.examined: list[tuple[Any, ...]] = []  # the places that experiments were made for
+        self.describe: Callable[[Incident], Incident] | None = None  # before it is told
         self._only = only
-        self.incidents: list[Incident] = []
-        self.scaler_skips = 0
-        self.stopped = False
-        self.crashed = False
-        self._on_incident, self.evidence = on_incident, Evidence()
-        self._tracing = Tracing(self.evidence.entered)
-        self._aside = Aside(self._tracing)
         self._attachment: Attachment | None = None
-        self.on_bad_loss: Callable[[Tensor], None] | None = None
-        self.on_begin: Callable[[], None] | None = None  # told of the first backward pass
-        self._losses = Losses(self.evidence)
-        self._last_look = LastLook(self.evidence)
         self._leaves: list[Tensor] | None = None
-        self._incident_clock: int | None = None
-        self._was_skipped = False
-        self._noticed: tuple[int, int] | None = None
+        self._kept_step: KeptStep | None = None
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """What was found, oldest first."""
+        return self.past.incidents
+
+    @property
+    def evidence(self) -> Evidence:
+        """What is kept of the last steps."""
+        return self.past.evidence
+
+    @property
+    def scaler_skips(self) -> int:
+        """How many updates a GradScaler has skipped because of its own scale."""
+        return self.past.scaler_skips
+
+    @property
+    def stopped(self) -> bool:
+        """Whether training was ended because of an incident."""
+        return self.past.stopped
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the script ended itself because of a NaN."""
+        return self.past.crashed
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it watches this process now."""
+        return self._attachment is not None
 
     @property
     def steps(self) -> int:
         """Updates attempted so far; without an optimizer, backward passes."""
-        return self.evidence.steps
+        return self.past.evidence.steps
 
     @property
     def looks_at_loss(self) -> bool:
@@ -115,59 +154,168 @@ class Watcher(StepListener):
         every = self.settings.check_every
         if every == 1:
             return True
-        count = self.steps if optimizer is None else self.evidence.count(optimizer)
+        count = self.steps if optimizer is None else self.past.evidence.count(optimizer)
         return count % every == 0
 
-    def arm_at(self) -> int:
-        """The tick from which a second run has to be traced: two steps before the incident."""
-        end = self._tracing.clock if self._incident_clock is None else self._incident_clock
-        return self._tracing.clock_before(end, steps=2)
+    @property
+    def manager(self) -> NaNRecoveryManager:
+        """Counts, history and recommendations of the recoveries."""
+        return self._sole_job().manager
+
+    def _sole_job(self) -> Job:
+        if len(self.jobs) != 1:
+            raise ConfigError(
+                f"this guard watches {len(self.jobs)} optimizers; guard.step and guard.manager "
+                "need one: make the guard with stayfinite.watch(model, optimizer)."
+            )
+        return next(iter(self.jobs.values()))
+
+    def add(self, job: Job, *, at_most: int | None = None) -> None:
+        """Recover bad steps of this job from now on; with `at_most`, the oldest has to go."""
+        self.jobs[id(job.parts.optimizer)] = job
+        job.watch_beginnings(self.begin_step)
+        if at_most is not None and len(self.jobs) > at_most:
+            self.jobs.pop(next(iter(self.jobs))).close()
+
+    def replay_with(self, replay: Replay, *, only: Job | None = None) -> None:
+        """Find the operation of a bad step, or one of `only`, by running it anew."""
+        owner = self if only is None else only
+        owner.replay = replay
+
+    def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
+        """`fn(batch)`, or None when its update was bad and left out.
+
+        `fn` does what a loop does for one batch, all updates included; with accumulation some
+        calls update. It may be called again with the same batch, so what it needs must be in
+        there, a counter too. A bad step is undone, traced and answered as configured. Raises
+        TrainingAbortedError when nothing helps; the weights are those of the last good step.
+        """
+        if self.own_step is None:
+            self.own_step = GuardedStep(self, self._sole_job())
+        return cast("Result | None", self.own_step.step(fn, batch))
+
+    def begin_step(self, job: Job) -> None:
+        """A step begins: mark its beginning."""
+        with self.past.aside:
+            if not job.begin():
+                self._check_parameters([job.parts.optimizer], everything=True)
+                job.begin()
 
     def attach(self, *more: Attachment) -> None:
         """Watch this process from now on; what is attached `more` is removed with the rest."""
         # A flag that is read one step late would come too late to undo that step.
         may_defer = self.settings.on_nan != "recover" and torch.accelerator.is_available()
+        past = self.past
         self._attachment = together(
             *more,
             watch_backward(self._before_backward, self._after_backward),
             watch_scaling(self._after_scaling),
             watch_loading(self._before_loading),
             watch_scalers(self),
-            watch_buffers(self.evidence.registered),
-            self._tracing.watch_data(files=self.settings.hears_files),
+            watch_buffers(past.evidence.registered),
+            past.tracing.watch_data(files=self.settings.hears_files),
             watch_steps(self, optimizer=self._only, defer=may_defer),
         )
         if self.settings.trace == "start" or self.settings.arm_at == 0:
-            self._tracing.switch_on()
+            past.tracing.switch_on()
+
+    def detach(self) -> None:
+        """Leave torch as it was, with what is not finished yet left to another guard."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.flush()
+            attachment.remove()
 
     def close(self) -> None:
-        """Detach from torch; flags that are still on a device are read first."""
+        """Leave torch as it was; a step that was bad and unfinished is undone.
+
+        Flags that are still on a device are read first.
+        """
+        past = self.past
+        with contextlib.suppress(TrainingAbortedError), past.aside:
+            for job in self.jobs.values():
+                job.undo_unfinished()
+                is_over = past.stopped or past.last_look.is_over
+                if self.is_attached and past.incidents and not is_over:
+                    self._check_parameters([job.parts.optimizer], everything=True)
         attachment, self._attachment = self._attachment, None
-        if attachment is None:
+        if attachment is not None:
+            with contextlib.suppress(TrainingAbortedError), past.aside:
+                attachment.flush()
+                if not past.incidents and not past.last_look.is_over:
+                    self._check_parameters(past.evidence.optimizers(), everything=True)
+            with contextlib.suppress(TrainingAbortedError):
+                attachment.remove()
+            past.tracing.switch_off()
+        for job in self.jobs.values():
+            job.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def end(self, modules: Mapping[str, nn.Module]) -> None:
+        """The script is over: look once at its weights, which nothing can put back any more.
+
+        `modules` are those that it has left behind, by the names of their variables.
+        """
+        past = self.past
+        look = past.last_look
+        if self._attachment is None or look.is_over:
             return
-        with contextlib.suppress(TrainingAbortedError), self._aside:
-            attachment.flush()
-            if not self.incidents and not self._last_look.is_over:
-                self._check_parameters(self.evidence.optimizers(), everything=True)
-        with contextlib.suppress(TrainingAbortedError):
-            attachment.remove()
-        self._tracing.switch_off()
+        look.is_over = True
+        with contextlib.suppress(TrainingAbortedError), past.aside:
+            self._attachment.flush()
+            for job in self.jobs.values():
+                job.undo_unfinished()
+        if past.stopped or past.crashed:
+            return
+        with past.aside:
+            for finding in look.take(modules):
+                if not past.incidents:
+                    self._found_at_end(finding)
+            # A loss about which no update was asked.
+            if any(map(bool, past.losses.far_flags())) and not past.incidents:  # host sync
+                self._found_at_end(BadValues([("loss", torch.tensor(torch.nan))]))
+
+    def _found_at_end(self, finding: BadValues) -> None:
+        finding = dataclasses.replace(finding, did=_TOO_LATE)
+        self.record(self.incident(finding, strategy="none"))
+        self.past.stopped = self.settings.on_nan == "stop"
+
+    def aftermath(self) -> Aftermath:
+        """How training stands; reads what is still on a device."""
+        past = self.past
+        tally = past.evidence.worst_tally()
+        return Aftermath(
+            updates=tally.count,
+            bad_updates=tally.bad,
+            loss_before=_number(tally.loss_before),
+            loss_after=_number(tally.loss),
+            is_last_loss_bad=bool(past.losses.is_last_bad),  # host sync
+            bad_at_end=tuple(past.last_look.bad),
+            unseen=past.last_look.unseen,
+        )
 
     def after_fork(self) -> None:
         """Forget what the parent process has seen."""
-        self.incidents, self.scaler_skips, self.stopped = [], 0, False
-        self.evidence.forget_counts()
+        past = self.past
+        past.incidents, past.scaler_skips, past.stopped = [], 0, False
+        past.evidence.forget_counts()
 
     def script_crashed(self, error: BaseException) -> None:
         """The script died of an error of its own; an incident if a NaN was behind it."""
-        if self.incidents or self._attachment is None:
+        past = self.past
+        if past.incidents or self._attachment is None:
             return
-        with self._aside:
+        with past.aside:
             bad = bad_values_of(error)
-            if bad and (not self._tracing.is_on or self._tracing.was_computed(bad[0][1])):
-                self.crashed = True
+            if bad and (not past.tracing.is_on or past.tracing.was_computed(bad[0][1])):
+                past.crashed = True
                 did = f"the script ended itself with {type(error).__name__}"
-                self._notice(Finding(bad, did=did))
+                self.tell(BadValues(bad, did=did), strategy="none")
 
     def judge_every_backward(self) -> None:
         """Look at all gradients after each backward pass, not only those an optimizer gets."""
@@ -175,16 +323,22 @@ class Watcher(StepListener):
 
     def judge_values(self, named: list[Named]) -> None:
         """Make an incident of those values that were computed to be bad."""
-        bad = [(name.lstrip("."), t) for name, t in named if self._tracing.was_computed(t)]
+        bad = [(name.lstrip("."), t) for name, t in named if self.past.tracing.was_computed(t)]
         if bad:
-            self._notice(Finding(bad))
+            self.answer.notice(BadValues(bad))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
-        with self._aside:
-            passes = self.evidence.backward_passes
+        past = self.past
+        if self.own_step is None:
+            for job in self.jobs.values():
+                if job.trouble is not None:
+                    with past.aside:
+                        job.forget_trouble_if_gone()
+        with past.aside:
+            passes = past.evidence.backward_passes
             if not passes & (passes - 1):  # none so far, or a power of two
                 self._early_pass(roots)
-            self._tracing.tick_for_backward(roots, arm_at=self.settings.arm_at)
+            past.tracing.tick_for_backward(roots, arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
             # Other roots may hold an Inf on purpose; their gradients are judged all the same.
@@ -194,200 +348,243 @@ class Watcher(StepListener):
 
     def _early_pass(self, roots: Sequence[Tensor]) -> None:
         """Before any update: who is trained here, should there be no optimizer to ask."""
-        if not self.evidence.backward_passes and self.on_begin is not None:
-            self.on_begin()
-        if not self.evidence.has_stepped:
-            with self._aside:
-                self.evidence.trained.update(dict.fromkeys(leaves_of(roots), True))
+        past = self.past
+        if not past.evidence.backward_passes and past.on_begin is not None:
+            past.on_begin()
+        if not past.evidence.has_stepped:
+            with past.aside:
+                past.evidence.trained.update(dict.fromkeys(leaves_of(roots), True))
 
     def _after_backward(self, result: Any) -> None:
         if self._leaves is not None:
-            with self._aside:
+            with self.past.aside:
                 gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
                 self._leaves = []
                 if not all_finite(gradient for _, gradient in gradients):
-                    self._notice(gradients_found(gradients, None))
-        self.evidence.backward_passes += 1
+                    self.answer.notice(bad_gradients(gradients, None))
+        self.past.evidence.backward_passes += 1
 
     def _judge_loss(self, root: Tensor) -> None:
-        if self.looks_at_loss and (bad := self._losses.bad_one(root)) is not None:
-            if not self.evidence.passes.bad:
-                self.evidence.passes.loss_before = self.evidence.loss
-            self.evidence.passes.bad += 1
-            if self.on_bad_loss is not None:
-                self.on_bad_loss(bad)
-            self._bad_loss(bad)
-
-    def _bad_loss(self, loss: Tensor) -> None:
-        optimizer = optimizer_behind(loss, self.evidence)
-        if optimizer is not None and self._has_harmed(optimizer):
-            self._notice(parameters_found(optimizer))
-        else:
-            self._notice(Finding([("loss", loss)], optimizer, did="the backward pass was not run"))
-
-    def _has_harmed(self, optimizer: Optimizer) -> bool:
-        """Whether its last update has made the parameters bad, and nobody has told of it."""
-        count = self.evidence.count(optimizer)
-        whose, step = self._noticed or (0, 0)
-        if not count or (whose == id(optimizer) and step >= count - 1):
-            return False
-        return not all_finite(params_of(optimizer))
+        past = self.past
+        if self.looks_at_loss and (bad := past.losses.bad_one(root)) is not None:
+            passes = past.evidence.passes
+            if not passes.bad:
+                passes.loss_before = past.evidence.loss
+            passes.bad += 1
+            if past.on_bad_loss is not None:
+                past.on_bad_loss(bad)
+            self.answer.bad_loss(bad)
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
-        with self._aside:
+        with self.past.aside:
             if scaler.is_enabled():
-                self.evidence.scaler = scaler
-                self._losses.scaled(losses, scaled)
+                self.past.evidence.scaler = scaler
+                self.past.losses.scaled(losses, scaled)
 
     def _before_loading(self, target: Any, state: Mapping[str, Any]) -> None:
-        with self._aside:
+        with self.past.aside:
             for path, tensor in named_tensors(state, "state"):
                 if not all_finite([tensor]):
                     name = path.removeprefix("state.")
-                    self.evidence.bad_keys.append(name)
-                    self._tracing.label(tensor, name)
+                    self.past.evidence.bad_keys.append(name)
+                    self.past.tracing.label(tensor, name)
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
     ) -> Tensor | None:
         """True on the device where this update must not happen; None where it may."""
-        with self._aside:
-            self._tracing.tick(arm_at=self.settings.arm_at)
-            if self._tracing.is_on:
-                self.evidence.first_look(optimizer)
-            return self._verdict(optimizer, gradients, on_device)
+        past = self.past
+        with past.aside:
+            past.tracing.tick(arm_at=self.settings.arm_at)
+            if past.tracing.is_on:
+                past.evidence.first_look(optimizer)
+            if not self.settings.check_gradients or not self._is_due(optimizer):
+                gradients = []
+            far, flag = past.losses.far_flags(), None
+            if on_device or far or not past.evidence.saw_finite(optimizer, gradients):
+                flag = nonfinite([*gradients, *far], exact_on_device=on_device)
+            job = self.jobs.get(id(optimizer))
+            return flag if job is None else self._verdict(job, flag)
         return None
 
-    def _verdict(
-        self, optimizer: Optimizer, gradients: list[Tensor], on_device: bool
-    ) -> Tensor | None:
-        if not self.settings.check_gradients or not self._is_due(optimizer):
-            gradients = []
-        far = self._losses.far_flags()
-        if not on_device and not far and self.evidence.saw_finite(optimizer, gradients):
-            return None
-        return nonfinite([*gradients, *far], exact_on_device=on_device)
+    def _verdict(self, job: Job, flag: Tensor | None) -> Tensor | None:
+        """Under DDP all ranks give one answer."""
+        if job.trouble is None:
+            job.trouble = job.bad_rates()
+        is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
+        is_bad = is_bad or (self.own_step is not None and self.own_step.vetoes_all)
+        if job.is_distributed:
+            is_bad = job.any_rank(is_bad or (flag is not None and bool(flag)))  # host sync
+        return torch.tensor(True) if is_bad else flag
 
-    def refused(self, optimizer: Optimizer, gradients: Any, *, late: bool) -> bool:
+    def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad update is at hand: make it an incident; true vetoes it."""
-        with self._aside:
-            self._notice(gradients_found(gradients, optimizer))
+        with self.past.aside:
+            return self.answer.refused(optimizer, gradients)
         return self.settings.on_nan != "warn"
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
-        with self._aside:
+        past, own, job = self.past, self.own_step, self.jobs.get(id(optimizer))
+        is_good = not vetoed and not past.was_skipped
+        if job is not None and own is not None and own.is_repeated:
+            own.attempted(is_good=is_good)
+            past.was_skipped = False
+            return
+        self.was_harmed = False
+        evidence = past.evidence
+        if job is not None:
+            job.seen = evidence.seen(optimizer)
+        with past.aside:
             looks = self.settings.check_parameters and self._is_due(optimizer)
-            self.evidence.stepped(optimizer, skipped=bool(vetoed) or self._was_skipped)
-            count = self.evidence.count(optimizer)
-            self._tracing.stepped(self.evidence.steps, of=optimizer, count=count)
-            if not self._was_skipped:
-                self.evidence.skips_in_a_row = 0
+            evidence.stepped(optimizer, skipped=bool(vetoed) or past.was_skipped)
+            past.tracing.stepped(evidence.steps, of=optimizer, count=evidence.count(optimizer))
+            if not past.was_skipped:
+                evidence.skips_in_a_row = 0
                 if looks and not vetoed:
-                    self._look_after_update(optimizer)
-            self._was_skipped = False
-            if vetoed or (self.evidence.saw_bad and not self._has_trained()):
-                self.evidence.was_bad(optimizer)
-            self.evidence.saw_bad = False
-
-    def _has_trained(self) -> bool:
-        """Whether what was finite in the last bad step was used all the same."""
-        outcome = self.incidents[-1].outcome if self.incidents else None
-        return outcome is not None and outcome.strategy == "clip"
+                    self._look_after_update(optimizer, job)
+            past.was_skipped = False
+            if vetoed or (evidence.saw_bad and not past.has_trained()):
+                evidence.was_bad(optimizer)
+            evidence.saw_bad = False
+        if job is not None:
+            is_good = is_good and not self.was_harmed
+            self.answer.ended(job, is_good=is_good, was_vetoed=bool(vetoed))
+        past.later_traces.stepped()
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
-        """A GradScaler absorbed an overflow; an incident only when it goes on and on."""
-        with self._aside:
-            self._tracing.tick(arm_at=self.settings.arm_at)
-            self.scaler_skips += 1
-            self._was_skipped = True
-            evidence = self.evidence
+        """A GradScaler absorbed an overflow; an incident only when it goes on and on.
+
+        With a bad loss it was not its scale that was at fault.
+        """
+        past, job = self.past, self.jobs.get(id(optimizer))
+        has_trouble = job is not None and job.any_rank(job.trouble is not None)
+        with past.aside:
+            past.was_skipped = True
+            if has_trouble:
+                self.answer.skipped(optimizer)
+                return
+            past.tracing.tick(arm_at=self.settings.arm_at)
+            past.scaler_skips += 1
+            evidence = past.evidence
             evidence.skips_in_a_row += 1
             evidence.scale = scaler.get_scale() if scaler is not None else None
             hopeless = evidence.scale is not None and evidence.scale <= 1.0
             if evidence.skips_in_a_row > (1 if hopeless else self.settings.max_scaler_skips):
-                pairs = [(p, p.grad) for p in params_of(optimizer) if p.grad is not None]
-                self._hopeless(optimizer, pairs)
+                self.answer.skipped(optimizer)  # no loss scale is small enough
 
-    def _hopeless(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """No loss scale is small enough."""
-        self._notice(gradients_found(pairs, optimizer))
-
-    def _look_after_update(self, optimizer: Optimizer) -> None:
-        self._check_parameters([optimizer], everything=self._tracing.is_on)
+    def _look_after_update(self, optimizer: Optimizer, job: Job | None) -> None:
+        past = self.past
+        if job is None:
+            self._check_parameters([optimizer], everything=past.tracing.is_on)
+        elif job.any_rank(not job.is_finite_after_update(past.evidence.due)):
+            self.answer.harmed(bad_parameters(optimizer))
+        elif past.tracing.is_on or past.evidence.statistics_are_due(optimizer):
+            self._check_statistics(optimizer)
 
     def _check_parameters(self, optimizers: list[Optimizer], *, everything: bool) -> None:
         """Look at those parameters whose turn it is after the update, or at all of them."""
+        evidence = self.past.evidence
         for optimizer in optimizers:
-            params = params_of(optimizer) if everything else self.evidence.due(optimizer)
+            params = params_of(optimizer) if everything else evidence.due(optimizer)
             if not all_finite(params):
-                self._harmed(parameters_found(optimizer))
-            if everything or self.evidence.statistics_are_due(optimizer):
+                self.answer.harmed(bad_parameters(optimizer))
+            if everything or evidence.statistics_are_due(optimizer):
                 self._check_statistics(optimizer)
 
     def _check_statistics(self, optimizer: Optimizer) -> None:
-        bad = bad_statistics(self.evidence.statistics())
+        bad = bad_statistics(self.past.evidence.statistics())
         if bad:
-            self._harmed(statistics_found(bad, optimizer))
+            self.answer.harmed(bad_running_statistics(bad, optimizer))
 
-    def _harmed(self, finding: Finding) -> None:
-        """The state of training has taken bad values."""
-        self._notice(finding)
-
-    def _notice(self, finding: Finding) -> None:
-        """Make an incident of bad tensors, tell of it, and stop if that is asked for."""
-        self.evidence.saw_bad = True
-        if self._is_told(finding):
-            return
-        if len(self.incidents) >= MOST_INCIDENTS:
-            return
-        strategy = "none" if self.crashed else self.settings.on_nan
-        incident = self._incident(finding, strategy=strategy)
-        self._record(incident)
-        if self.settings.on_nan == "stop" and not self.crashed:
-            self._stop(incident)
-
-    def _is_told(self, finding: Finding) -> bool:
-        """Whether the script goes on from a bad step of which this is only what follows.
-
-        There is one incident for a bad step.
-        """
-        if self.settings.on_nan != "warn":
+    def mend_harm(self, job: Job, *, was_counted: bool = True) -> bool:
+        """Whether parameters were bad, on any rank; they have been put back then."""
+        if not job.any_rank(not job.is_finite()):
             return False
-        noticed = id(finding.optimizer), noticed_step(finding, self.evidence)
-        before, self._noticed = self._noticed, noticed
-        return before == noticed
+        found = bad_parameters(job.parts.optimizer)
+        self.answer.harmed(dataclasses.replace(found, is_after_update=was_counted))
+        return True
 
-    def _incident(self, finding: Finding, *, strategy: str) -> Incident:
-        """What was found, explained as far as it can be here and now."""
-        if self._incident_clock is None:
-            self._incident_clock = self._tracing.clock
-        incident = incident_of(finding, self.evidence, strategy=strategy)
-        with self._aside:
-            return explained(incident, finding, self.evidence, self._tracing, self.settings)
+    def incident(self, finding: BadValues, *, strategy: str, explain: bool = True) -> Incident:
+        """What was found; where and why as far as that can be known here and now."""
+        past = self.past
+        if not explain:
+            return incident_of(finding, past.evidence, strategy=strategy)
+        if past.incident_clock is None:
+            past.incident_clock = past.tracing.clock
+        incident = incident_of(finding, past.evidence, strategy=strategy)
+        with past.aside:
+            return explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
         return incident
 
-    def _record(self, incident: Incident) -> None:
-        self.evidence.saw_bad = True
-        self.incidents.append(incident)
-        if self._on_incident is not None:
-            self._on_incident(incident)
+    def tell(self, finding: BadValues, *, strategy: str) -> Incident | None:
+        """Make an incident of bad values and record it; None if there are very many already."""
+        self.past.evidence.saw_bad = True
+        if len(self.past.incidents) >= MOST_INCIDENTS:
+            return None
+        return self.record(self.incident(finding, strategy=strategy))
 
-    def _stop(self, incident: Incident) -> NoReturn:
-        self.stopped = True
-        what = in_short(incident)
-        raise TrainingAbortedError(f"stopped at step {incident.step}: {what}", incident=incident)
+    def record(self, incident: Incident) -> Incident:
+        """Keep it, and tell whoever listens."""
+        past = self.past
+        if self.describe is not None:
+            incident = self.describe(incident)
+        past.evidence.saw_bad = True
+        past.incidents.append(incident)
+        if past.on_incident is not None:
+            past.on_incident(incident)
+        return incident
 
+    def conclude(self, job: Job, incident: Incident, recovery: Recovery) -> None:
+        """Record the incident with what was done; raise if that was to give up."""
+        outcome = Outcome(strategy=recovery.strategy.value, detail=recovery.detail)
+        incident = dataclasses.replace(incident, outcome=outcome)
+        self.record(incident)
+        if job.any_rank(not recovery.succeeded):
+            self.past.stopped = True
+            what = in_short(incident)
+            raise TrainingAbortedError(
+                f"Training aborted due to NaN at step {incident.step}: {what}; {recovery.detail}",
+                incident=incident,
+            )
 
-# What only a bad step needs is imported there: a healthy run starts without it.
+    def arm_at(self) -> int:
+        """The tick from which a second run has to be traced: two steps before the incident."""
+        past = self.past
+        end = past.tracing.clock if past.incident_clock is None else past.incident_clock
+        return past.tracing.clock_before(end, steps=2)
 
+    def is_diverging(self, incident: Incident, optimizer: Optimizer | None = None) -> bool:
+        """Whether training was running away before the incident; by default by the busiest."""
+        from stayfinite.explain.clue import Clue
 
-class ReportingWatcher(Watcher):
-    """Watches, and tells of it when it is asked."""
+        context = self.past.evidence.context(optimizer, step=incident.step, locations=())
+        origin = incident.origin if incident.origin is not None else Origin(phase="forward")
+        return Clue(origin, context).is_diverging
 
-    _kept_step: KeptStep | None = None
-    examined: Sequence[tuple[Any, ...]] = ()
-    """The places that experiments were made for."""
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """A time in which every operation is looked at."""
+        tracing = self.past.tracing
+        was_on = tracing.is_on
+        if not was_on:
+            tracing.switch_on()
+        try:
+            yield
+        finally:
+            if not was_on:
+                tracing.switch_off()
+
+    def keep_operations(self) -> None:
+        """Keep what the guilty operation was given, in steps that are traced from now on."""
+        self.past.tracing.keeps = True
+
+    def keep_step(self, job: Job, calls: list[Call], *, step: int) -> None:
+        """Remember a bad step whose beginning has just been put back."""
+        with self.past.aside:
+            from stayfinite.guard.capsule_step import keep_step
+
+            self._kept_step = keep_step(job, calls, self.past.tracing.kept, step=step)
 
     def report(self) -> GuardReport:
         """The incidents so far, shown inline in a notebook and as text when printed."""
@@ -428,108 +625,75 @@ class ReportingWatcher(Watcher):
         made = kept.capsule(same[-1], with_batch=with_batch, with_source=with_source, redact=redact)
         return write_capsule(path, made)
 
-    def keep_step(self, job: Job, calls: list[Call], *, step: int) -> None:
-        """Remember a bad step whose beginning has just been put back."""
-        with self._aside:
-            from stayfinite.guard.capsule_step import keep_step
 
-            self._kept_step = keep_step(job, calls, self._tracing.kept, step=step)
-
-    def delivery_of(self, batch: Any, *, exactly: bool = False) -> Delivery | None:
-        """The batch of a loader that this is; None if none is known."""
-        return self._tracing.deliveries.of(batch, exactly=exactly)
-
-    def node_sites(self) -> NodeSites | None:
-        """Where the nodes of the graph were made; None if not traced now."""
-        return self._tracing.nodes
-
-    def is_diverging(self, incident: Incident, optimizer: Optimizer | None = None) -> bool:
-        """Whether training was running away before the incident; by default by the busiest."""
-        from stayfinite.explain.clue import Clue
-
-        context = self.evidence.context(optimizer, step=incident.step, locations=())
-        origin = incident.origin if incident.origin is not None else Origin(phase="forward")
-        return Clue(origin, context).is_diverging
-
-    def traced_pass(self) -> tuple[Kept | None, Beginning | None]:
-        """What the guilty operation of the last incident was given, and how its pass began."""
-        return self._tracing.kept, self._tracing.beginning
-
-    @property
-    def incident_clock(self) -> int | None:
-        """The tick at which the first incident was noticed."""
-        return self._incident_clock
-
-    @property
-    def clock(self) -> int:
-        """Backward passes and updates so far."""
-        return self._tracing.clock
-
-    def unseen(self) -> contextlib.AbstractContextManager[None]:
-        """A time in which operations are not looked at."""
-        return self._tracing.paused()
-
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """A time in which every operation is looked at."""
-        was_on = self._tracing.is_on
-        if not was_on:
-            self._tracing.switch_on()
-        try:
-            yield
-        finally:
-            if not was_on:
-                self._tracing.switch_off()
-
-    def trace_no_more(self) -> None:
-        """Do not trace from here on."""
-        self._tracing.switch_off()
-
-    def keep_operations(self) -> None:
-        """Keep what the guilty operation was given, in steps that are traced from now on."""
-        self._tracing.keeps = True
+def _number(loss: Any) -> float | None:
+    """A loss that may still be on a device; None if there is none, or it is not finite."""
+    if loss is None:
+        return None
+    value = float(loss)  # host sync
+    return value if math.isfinite(value) else None
 
 
-logger = logging.getLogger("stayfinite")
+class GuardPast:
+    """What a guard has seen and told. Guards that watch a process by turns have the same one."""
+
+    def __init__(
+        self,
+        *,
+        on_incident: Callable[[Incident], None] | None = None,
+        on_step: StepSeen | None = None,  # told of each attempted update
+        on_begin: Callable[[], None] | None = None,  # of the first backward pass
+        on_bad_loss: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.on_incident, self.on_begin, self.on_bad_loss = on_incident, on_begin, on_bad_loss
+        self.incidents: list[Incident] = []
+        self.scaler_skips = 0
+        self.stopped = self.crashed = False
+        self.was_skipped = False  # the update that is under way, by a scaler
+        self.incident_clock: int | None = None  # when the first was noticed
+        self.evidence = Evidence(on_step)
+        self.tracing = Tracing(self.evidence.entered)
+        self.aside = Safely(
+            "stayfinite failed inside a step; training goes on without it",
+            pause=self.tracing.paused,
+        )
+        self.losses = LossJudge(self.evidence)
+        self.last_look = LastLook(self.evidence)
+        self.later_traces = LaterTraces(self.tracing)
+
+    def has_trained(self) -> bool:
+        """Whether what was finite in the last bad step was used all the same."""
+        outcome = self.incidents[-1].outcome if self.incidents else None
+        return outcome is not None and outcome.strategy == "clip"
 
 
-class Aside:
-    """A `with` block that is not traced, and whose failure is logged once and goes no further.
+class LaterTraces:
+    """Switches the tracer on for some steps after an incident whose operation is not known."""
 
-    Only TrainingAbortedError and what is no Exception leave it. Blocks may be inside one another.
-    """
+    STEPS, TIMES = 3, 3
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self._pauses: list[contextlib.AbstractContextManager[None]] = []
-        self._has_failed = False
+        self._steps_left, self._times_left = 0, self.TIMES
 
-    def __enter__(self) -> None:
-        pause = self._tracing.paused()
-        pause.__enter__()
-        self._pauses.append(pause)
+    def begin(self, incident: Incident) -> None:
+        known = incident.origin is not None and incident.origin.exact
+        if not known and not self._tracing.is_on and self._times_left:
+            self._times_left -= 1
+            self._steps_left = self.STEPS + 1  # this one is still to be counted
+            self._tracing.switch_on()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        self._pauses.pop().__exit__(None, None, None)
-        if not isinstance(error, Exception) or isinstance(error, TrainingAbortedError):
-            return False
-        if not self._has_failed:
-            self._has_failed = True
-            logger.error(
-                "stayfinite failed inside a step; training goes on without it", exc_info=error
-            )
-        return True
+    def stepped(self) -> None:
+        if self._steps_left:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._tracing.switch_off()
 
 
 _MOST_FAR = 64
 
 
-class Losses:
+class LossJudge:
     """Judges losses as they were before a scaler multiplied them.
 
     One that is on another device is judged there; `far_flags` tells of it at the update.
@@ -539,7 +703,7 @@ class Losses:
         self._evidence = evidence
         self._unscaled: Any = WeakIdKeyDictionary()
         self._far: list[Tensor] = []
-        self._is_last_bad: bool | Tensor = False
+        self.is_last_bad: bool | Tensor = False  # that of the last backward pass
 
     def scaled(self, losses: Any, results: Any) -> None:
         """A scaler has made `results` of `losses`."""
@@ -553,31 +717,23 @@ class Losses:
         loss: Tensor = self._unscaled.get(root, root) if self._evidence.uses_scaler else root
         value = finite_number(loss)
         if value is not None:
-            self._is_last_bad = False
+            self.is_last_bad = False
             self._evidence.saw_loss(value)
         elif loss.device.type != "cpu":
             self._saw_far(loss)
         elif not all_finite([loss]):
-            self._is_last_bad = True
+            self.is_last_bad = True
             self._evidence.bad_loss = loss.detach()
             return loss
         return None
 
     def _saw_far(self, loss: Tensor) -> None:
-        flag = self._is_last_bad = nonfinite([loss], exact_on_device=True)
+        flag = self.is_last_bad = nonfinite([loss], exact_on_device=True)
         if len(self._far) >= _MOST_FAR:  # no optimizer asks for them, so they are not all kept
             flag = torch.stack([*self._far, flag]).any()
             self._far.clear()
         self._far.append(flag)
         self._evidence.saw_loss(loss.detach())
-
-    def is_last_bad(self) -> bool:
-        """Whether the loss of the last backward pass was bad."""
-        return bool(self._is_last_bad)  # host sync
-
-    def any_far_bad(self) -> bool:
-        """Whether one was bad that nobody has asked for; for the end, when no update comes."""
-        return any(map(bool, self._far))  # host sync
 
     def far_flags(self) -> list[Tensor]:
         """One for each loss that was far away: NaN where it was bad, else 0. Each is told once."""
@@ -602,60 +758,47 @@ class LastLook:
         self.bad: list[str] = []
         self.unseen: str | None = None
 
-    def take(self, modules: Mapping[str, nn.Module]) -> Iterator[Finding]:
+    def take(self, modules: Mapping[str, nn.Module]) -> Iterator[BadValues]:
         """A finding for each optimizer, and for what was trained without one, that is bad."""
+        trained = {id(p) for each in self._evidence.optimizers() for p in params_of(each)}
         try:
-            yield from self._of_training()
-            self._of_others(modules)
+            for finding in self._bad_in_training(trained):
+                self._note(name for name, tensor in finding.named if not all_finite([tensor]))
+                yield finding
+            if not self.bad:
+                self._look_at_others(modules, trained | set(map(id, self._evidence.trained)))
         except Exception as error:
             self.unseen = f"{type(error).__name__}: {error}"
 
-    def _of_training(self) -> Iterator[Finding]:
-        optimizers = self._evidence.optimizers()
-        for optimizer in optimizers:
+    def _bad_in_training(self, optimized: set[int]) -> Iterator[BadValues]:
+        evidence = self._evidence
+        for optimizer in evidence.optimizers():
             if not all_finite(params_of(optimizer)):
-                yield self._noted(parameters_found(optimizer))
-        leaves: list[Tensor] = list(self._evidence.trained)
-        seen = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
-        if bad := [leaf for leaf in leaves if id(leaf) not in seen and not all_finite([leaf])]:
-            yield self._noted(_by_hand(bad))
-        if statistics := bad_statistics(self._evidence.statistics()):
-            yield self._noted(statistics_found(statistics, self._evidence.at_work()))
-
-    def _noted(self, finding: Finding) -> Finding:
-        self._note(name for name, tensor in finding.named if not all_finite([tensor]))
-        return finding
+                yield bad_parameters(optimizer)
+        by_hand = [leaf for leaf in evidence.trained if id(leaf) not in optimized]
+        if bad := [leaf for leaf in by_hand if not all_finite([leaf])]:
+            names = Names()
+            named = [(f"parameters.{names.tensor(t) or number}", t) for number, t in enumerate(bad)]
+            yield BadValues(named, did="the weights had taken the bad values already")
+        if statistics := bad_statistics(evidence.statistics()):
+            yield bad_running_statistics(statistics, evidence.at_work())
 
     def _note(self, names: Iterator[str]) -> None:
         for name in names:
             if name not in self.bad and len(self.bad) < _MOST_NAMED:
                 self.bad.append(name)
 
-    def _of_others(self, modules: Mapping[str, nn.Module]) -> None:
+    def _look_at_others(self, modules: Mapping[str, nn.Module], trained: set[int]) -> None:
         """Averaged weights, a target network; buffers that training may have poisoned."""
-        if self.bad:
-            return
-        trained = {id(leaf) for leaf in self._evidence.trained}
-        trained |= {id(p) for each in self._evidence.optimizers() for p in params_of(each)}
         for name, module in modules.items():
             params = list(module.named_parameters())
             self._note(f"{name}.{path}" for path, param in params if not all_finite([param]))
             if any(id(param) in trained for _, param in params):
-                buffers = list(module.named_buffers())
-                self._note(
-                    f"{name}.{path}" for path, buffer in buffers if _last_look_is_nan(buffer)
-                )
-
-
-def _by_hand(bad: list[Tensor]) -> Finding:
-    names = Names()
-    named = [(f"parameters.{names.tensor(t) or number}", t) for number, t in enumerate(bad)]
-    return Finding(named, did="the weights had taken the bad values already")
-
-
-def _last_look_is_nan(buffer: Tensor) -> bool:
-    # A mask may hold an Inf on purpose.
-    return not all_finite([buffer]) and classify(buffer) is NaNType.NAN
+                bad = [
+                    (path, each) for path, each in module.named_buffers() if not all_finite([each])
+                ]
+                # A mask may hold an Inf on purpose.
+                self._note(f"{name}.{path}" for path, each in bad if classify(each) is NaNType.NAN)
 
 
 # What torch and careful scripts say when they meet one.
@@ -677,40 +820,24 @@ def bad_values_of(error: BaseException) -> list[Named]:
     left = isinstance(error, SystemExit)
     if not left and not _TELLING.search(str(error)):
         return []
-    frames = _frames(error)[: 1 if left else _FRAMES]
-    for frame in frames:
-        found = [(name, tensor) for name, tensor in _tensors(frame) if _crash_is_nan(tensor)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    for frame in frames[: 1 if left else _FRAMES]:
+        held = itertools.chain.from_iterable(itertools.starmap(_inside, frame.f_locals.items()))
+        found = [
+            (name, value)
+            for name, value in itertools.islice(held, _MOST)
+            if isinstance(value, Tensor) and classify(value) is NaNType.NAN
+        ]
         found = [pair for pair in found if pair[1].numel() == 1] if left else found
         if found:
             return found
     return []
 
 
-def _frames(error: BaseException) -> list[FrameType]:
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    return frames[::-1]
-
-
-def _tensors(frame: FrameType) -> Iterator[Named]:
-    """Tensors in local variables, and one level inside containers and distributions."""
-    seen = 0
-    for name, value in frame.f_locals.items():
-        for label, item in [(name, value), *_inside(name, value)]:
-            seen += 1
-            if isinstance(item, Tensor) and seen < _MOST:
-                yield label, item
-
-
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    """A variable, and what is one level inside it."""
     if isinstance(value, dict):
         return [(f"{name}.{key}", item) for key, item in list(value.items())[:50]]
     if isinstance(value, (list, tuple)):
         return [(f"{name}.{index}", item) for index, item in enumerate(value[:50])]
-    return []
-
-
-def _crash_is_nan(tensor: Tensor) -> bool:
-    return classify(tensor) is NaNType.NAN
+    return [(name, value)]

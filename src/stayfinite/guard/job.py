@@ -21,14 +21,14 @@ from stayfinite.detect.finite import all_finite, surely_finite
 from stayfinite.detect.memory import plain_parts
 from stayfinite.distributed import agree, heard, most_certain, tell
 from stayfinite.errors import NonFiniteError
-from stayfinite.guard.evidence import Finding, gradients_found
+from stayfinite.guard.evidence import BadValues, bad_gradients
 from stayfinite.records import Incident, from_json, to_json
 from stayfinite.recover.actions import Done, Situation, Trouble, act
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.snapshot import Mark, Snapshot, SnapshotRing, TrainingState
-from stayfinite.training import Pairs, params_of
+from stayfinite.training import Pairs, gradients_of, params_of
 
 if TYPE_CHECKING:
     from stayfinite.guard.replay import Replay
@@ -45,6 +45,8 @@ class Job:
     forward and backward passes.
     """
 
+    takes_snapshots = True
+
     def __init__(
         self,
         parts: Parts,
@@ -55,7 +57,7 @@ class Job:
     ) -> None:
         self.parts, self.config, self.manager = parts, config, manager
         self._look_around = look_around
-        self.trouble: Finding | None = None
+        self.trouble: BadValues | None = None
         self.replay: Replay | None = None  # of its steps; without, the guard may have one
         self.state = parts.state()
         self.ring = SnapshotRing(self.state, slots=config.snapshot_slots)
@@ -67,7 +69,7 @@ class Job:
         self._next_snapshot = 0
         self._good_rates: list[Any] = []
         self._held: tuple[TrainingState, Snapshot] | None = None
-        self._is_distributed = any(
+        self.is_distributed = any(
             isinstance(module, DistributedDataParallel) for module in parts.modules
         )
 
@@ -86,13 +88,9 @@ class Job:
             handle.remove()
         self._handles.clear()
 
-    @property
-    def is_distributed(self) -> bool:
-        return self._is_distributed
-
     def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank of this job; all ranks must ask together."""
-        return agree(flag) if self._is_distributed else flag
+        return agree(flag) if self.is_distributed else flag
 
     @property
     def has_begun(self) -> bool:
@@ -108,17 +106,15 @@ class Job:
             return True
         if self._held is not None:
             self.settle()
-        sound = self.good_steps < self._next_snapshot or self._take_snapshot()
+        is_sound = True
+        if self.takes_snapshots and self.good_steps >= self._next_snapshot:
+            self._next_snapshot = self.good_steps + self.config.snapshot_every
+            try:
+                self.ring.take(step=self.good_steps)
+            except NonFiniteError:
+                is_sound = False
         self._mark = self.state.mark()
-        return sound
-
-    def _take_snapshot(self) -> bool:
-        self._next_snapshot = self.good_steps + self.config.snapshot_every
-        try:
-            self.ring.take(step=self.good_steps)
-        except NonFiniteError:
-            return False
-        return True
+        return is_sound
 
     @property
     def snapshot_step(self) -> int:
@@ -131,6 +127,7 @@ class Job:
 
         A learning rate that was bad then is the last good one.
         """
+        # A GradScaler's notes about this step; they are not in its state_dict().
         noted = dict(getattr(self.parts.scaler, "_per_optimizer_states", ()))
         if self._mark is not None:
             self.state.go_back(self._mark)
@@ -171,6 +168,12 @@ class Job:
             # They were noted between the scaler's step and its update, which has come since.
             getattr(self.parts.scaler, "_per_optimizer_states", {}).clear()
 
+    def undo_unfinished(self) -> None:
+        """Take back what is left of a bad step, now that no update of it will come."""
+        if self.trouble is not None:
+            self.undo()
+        self.settle()
+
     def forget_held(self) -> None:
         self._held = None
 
@@ -185,14 +188,12 @@ class Job:
         except NonFiniteError:
             return None
         self._mark = None
-        if called:  # else the scheduler of a loop that has called it warns
+        if called:  # a mark of LRScheduler's own; else that of a loop that has called it warns
             optimizer._opt_called = called
-        return f"the state of {self._ago(snapshot)} was put back"
-
-    def _ago(self, snapshot: Snapshot) -> str:
         steps = self.good_steps - snapshot.step
         self.good_steps, self._next_snapshot = snapshot.step, snapshot.step + 1
-        return "this step's beginning" if steps == 0 else f"{steps} good steps before"
+        ago = "this step's beginning" if steps == 0 else f"{steps} good steps before"
+        return f"the state of {ago} was put back"
 
     def respond(self, incident: Incident, *, will_rerun: bool = False) -> Recovery:
         """Let the policy choose what to do, and do it."""
@@ -249,20 +250,29 @@ class Job:
         updated = [param for param in params if param.grad is not None]
         return surely_finite(updated, of=self) or all_finite(updated or params)
 
-    def bad_rates(self) -> Finding | None:
+    def bad_rates(self) -> BadValues | None:
         """Learning rates that are not finite; those that are tensors are not looked at."""
         named = [
             (f"optimizer.param_groups.{number}.lr", torch.tensor(rate))
             for number, rate in enumerate(self._rates())
             if is_bad_rate(rate)
         ]
-        return Finding(named, self.parts.optimizer) if named else None
+        return BadValues(named, self.parts.optimizer) if named else None
 
     def initialise_anew(self) -> str | None:
         """Give parameters that were bad from the beginning small random values; which ones."""
         if self._look_around is None or self.good_steps or len(self.ring):
             return None
-        return give_values(p for p in params_of(self.parts.optimizer) if not all_finite([p]))
+        bad = [p for p in params_of(self.parts.optimizer) if not all_finite([p])]
+        generator = torch.Generator().manual_seed(0)  # always the same values
+        for param in bad:
+            bound = 1 / math.sqrt(max(1, param[0].numel())) if param.dim() else 1.0
+            values = torch.rand(param.shape, generator=generator) * 2 * bound - bound
+            with torch.no_grad():
+                param.copy_(values)
+        return (
+            f"{len(bad)} uninitialised parameters were given small random values" if bad else None
+        )
 
     def owns(self, leaves: Iterable[Tensor]) -> bool:
         """Whether any of the tensors is a parameter of this job."""
@@ -274,22 +284,19 @@ class Job:
 
         Of a DTensor only the local part is looked at.
         """
-        parts = (part for _, gradient in self.gradients() for part in plain_parts(gradient))
+        gradients = gradients_of(self.parts.optimizer)
+        parts = (part for gradient in gradients for part in plain_parts(gradient))
         if not any(bool(part.any()) for part in parts):  # host sync; a NaN counts as any
             self.trouble = None
-
-    def gradients(self) -> Pairs:
-        params = params_of(self.parts.optimizer)
-        return [(param, param.grad) for param in params if param.grad is not None]
 
 
 def is_bad_rate(rate: Any) -> bool:
     return isinstance(rate, float) and rate - rate != 0
 
 
-def finding_of(job: Job, gradients: Pairs) -> Finding:
+def finding_of(job: Job, gradients: Pairs) -> BadValues:
     """The bad gradients, after the loss if that was bad too."""
-    found = gradients_found(gradients, job.parts.optimizer)
+    found = bad_gradients(gradients, job.parts.optimizer)
     bad = [(name, gradient) for name, gradient in found.named if not all_finite([gradient])]
     before = job.trouble.named if job.trouble is not None else []
     return dataclasses.replace(found, named=[*before, *bad])
@@ -321,23 +328,11 @@ class Parts:
         )
 
 
-def give_values(params: Iterable[Tensor]) -> str | None:
-    """Give each small random values, always the same; what was done, None without parameters."""
-    generator, given = torch.Generator().manual_seed(0), 0
-    for param in params:
-        given += 1
-        bound = 1 / math.sqrt(max(1, param[0].numel())) if param.dim() else 1.0
-        values = torch.rand(param.shape, generator=generator) * 2 * bound - bound
-        with torch.no_grad():
-            param.copy_(values)
-    return f"{given} uninitialised parameters were given small random values" if given else None
-
-
 logger = logging.getLogger("stayfinite")
 _numbers = itertools.count(1)  # of the whole process: what an earlier guard told is not heard again
 
 
-def shared(job: Job, incident: Incident) -> Incident:
+def incident_for_all_ranks(job: Job, incident: Incident) -> Incident:
     """The incident of the rank where it began; this rank's own if it began here too.
 
     Its rank is -1 if no rank knows. All ranks of the job must ask together.
@@ -346,13 +341,20 @@ def shared(job: Job, incident: Incident) -> Incident:
         return incident
     topic, certainty = f"incident {next(_numbers)}", _certainty(incident)
     if certainty:
-        _tell(topic, incident)
+        try:
+            tell(topic, to_json(incident))
+        except Exception:
+            logger.warning("the other ranks could not be told of an incident", exc_info=True)
     rank, highest = most_certain(certainty)
     if not highest:
         return dataclasses.replace(incident, rank=-1)
     if certainty == highest:
         return incident
-    return _told_by(rank, topic) or dataclasses.replace(incident, rank=rank)
+    try:
+        return from_json(Incident, heard(rank, topic))
+    except Exception:
+        logger.warning("rank %d was not heard about its incident", rank, exc_info=True)
+        return dataclasses.replace(incident, rank=rank)
 
 
 def _certainty(incident: Incident) -> int:
@@ -361,18 +363,3 @@ def _certainty(incident: Incident) -> int:
     if origin is not None and origin.exact:
         return 0 if origin.phase == "distributed" else 2
     return int(any(report.location == "loss" for report in incident.reports))
-
-
-def _tell(topic: str, incident: Incident) -> None:
-    try:
-        tell(topic, to_json(incident))
-    except Exception:
-        logger.warning("the other ranks could not be told of an incident", exc_info=True)
-
-
-def _told_by(rank: int, topic: str) -> Incident | None:
-    try:
-        return from_json(Incident, heard(rank, topic))
-    except Exception:
-        logger.warning("rank %d was not heard about its incident", rank, exc_info=True)
-        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import os
 import signal
 import sys
@@ -33,14 +32,16 @@ from stayfinite.explain.experiments import (
     with_reason,
     with_samples,
 )
-from stayfinite.guard.answers import Guard
+from stayfinite.files import replace_file
 from stayfinite.guard.conditions import Split, clip_updates, multiply_scale
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.replay import higher_dtype, kept_inside, seen_of
+from stayfinite.living import living
 from stayfinite.locate.loss_terms import only_term
+from stayfinite.nested import map_leaves
 from stayfinite.records import Diagnosis, Incident, from_json, to_json
 from stayfinite.recover.actions import lower_rates, schedulers_of
 from stayfinite.recover.float32 import raised
-from stayfinite.snapshot.batches import rebuilt
 from stayfinite.training import params_of
 
 _EARLIER = 8  # steps
@@ -52,7 +53,7 @@ class Bench:
 
     What they say about the diagnosis is written to the file `result`.
 
-    `guard` has to call `stepped` after every update. `leave(0)` ends the process at once.
+    `leave(0)` ends the process at once.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class Bench:
         self._here = Forks(folder, name="here", leave=self._end)
         self._earlier: Forks | None = None
         self._copies: Copies = []
-        self._order: Order | None = None
+        self._order: ForkOrder | None = None
         self._conditions: Conditions | None = None
         self._pid = os.getpid()
-        self._batch = Answer()
+        self._batch = ForkAnswer()
         self._guard: Guard | None = None
 
     @property
@@ -89,12 +90,19 @@ class Bench:
     def attach(self, guard: Guard) -> None:
         """Follow the script of this guard from its first step."""
         self._guard = guard
+        wrapped(guard, "stepped", self._after_step)
         wrapped(_BaseDataLoaderIter, "__next__", self._around_next)
         if self._bad == 0:
             self._hook = register_module_forward_pre_hook(self._entered)
 
-    def stepped(self) -> None:
-        """An update is over."""
+    def _after_step(self, original: Any) -> Any:
+        def stepped(optimizer: Optimizer, *, vetoed: bool | None) -> None:
+            original(optimizer, vetoed=vetoed)
+            self._stepped()
+
+        return stepped
+
+    def _stepped(self) -> None:
         guard = self._guard
         if guard is None or os.getpid() != self._pid:
             return
@@ -106,15 +114,15 @@ class Bench:
         elif guard.steps == self._bad and not has_workers():
             self._stand(guard)
 
-    def _has_passed(self, order: Order, guard: Guard) -> bool:
+    def _has_passed(self, order: ForkOrder, guard: Guard) -> bool:
         if order.until is not None:
-            return guard.clock >= order.until
+            return guard.past.tracing.clock >= order.until
         facts = self._incident.origin.facts if self._incident.origin else {}
         return guard.steps >= int(facts.get("noticed_step", self._bad)) + _BEYOND
 
     def _look_back(self, guard: Guard) -> None:
         """Keep the weights, and a process that can go on from here."""
-        with guard.unseen():
+        with guard.past.tracing.paused():
             self._copies = copies_of(guard.evidence.optimizers())
         if has_workers() or not _may_fork():
             return
@@ -144,8 +152,8 @@ class Bench:
         if self._order is None or self._conditions is None or guard.steps != self._bad:
             return batch
         if not self._batch.rows and self._batch.why_not is None:
-            split, delivery = Split(batch), guard.delivery_of(batch)
-            self._batch = Answer(
+            split, delivery = Split(batch), guard.past.tracing.deliveries.of(batch)
+            self._batch = ForkAnswer(
                 rows=split.rows,
                 values=split.values,
                 why_not=split.why_not,
@@ -155,7 +163,7 @@ class Bench:
         try:
             return self._conditions.batch(batch)
         except Exception as error:
-            self._leave(Answer(problem=f"the batch could not be changed: {error}"))
+            self._leave(ForkAnswer(problem=f"the batch could not be changed: {error}"))
 
     def _stand(self, guard: Guard) -> None:
         """Make the experiments, and end; children return from here into the script."""
@@ -179,17 +187,17 @@ class Bench:
             pass
         self._end()
 
-    def _go_on(self, order: Order, guard: Guard) -> None:
+    def _go_on(self, order: ForkOrder, guard: Guard) -> None:
         self._pid, self._order = os.getpid(), order
         self._conditions = Conditions(guard, self._incident, order.change)
         try:
             self._conditions.begin(self._copies)
         except CannotReplayError as error:
-            self._leave(Answer(problem=str(error)))
+            self._leave(ForkAnswer(problem=str(error)))
 
     def crashed(self, error: BaseException) -> None:
         """The script raised an error of its own in a child."""
-        self._leave(Answer(problem=f"the step raised {type(error).__name__}"))
+        self._leave(ForkAnswer(problem=f"the step raised {type(error).__name__}"))
 
     def answer(self, incident: Incident | None) -> NoReturn:
         """Say what became of this child, and end it."""
@@ -202,14 +210,14 @@ class Bench:
                 self._batch,
                 incident=incident,
                 problem=problem,
-                clock=guard.incident_clock,
+                clock=guard.past.incident_clock,
                 is_diverging=is_diverging,
             )
         )
 
-    def _leave(self, answer: Answer) -> NoReturn:
+    def _leave(self, answer: ForkAnswer) -> NoReturn:
         assert self._order is not None
-        write(self._order.answer, to_json(answer))
+        replace_file(self._order.answer, to_json(answer))
         self._end()
 
 
@@ -227,23 +235,11 @@ def _may_fork() -> bool:
     )
 
 
-class LabGuard(Guard):
-    """A guard that tells a bench of every update."""
-
-    bench: Bench | None = None
-
-    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
-        """An update was attempted."""
-        super().stepped(optimizer, vetoed=vetoed)
-        if self.bench is not None:
-            self.bench.stepped()
-
-
 _PAUSE = 0.003
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class ForkOrder:
     """How a child goes on, where it writes its answer, and when it has passed the bad step.
 
     `until` is the tick of the clock at which the step goes bad; None while that is not known.
@@ -255,7 +251,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ForkAnswer:
     """What became of a child; `problem` says why nothing can be said.
 
     The rest describes the step: the tick at which it went bad, and the batch of a loader.
@@ -275,7 +271,7 @@ class Answer:
 class GoOnError(BaseException):
     """Carries a child out of the experiments and back into the script."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ForkOrder) -> None:
         super().__init__()
         self.order = order
 
@@ -303,22 +299,22 @@ class Forks:
                     self._leave()
                 time.sleep(_PAUSE)
             with open(self._path("order", number), encoding="utf-8") as file:
-                order = from_json(Order, file.read())
+                order = from_json(ForkOrder, file.read())
             if not self._fork():
                 raise GoOnError(order)
             with contextlib.suppress(ChildProcessError):
                 os.wait()
 
-    def ask(self, change: Change, *, until: int | None, seconds: float) -> Answer:
+    def ask(self, change: Change, *, until: int | None, seconds: float) -> ForkAnswer:
         """What becomes of the script under this change; raises GoOnError in the child.
 
         CannotReplayError if there is no answer.
         """
         self._count += 1
         path = self._path("answer", self._count)
-        order = Order(change=change, answer=path, until=until)
+        order = ForkOrder(change=change, answer=path, until=until)
         if self._holder is not None:
-            write(self._path("order", self._count), to_json(order))
+            replace_file(self._path("order", self._count), to_json(order))
             return _waited_for(path, seconds=seconds, pid=None)
         pid = self._fork()
         if not pid:
@@ -340,14 +336,7 @@ class Forks:
         return os.path.join(self._folder, f"{what}-{self._name}-{number}.json")
 
 
-def write(path: str, text: str) -> None:
-    """Write the file so that whoever waits for it sees all of it."""
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(f"{path}.part", path)
-
-
-def _waited_for(path: str, *, seconds: float, pid: int | None) -> Answer:
+def _waited_for(path: str, *, seconds: float, pid: int | None) -> ForkAnswer:
     end = time.monotonic() + seconds
     while not os.path.exists(path):
         if time.monotonic() > end:
@@ -356,7 +345,7 @@ def _waited_for(path: str, *, seconds: float, pid: int | None) -> Answer:
             raise CannotReplayError("the process was lost")
         time.sleep(_PAUSE)
     with open(path, encoding="utf-8") as file:
-        return from_json(Answer, file.read())
+        return from_json(ForkAnswer, file.read())
 
 
 @contextlib.contextmanager
@@ -379,7 +368,7 @@ class ForkReplays:
         self._incident = incident
         self.steps = 0 if earlier is None else steps
         self._end = time.monotonic() + seconds
-        self.step = Answer()
+        self.step = ForkAnswer()
 
     @property
     def rows(self) -> int:
@@ -427,7 +416,7 @@ def write_diagnosis(
     """Make the experiments, and write the diagnosis that they allow."""
     replays = ForkReplays(here, earlier, incident, steps=steps, seconds=seconds)
     diagnosis = _diagnosis(replays, incident, seconds=seconds)
-    write(path, to_json(diagnosis))
+    replace_file(path, to_json(diagnosis))
 
 
 def _diagnosis(replays: ForkReplays, incident: Incident, *, seconds: float) -> Diagnosis:
@@ -462,14 +451,14 @@ class Conditions:
         """Put the process under them; CannotReplayError if that cannot be done."""
         change, guard = self._change, self._guard
         torch.set_num_threads(1)  # threads do not outlive a fork
-        with guard.unseen():
+        with guard.past.tracing.paused():
             if change.snapshot is not None:
                 _put_back(copies)
             self._gentler()
         if change.is_compiled:
             if not _compiled():
                 raise CannotReplayError("nothing is compiled")
-            guard.trace_no_more()
+            guard.past.tracing.switch_off()
         if change.precision is not None:
             self._raise_precision(change.precision)
         if change.term is not None:
@@ -484,7 +473,7 @@ class Conditions:
     def batch(self, batch: Any) -> Any:
         """What a loader hands over in place of its batch."""
         change = self._change
-        with self._guard.unseen():
+        with self._guard.past.tracing.paused():
             if change.rows is not None and not self._has_delivered:
                 split = Split(batch)
                 batch = split.only(change.rows)
@@ -508,7 +497,7 @@ class Conditions:
     def _take_term(self, number: int) -> None:
         if self._guard.evidence.scaler is not None:
             raise CannotReplayError("a term alone would go without its scale")
-        context = only_term(number, self._guard.node_sites)
+        context = only_term(number, lambda: self._guard.past.tracing.nodes)
         begun = self._enter(context)
         said = "there is not one backward pass from a sum"
         self._problems.append(lambda: None if len(begun) == 1 else said)
@@ -524,16 +513,16 @@ class Conditions:
     def _raise_precision(self, precision: str) -> None:
         assert self._incident.origin is not None
         self._dtype = higher_dtype(precision, self._incident.origin)
-        self._enter(raised(_living(nn.Module), self._dtype))
+        self._enter(raised(living(nn.Module), self._dtype))
         register_module_forward_pre_hook(self._lift_inputs)
 
     def _lift_inputs(self, module: nn.Module, args: Any) -> Any:
-        with self._guard.unseen():
+        with self._guard.past.tracing.paused():
             return self._lifted(args)
 
     def _lifted(self, batch: Any) -> Any:
         dtype = self._dtype
-        return batch if dtype is None else rebuilt(batch, lambda leaf: _raised(leaf, dtype))
+        return batch if dtype is None else map_leaves(batch, lambda leaf: _raised(leaf, dtype))
 
     def _enter(self, context: Any) -> Any:
         self._entered.append(context)
@@ -550,7 +539,7 @@ def has_workers() -> bool:
     """Whether a loader is under way whose workers hand each batch over only once."""
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-    return bool(_living(_MultiProcessingDataLoaderIter))
+    return bool(living(_MultiProcessingDataLoaderIter))
 
 
 def _put_back(copies: Copies) -> None:
@@ -559,10 +548,9 @@ def _put_back(copies: Copies) -> None:
             param.copy_(before)
 
 
-def _raised(leaf: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return leaf
-    return leaf.to(dtype) if leaf.dtype.itemsize < dtype.itemsize else leaf
+def _raised(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    is_lower = leaf.is_floating_point() and leaf.dtype.itemsize < dtype.itemsize
+    return leaf.to(dtype) if is_lower else leaf
 
 
 def _compiled() -> bool:
@@ -570,14 +558,5 @@ def _compiled() -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return False
-    modules = _living(dynamo.eval_frame.OptimizedModule)
+    modules = living(dynamo.eval_frame.OptimizedModule)
     return bool(modules) or dynamo.utils.counters["frames"]["ok"] > 0
-
-
-def _living(kind: type) -> list[Any]:
-    return list(_each_living(kind))
-
-
-def _each_living(kind: type) -> Iterator[Any]:
-    # issubclass: isinstance would wake up proxies and lazy objects.
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))

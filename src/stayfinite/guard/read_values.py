@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ _MOST_PLACES = 50
 # Where torch reads a tensor because the script formats or prints it.
 _SHOWS = ("_tensor.py", "_tensor_str.py")
 _LOSS = re.compile(r"loss|criterion|nll|entropy|perplexity|ppl|elbo|likelihood|objective", re.I)
+_Key = tuple[str, int, int, bool]  # file, line, instruction, and whether it had a graph
 
 
 class ValuesRead:
@@ -29,41 +31,56 @@ class ValuesRead:
 
     def __init__(self, *, steps: Callable[[], int], folder: str | None) -> None:
         self._steps, self._folder = steps, folder
-        self._seen: dict[tuple[str, int, int, bool], _Line] = {}
+        self._seen: dict[_Key, ReadValue] = {}
         self._trained_on: int | None = None  # the memory of the last bad loss of training
-        self._last: tuple[int, tuple[str, int, int, bool]] | None = None
+        self._last: tuple[int, _Key] | None = None
 
     def saw(self, tensor: Tensor, value: float, frame: FrameType) -> None:
         """The script read this value there."""
-        if not _is_shown(frame):
+        # The script reads it, or torch on its behalf to show it.
+        is_user = kind_of(frame.f_code) == USER
+        if not is_user and not frame.f_code.co_filename.endswith(_SHOWS):
             return
         place = self._place(frame)
         memory = _memory(tensor)
         if place is None or (memory is not None and memory == self._trained_on):
             return
         is_certain = not torch.is_grad_enabled()
-        has_graph = not is_certain and (tensor.requires_grad or _shows_graph(frame))
+        shown = None if is_user else frame.f_locals.get("self")  # torch has detached it
+        with_graph = shown if isinstance(shown, Tensor) else tensor
+        has_graph = not is_certain and (tensor.requires_grad or with_graph.requires_grad)
         key = place.code.co_filename, place.line, place.lasti, has_graph
-        line = self._seen.get(key)
-        if line is None:
-            line = _Line(place, has_graph=has_graph, is_certain=is_certain)
-            is_known = is_certain or has_graph or line.told(self._folder).is_loss
+        read = self._seen.get(key)
+        if read is None:
+            span = resolve(place, folder=self._folder)
+            read = ReadValue(
+                nan_type=NaNType.NAN,
+                file=span.file,
+                line=span.line,
+                code=span.code,
+                times=0,
+                is_loss=bool(_LOSS.search(span.code)),
+                in_evaluation=not has_graph,
+                is_certain=is_certain,
+            )
+            is_known = is_certain or has_graph or read.is_loss
             if not is_known or len(self._seen) >= _MOST_PLACES:
                 return
-            self._seen[key] = line
-        line.times += 1
-        line.step, line.value = self._steps(), value
+        infinite = NaNType.POS_INF if value > 0 else NaNType.NEG_INF
+        kind = NaNType.NAN if math.isnan(value) else infinite
+        self._seen[key] = dataclasses.replace(
+            read, nan_type=kind, times=read.times + 1, step=self._steps()
+        )
         self._last = None if memory is None else (memory, key)
 
     def trains_on(self, loss: Tensor) -> None:
         """A backward pass begins from this bad loss; if it has just been read, that is no news."""
         self._trained_on = _memory(loss)
         if self._last is not None and self._last[0] == self._trained_on:
-            key = self._last[1]
-            self._last = None
-            self._seen[key].times -= 1
-            if not self._seen[key].times:
-                del self._seen[key]
+            key, self._last = self._last[1], None
+            read = self._seen.pop(key)
+            if read.times > 1:
+                self._seen[key] = dataclasses.replace(read, times=read.times - 1)
 
     def _place(self, frame: FrameType) -> Place | None:
         """The script's own line if there is one, else that of the library that it called."""
@@ -77,50 +94,7 @@ class ValuesRead:
 
     def told(self) -> tuple[ReadValue, ...]:
         """One for each line, those that came last first."""
-        lines = sorted(self._seen.values(), key=lambda line: -line.step)
-        return tuple(line.told(self._folder) for line in lines)
-
-
-class _Line:
-    __slots__ = ("has_graph", "is_certain", "place", "step", "times", "value")
-
-    def __init__(self, place: Place, *, has_graph: bool, is_certain: bool) -> None:
-        self.place, self.has_graph, self.is_certain = place, has_graph, is_certain
-        self.times = self.step = 0
-        self.value = math.nan
-
-    def told(self, folder: str | None) -> ReadValue:
-        span = resolve(self.place, folder=folder)
-        return ReadValue(
-            nan_type=_kind(self.value),
-            file=span.file,
-            line=span.line,
-            code=span.code,
-            times=self.times,
-            step=self.step,
-            is_loss=bool(_LOSS.search(span.code)),
-            in_evaluation=not self.has_graph,
-            is_certain=self.is_certain,
-        )
-
-
-def _kind(value: float) -> NaNType:
-    if math.isnan(value):
-        return NaNType.NAN
-    return NaNType.POS_INF if value > 0 else NaNType.NEG_INF
-
-
-def _is_shown(frame: FrameType) -> bool:
-    """Whether the script reads it, or torch on its behalf to show it."""
-    if kind_of(frame.f_code) == USER:
-        return True
-    return frame.f_code.co_filename.endswith(_SHOWS)
-
-
-def _shows_graph(frame: FrameType) -> bool:
-    """Whether torch detached it for showing only."""
-    shown = frame.f_locals.get("self") if kind_of(frame.f_code) != USER else None
-    return isinstance(shown, Tensor) and shown.requires_grad
+        return tuple(sorted(self._seen.values(), key=lambda read: -read.step))
 
 
 def _memory(tensor: Tensor) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from stayfinite.guard.evidence import Evidence
 from stayfinite.living import Names
 from stayfinite.records import Incident, to_data
 from stayfinite.report.store.writer import End, LayerRow, RunInfo, StepRow, StoreWriter, run_info
+from stayfinite.safely import Safely
 from stayfinite.training import params_of
-
-logger = logging.getLogger("stayfinite")
 
 _EVERY = 16  # steps between two samples of the gradients
 _LONGEST = 1.0  # seconds that a step waits until it is handed over
@@ -44,8 +43,8 @@ class Recorder:
         self._began = self._handed = time.perf_counter()
         self._last: float | None = None  # when the step before ended
         self._rows: list[StepRow] = []
-        self._books: weakref.WeakKeyDictionary[Optimizer, _Book] = weakref.WeakKeyDictionary()
-        self._has_failed = False
+        self._layers: weakref.WeakKeyDictionary[Optimizer, _Layers] = weakref.WeakKeyDictionary()
+        self._failures = Safely("stayfinite records no more steps of this run")
 
     @property
     def writer(self) -> StoreWriter:
@@ -55,19 +54,17 @@ class Recorder:
 
     def stepped(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
         """An update was attempted; the evidence has what was seen in this step."""
-        if self._has_failed:
-            return
-        try:
-            self._stepped(optimizer, evidence, skipped=skipped)
-        except Exception:
-            self._has_failed = True
-            logger.exception("stayfinite records no more steps of this run")
+        if not self._failures.has_failed:
+            try:
+                self._add(optimizer, evidence, skipped=skipped)
+            except Exception as error:
+                self._failures.note(error)
 
-    def _stepped(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
+    def _add(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
         now = time.perf_counter()
-        book = self._books.get(optimizer)
-        if book is None:
-            book = self._books[optimizer] = _Book(number=len(self._books))
+        layers = self._layers.get(optimizer)
+        if layers is None:
+            layers = self._layers[optimizer] = _Layers(number=len(self._layers))
         groups = optimizer.param_groups
         row = StepRow(
             step=evidence.count(optimizer),
@@ -79,13 +76,13 @@ class Recorder:
             scale=evidence.scale if skipped else None,  # in the others it has not changed much
             skipped=skipped,
             terms=take_terms(),
-            optimizer=book.number,
+            optimizer=layers.number,
         )
         self._rows.append(row)
         if row.step % _EVERY == 0 and not skipped:
             if evidence.scaler is not None:
                 row.scale = float(evidence.scaler.get_scale())  # host sync
-            self._sample(optimizer, book, row)
+            self._sample(optimizer, layers, row)
         if len(self._rows) >= _EVERY or now - self._handed > _LONGEST:
             self.hand_over()
             self._handed = now
@@ -110,19 +107,21 @@ class Recorder:
             lasted = time.perf_counter() - self._began
             self._writer.end(End(exit="finite" if is_finite else "incident", time=lasted))
 
-    def _sample(self, optimizer: Optimizer, book: _Book, row: StepRow) -> None:
+    def _sample(self, optimizer: Optimizer, layers: _Layers, row: StepRow) -> None:
         params = [param for param in params_of(optimizer) if param.grad is not None]
         gradients = [param.grad for param in params if param.grad is not None]
         norms, largest = _sizes(gradients)
         if not norms:
             return
-        if book.params != [id(param) for param in params]:
-            book.params = [id(param) for param in params]
-            self.writer.layers(_names_of(params), optimizer=book.number)
+        if layers.params != [id(param) for param in params]:
+            layers.params = [id(param) for param in params]
+            names = Names()
+            named = [names.tensor(param) or f"parameter {n}" for n, param in enumerate(params)]
+            self.writer.layers(named, optimizer=layers.number)
         if row.norm is None:
             row.norm = math.hypot(*norms)
         room = [_headroom(g.dtype, size) for g, size in zip(gradients, largest, strict=True)]
-        sample = LayerRow(step=row.step, norms=norms, headroom=room, optimizer=book.number)
+        sample = LayerRow(step=row.step, norms=norms, headroom=room, optimizer=layers.number)
         self.writer.norms(sample)
 
 
@@ -147,14 +146,12 @@ def recorder_in(folder: str | os.PathLike[str], *, config: Any) -> Recorder:
     return Recorder(lambda: StoreWriter(chosen, info))
 
 
-class _Book:
+@dataclass(slots=True)
+class _Layers:
     """One optimizer, and the parameters whose names are recorded."""
 
-    __slots__ = ("number", "params")
-
-    def __init__(self, *, number: int) -> None:
-        self.number = number
-        self.params: list[int] = []
+    number: int
+    params: list[int] = field(default_factory=list)
 
 
 def _sizes(gradients: list[Tensor]) -> tuple[list[float], list[float]]:
@@ -164,6 +161,7 @@ def _sizes(gradients: list[Tensor]) -> tuple[list[float], list[float]]:
         return [], []
     try:
         with torch.no_grad():
+            # All norms in one call; torch.nn.utils.get_total_norm gives only their norm.
             return _numbers(torch._foreach_norm(plain)), _largest(plain)
     except (RuntimeError, NotImplementedError):  # sparse
         return [], []
@@ -196,11 +194,6 @@ def _headroom(dtype: torch.dtype, size: float) -> float:
     if not math.isfinite(size):
         return 0.0
     return math.log2(limits.max) - math.log2(max(size, limits.tiny))
-
-
-def _names_of(params: list[Tensor]) -> list[str]:
-    names = Names()
-    return [names.tensor(param) or f"parameter {n}" for n, param in enumerate(params)]
 
 
 def _read(rows: list[StepRow]) -> None:

@@ -8,10 +8,11 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from stayfinite.detect.hooks import run_again
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
@@ -41,10 +42,10 @@ from stayfinite.recover.actions import lower_rates
 from stayfinite.recover.float32 import raised
 from stayfinite.snapshot import RandomState, Snapshot
 from stayfinite.snapshot.walk import PARTS
-from stayfinite.training import params_of, put_gradients
+from stayfinite.training import pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
-    from stayfinite.guard.answers import Guard
+    from stayfinite.guard.guard import Guard
 
 
 logger = logging.getLogger("stayfinite")
@@ -54,7 +55,7 @@ NO_BATCH = object()
 _MOST_TIMES = 3  # for one place
 
 
-class Attempts(Protocol):
+class Reruns(Protocol):
     """Who can run the bad step that is under way once more.
 
     If that is not the whole step, its batch is what the model was given, in whatever order.
@@ -79,10 +80,11 @@ class StepReplays:
     """
 
     def __init__(
-        self, guard: Guard, job: Job, incident: Incident, attempts: Attempts, batch: Any
+        self, guard: Guard, job: Job, incident: Incident, reruns: Reruns, batch: Any
     ) -> None:
-        self._guard, self._job, self._attempts, self._batch = guard, job, attempts, batch
-        self._origin, self._cause = _known(incident)
+        self._guard, self._job, self._reruns, self._batch = guard, job, reruns, batch
+        self._origin = incident.origin if incident.origin is not None else Origin(phase="forward")
+        self._cause = incident.diagnosis.cause if incident.diagnosis else "unknown"
         self.split = None if batch is NO_BATCH else Split(batch)
         self._whole: Snapshot = job.state.capture()
 
@@ -110,10 +112,10 @@ class StepReplays:
         batch = self._changed_batch(change)
         try:
             with self._conditions(change):
-                found = self._attempts.run(batch, traced=not change.is_compiled)
+                found = self._reruns.run(batch, traced=not change.is_compiled)
             return seen_of(found, change)
         finally:
-            self._attempts.put_back()
+            self._reruns.put_back()
             self._job.state.restore(self._whole, rewind_loader=False)
 
     def _changed_batch(self, change: Change) -> Any:
@@ -132,17 +134,21 @@ class StepReplays:
     def _conditions(self, change: Change) -> Iterator[None]:
         if change.steps:
             self._come_again(change)
-        begun = None
+        begun = inside = None
         with contextlib.ExitStack() as all_of_them:
             if change.term is not None:
-                begun = all_of_them.enter_context(only_term(change.term, self._guard.node_sites))
+                begun = all_of_them.enter_context(
+                    only_term(change.term, lambda: self._guard.past.tracing.nodes)
+                )
             if change.precision is not None:
-                all_of_them.enter_context(self._in_precision(change.precision))
-            if change.is_compiled and not self._is_compiled():
+                dtype = higher_dtype(change.precision, self._origin)
+                all_of_them.enter_context(raised(self._job.parts.modules, dtype))
+            if change.is_compiled and not _has_compiled(self._job.parts.modules):
                 raise CannotReplayError("nothing is compiled")
             if change.snapshot is not None:
                 self._earlier()[change.snapshot].restore(parts=("parameters", "buffers"))
-            inside = all_of_them.enter_context(self._kept_inside()) if change.is_guarded else None
+            if change.is_guarded:
+                inside = all_of_them.enter_context(kept_inside(self._cause, self._origin))
             yield
             if inside is not None and not inside.applied:
                 raise CannotReplayError("the operation could not be guarded")
@@ -160,7 +166,8 @@ class StepReplays:
         parts, factor = self._job.parts, change.learning_rate
         if change.loss_scale != 1.0 and parts.scaler is None:
             raise CannotReplayError("there is no loss scale")
-        snapshot, usual = self._earlier()[0], _rates(self._job)
+        groups = parts.optimizer.param_groups
+        snapshot, usual = self._earlier()[0], [float(group["lr"]) for group in groups]
         random = RandomState.capture()
         snapshot.restore(parts=[part for part in PARTS if part != "loader"])
         lower_rates(parts.optimizer, parts.schedulers, factor)
@@ -169,19 +176,14 @@ class StepReplays:
         clipped = [] if change.clip is None else [parts.optimizer]
         clipping = clip_updates(clipped, max_norm=change.clip or 0.0)
         try:
-            is_good = self._attempts.run_before(snapshot.step)
+            is_good = self._reruns.run_before(snapshot.step)
         finally:
             clipping.remove()
         random.restore()
-        ends = zip(_rates(self._job), usual, strict=True)
-        if not is_good or any(not math.isclose(a, b * factor, rel_tol=1e-6) for a, b in ends):
+        ends = zip(parts.optimizer.param_groups, usual, strict=True)
+        is_same = all(math.isclose(float(g["lr"]), r * factor, rel_tol=1e-6) for g, r in ends)
+        if not (is_good and is_same):
             raise CannotReplayError("the steps before it went another way")
-
-    def _in_precision(self, precision: str) -> contextlib.AbstractContextManager[None]:
-        return raised(self._job.parts.modules, higher_dtype(precision, self._origin))
-
-    def _kept_inside(self) -> KeptInside:
-        return kept_inside(self._cause, self._origin)
 
     def _earlier(self) -> list[Snapshot]:
         """The snapshots of steps before this one, the newest first."""
@@ -189,17 +191,12 @@ class StepReplays:
         kept = [snapshot for k in range(len(ring)) if (snapshot := ring.back(k)) is not None]
         return [snapshot for snapshot in kept if snapshot.step < now]
 
-    def _is_compiled(self) -> bool:
-        # Whoever compiles has imported it, and it takes seconds: it is not imported to ask.
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        if dynamo is None:
-            return False
-        modules = (module for root in self._job.parts.modules for module in root.modules())
-        return any(isinstance(module, dynamo.OptimizedModule) for module in modules)
 
-
-def _rates(job: Job) -> list[float]:
-    return [float(group["lr"]) for group in job.parts.optimizer.param_groups]
+def _has_compiled(roots: Iterable[nn.Module]) -> bool:
+    # Whoever compiles has imported it, and it takes seconds: it is not imported to ask.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    modules = (module for root in roots for module in root.modules())
+    return dynamo is not None and any(isinstance(m, dynamo.OptimizedModule) for m in modules)
 
 
 def higher_dtype(precision: str, origin: Origin) -> torch.dtype:
@@ -217,11 +214,6 @@ def kept_inside(cause: str, origin: Origin) -> KeptInside:
     return KeptInside(cause, file=origin.file, line=origin.line)
 
 
-def _known(incident: Incident) -> tuple[Origin, str]:
-    origin = incident.origin if incident.origin is not None else Origin(phase="forward")
-    return origin, incident.diagnosis.cause if incident.diagnosis else "unknown"
-
-
 def seen_of(found: Incident | None, change: Change) -> Seen:
     """What the incident of a replay shows; CannotReplayError if the change did not take."""
     if found is None:
@@ -236,8 +228,8 @@ def seen_of(found: Incident | None, change: Change) -> Seen:
     return Seen(is_finite=False, op=origin.op, file=origin.file, line=origin.line, kind=kind)
 
 
-def proven(
-    guard: Guard, job: Job, incident: Incident, attempts: Attempts, batch: Any = NO_BATCH
+def prove(
+    guard: Guard, job: Job, incident: Incident, reruns: Reruns, batch: Any = NO_BATCH
 ) -> Incident:
     """The incident with what experiments showed; as it was if there is no time for any.
 
@@ -247,14 +239,14 @@ def proven(
     if not seconds or origin is None or diagnosis is None or job.is_distributed:
         return incident
     place = (origin.file, origin.line, diagnosis.cause)
-    guard.examined = [*guard.examined, place]
+    guard.examined.append(place)
     if guard.examined.count(place) > _MOST_TIMES:
         return incident
     try:
         is_diverging = guard.is_diverging(incident, job.parts.optimizer)
         with guard.evidence.kept():
             placed = dataclasses.replace(incident, origin=absolute(origin, guard.settings.folder))
-            replays = StepReplays(guard, job, placed, attempts, batch)
+            replays = StepReplays(guard, job, placed, reruns, batch)
             lab = Lab(replays, seconds=seconds)
             steps = replays.steps
             findings = experiment(lab, diagnosis, origin, steps=steps, is_diverging=is_diverging)
@@ -265,8 +257,10 @@ def proven(
     except Exception:
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
-    is_alone = not attempts.is_whole
-    delivery = None if batch is NO_BATCH else guard.delivery_of(batch, exactly=is_alone)
+    is_alone = not reruns.is_whole
+    delivery = (
+        None if batch is NO_BATCH else guard.past.tracing.deliveries.of(batch, exactly=is_alone)
+    )
     if delivery is not None and len(delivery.indices or ()) == replays.rows:
         indices, dataset = delivery.indices, delivery.dataset
         findings = [with_samples(each, indices, dataset) for each in findings]
@@ -292,16 +286,13 @@ CLEAN_AGAIN = Diagnosis(
 )
 
 
-class CannotRunAgainError(Exception):
-    """Raised by `again` where it finds that it cannot run this step; nothing more is said of it."""
-
-
 class Replay:
     """Calls `again(batch)`, which runs the step under way up to its update, and may raise.
 
     It is given NO_BATCH for the batches that the step had, or, in experiments, others in the
     place of `batch()`; that is NO_BATCH where there are several. If it is not the whole step
-    that is run, one that is finite says nothing.
+    that is run, one that is finite says nothing. `again` raises CannotReplayError where it finds
+    that it cannot run this step; nothing more is said of it then.
     """
 
     def __init__(
@@ -315,15 +306,14 @@ class Replay:
         self._guard, self._again, self._batch, self.is_whole = guard, again, batch, is_whole
         self._left = _MOST
 
-    def located(self, job: Job, noticed: Incident) -> Incident:
+    def locate(self, job: Job, noticed: Incident) -> Incident:
         """The incident with origin and diagnosis; the state is that of the step's beginning."""
         if not self._left or (noticed.origin is not None and noticed.origin.exact):
             return noticed
         self._left -= 1
-        found = None
         try:
-            found = self.found(job)
-        except CannotRunAgainError:
+            found = self.find(job)
+        except CannotReplayError:
             return noticed
         except Exception:
             logger.warning(
@@ -332,14 +322,12 @@ class Replay:
             return noticed
         finally:
             job.undo()
-        if found is None and not self.is_whole:
-            return noticed
         if found is None:
-            return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
+            return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN) if self.is_whole else noticed
         known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
-        return proven(self._guard, job, known, _Attempts(self, job), self._batch())
+        return prove(self._guard, job, known, _ReplayReruns(self, job), self._batch())
 
-    def found(self, job: Job, batch: Any = NO_BATCH) -> Incident | None:
+    def find(self, job: Job, batch: Any = NO_BATCH) -> Incident | None:
         """What is bad this time."""
         params = params_of(job.parts.optimizer)
         before, trouble = [(param, param.grad) for param in params], job.trouble
@@ -348,14 +336,14 @@ class Replay:
             with run_again(), self._guard.traced():
                 job.undo()
                 self._again(batch)
-                finding = finding_of(job, job.gradients())
-                return self._guard.incident_now(finding, explain=True) if finding.named else None
+                finding = finding_of(job, pairs_of(job.parts.optimizer))
+                return self._guard.incident(finding, strategy="recover") if finding.named else None
         finally:
             job.trouble = trouble
             put_gradients(before)
 
 
-class _Attempts:
+class _ReplayReruns:
     """The step that a framework replays, for experiments."""
 
     def __init__(self, replay: Replay, job: Job) -> None:
@@ -366,7 +354,7 @@ class _Attempts:
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         if not traced:
             raise CannotReplayError("it is only run under the tracer")
-        return self._replay.found(self._job, batch)
+        return self._replay.find(self._job, batch)
 
     def run_before(self, since: int) -> bool:
         raise CannotReplayError("the steps before it are not known")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from stayfinite.detect.hooks import run_again
 from stayfinite.explain.proof import alike
-from stayfinite.guard.evidence import Finding
-from stayfinite.guard.job import Job, finding_of, shared
+from stayfinite.guard.evidence import BadValues
+from stayfinite.guard.job import Job, finding_of, incident_for_all_ranks
 from stayfinite.living import one_look
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
@@ -21,8 +22,8 @@ from stayfinite.training import Pairs
 if TYPE_CHECKING:
     from stayfinite.capsule.contents import Capsule
     from stayfinite.checkpoint.modules import Members
-    from stayfinite.guard.answers import Guard
     from stayfinite.guard.capsule_step import Call
+    from stayfinite.guard.guard import Guard
 
 
 # Experiments and replays are imported late: a step that is good does not need them.
@@ -30,44 +31,59 @@ if TYPE_CHECKING:
 _MOST_TRACES = 20
 
 
-class Window:
-    """The calls up to one attempted update, of one job."""
+class Mode(enum.Enum):
+    """Why the calls of a step are run."""
+
+    FIRST = enum.auto()
+    TRACED = enum.auto()  # only looked at: no update may happen
+    CLIP = enum.auto()  # once more, without what is bad in the gradients
+    AGAIN = enum.auto()
+
+
+@dataclass
+class StepRun:
+    """One run of the calls, and what became of it."""
+
+    mode: Mode
+    incident: Incident | None = None  # made of the first bad value
+    is_good: bool | None = None  # its update; None before that was attempted
+
+
+class GuardedStep:
+    """The calls up to one attempted update, of one job, and their runs."""
 
     is_whole = True  # for experiments: its calls are the step
 
     def __init__(self, guard: Guard, job: Job) -> None:
         self._guard, self._job = guard, job
-        self._ended: bool | None = None  # whether the update was good; None before it
-        self._mode: Literal["idle", "first", "traced", "clip", "again"] = "idle"
+        self.is_running = False
+        self._run = StepRun(Mode.FIRST)  # the one that is under way, or was the last
         self._calls: list[Call] = []
-        self._trouble: Incident | None = None
         self._recent = RecentBatches()
         self._traces = 0
         self._known: tuple[Incident, Incident] | None = None  # as it was noticed, and located
 
     @property
-    def is_running(self) -> bool:
-        return self._mode != "idle"
-
-    @property
     def is_repeated(self) -> bool:
-        """Whether this is not the first time that these calls run."""
-        return self._mode not in ("idle", "first")
+        """Whether calls are running, and not for the first time."""
+        return self.is_running and self._run.mode is not Mode.FIRST
 
     @property
     def vetoes_all(self) -> bool:
         """While it is only looked at, no update may happen."""
-        return self._mode == "traced"
+        return self.is_running and self._run.mode is Mode.TRACED
 
     def attempted(self, *, is_good: bool) -> None:
         """The update of this step was attempted."""
-        self._ended = self._job.was_good = is_good
+        self._run.is_good = self._job.was_good = is_good
 
     def step(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """The call's result, or None when the step that it ends was left out."""
         job = self._job
-        if (order := take()) is not None:
-            carry_out(order, job, lambda given: self.step(fn, given), self._guard.incidents)
+        if _waiting:
+            carry_out(
+                _waiting.pop(), job, lambda given: self.step(fn, given), self._guard.incidents
+            )
         if not job.has_begun:
             self._calls.clear()
             if job.manager.take_skipped_batch():
@@ -77,13 +93,14 @@ class Window:
         number = job.good_steps
         self._calls.append((fn, batch))
         self._recent.keep(self._calls[-1], step=number)
-        result = self._run(self._calls[-1:], "first")
-        if self._ended is None:
+        result = self._call(self._calls[-1:], Mode.FIRST)
+        run = self._run
+        if run.is_good is None:
             return result
-        if self._trouble is not None:
-            return self._recover(number)
+        if run.incident is not None:
+            return self._recover(run.incident, number)
         if not self._guard.was_harmed:
-            self._end(is_good=self._ended)
+            self._end(is_good=run.is_good)
             return result
         job.roll_back()  # once more: what `fn` did after its update was done to the old state
         before = self._recent.since(number)
@@ -93,84 +110,99 @@ class Window:
         self._end(is_good=False)
         return None
 
-    def saw(self, finding: Finding) -> None:
+    def saw(self, finding: BadValues) -> None:
         """A bad value in this step; the first one counts."""
-        if self._trouble is None:
-            self._trouble = self._guard.incident_now(finding, explain=self._mode == "traced")
+        run, is_traced = self._run, self.vetoes_all
+        if run.incident is None:
+            run.incident = self._guard.incident(finding, strategy="recover", explain=is_traced)
             self._job.hold()
-        elif self._mode != "traced":
-            more = self._guard.incident_now(finding, explain=False)
-            self._trouble = dataclasses.replace(self._trouble, reports=more.reports)
+        elif not is_traced:
+            more = self._guard.incident(finding, strategy="recover", explain=False)
+            run.incident = dataclasses.replace(run.incident, reports=more.reports)
 
     def refused(self, gradients: Pairs) -> bool:
         """Whether the update is vetoed."""
-        if self._mode == "clip" and self._job.clip():
-            self._trouble = self._job.trouble = None
+        run = self._run
+        if run.mode is Mode.CLIP and self._job.clip():
+            run.incident = self._job.trouble = None
             return False
         finding = finding_of(self._job, gradients)
-        if finding.named or self._mode != "traced":
+        if finding.named or run.mode is not Mode.TRACED:
             self.saw(finding)
         return True
 
-    def _run(self, calls: list[Call], mode: Literal["first", "traced", "clip", "again"]) -> Any:
-        self._mode, self._ended = mode, None
-        if mode != "first":
-            self._trouble = self._job.trouble = None
+    def _begin_run(self, mode: Mode) -> StepRun:
+        """A run in which nothing is bad so far; a first one goes on from the calls before."""
+        if mode is Mode.FIRST and self._run.mode is Mode.FIRST:
+            self._run.is_good = None
+        else:
+            self._run, self._job.trouble = StepRun(mode), None
+        self.is_running = True
+        return self._run
+
+    def _call(self, calls: list[Call], mode: Mode) -> Any:
+        """The result of the last call; `_run` says what became of them."""
+        self._begin_run(mode)
         try:
-            with contextlib.nullcontext() if mode == "first" else run_again():
+            with contextlib.nullcontext() if mode is Mode.FIRST else run_again():
                 return [fn(batch) for fn, batch in calls][-1]
         except BaseException:
-            self._drop()
+            # The user's own code raised: leave the state as it is, and forget the step.
+            self._job.forget_held()
+            self._end(is_good=False)
             raise
         finally:
-            self._mode = "idle"
+            self.is_running = False
 
     @one_look()
-    def _recover(self, number: int) -> Any:
+    def _recover(self, incident: Incident | None, number: int) -> Any:
         """Undo, locate, let the policy choose; again and again while a new try is bad too."""
         job, guard = self._job, self._guard
-        tries, step = 0, self._trouble.step if self._trouble is not None else 0
+        tries, step = 0, incident.step if incident is not None else 0
         result = None
-        while self._trouble is not None:
+        while incident is not None:
             self.put_back()
-            if guard.mended_harm(job):
+            if guard.mend_harm(job):
                 self._catch_up(number)
                 mode = next_try(RecoveryStrategy.RESET_MODEL, job.config, tries)
                 job.begin()
             else:
-                mode = self._answer(self._trouble, tries, step)
+                mode = self._answer(dataclasses.replace(incident, step=step), tries)
             if mode is None:
                 self._recent.take_back(job.good_steps)
                 self._end(is_good=False)
                 return None
             tries += 1
             job.mark_again()
-            result = self._run(self._calls, mode)
+            result = self._call(self._calls, mode)
+            incident = self._run.incident
         job.forget_held()
         self._end(is_good=True)
         return result
 
-    def _answer(self, trouble: Incident, tries: int, step: int) -> Literal["clip", "again"] | None:
+    def _answer(self, noticed: Incident, tries: int) -> Mode | None:
         """Locate, let the policy choose; how the calls are run once more."""
-        located = self._located(dataclasses.replace(trouble, step=step))
-        incident = shared(self._job, self._proven(located))
+        incident = incident_for_all_ranks(self._job, self._prove(self._locate(noticed)))
         recovery = self._job.respond(incident, will_rerun=True)
         if recovery.back_at is not None or recovery.checkpoint is not None:
-            self._keep_anew()
+            # Training went back: the batches since are not on its way any more, but for these.
+            self._recent.take_back(self._job.good_steps)
+            for call in self._calls:
+                self._recent.keep(call, step=self._job.good_steps)
         if not recovery.succeeded:
             self._end(is_good=False)
         self._guard.conclude(self._job, incident, recovery)
         return next_try(recovery.strategy, self._job.config, tries)
 
-    def _located(self, noticed: Incident) -> Incident:
+    def _locate(self, noticed: Incident) -> Incident:
         """The incident with origin and diagnosis, by running the calls again under the tracer."""
         if self._traces >= _MOST_TRACES:
             return noticed if self._known is None else alike(noticed, *self._known)
         self._traces += 1
         self._job.hold()
         with self._guard.traced():
-            self._run(self._calls, "traced")
-        found, self._trouble = self._trouble, None
+            self._call(self._calls, Mode.TRACED)
+        found = self._run.incident
         self.put_back()
         self._guard.keep_step(self._job, self._calls, step=noticed.step)
         if found is None:
@@ -181,31 +213,37 @@ class Window:
         self._known = noticed, known
         return known
 
-    def _proven(self, incident: Incident) -> Incident:
+    def _prove(self, incident: Incident) -> Incident:
         """The incident with what experiments on these calls showed."""
         if not self._guard.settings.prove_seconds:
             return incident
-        from stayfinite.guard.replay import NO_BATCH, proven
+        from stayfinite.guard.replay import NO_BATCH, prove
 
         batch = self._calls[-1][1] if len(self._calls) == 1 else NO_BATCH
-        return proven(self._guard, self._job, incident, self, batch)
+        return prove(self._guard, self._job, incident, self, batch)
 
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when the calls run with this batch; no update happens."""
         from stayfinite.guard.replay import NO_BATCH
 
         calls = self._calls if batch is NO_BATCH else [(self._calls[-1][0], batch)]
-        self._trouble = self._job.trouble = None
         self._job.hold()
-        self._mode = "traced"
+        tracing = self._guard.traced() if traced else contextlib.nullcontext()
+        return self._found_in(calls, Mode.TRACED, tracing)
+
+    def _found_in(
+        self, calls: list[Call], mode: Mode, around: contextlib.AbstractContextManager[None]
+    ) -> Incident | None:
+        """What is bad in a run that is an experiment: nothing is known of it afterwards."""
+        run = self._begin_run(mode)
         try:
-            with run_again(), self._guard.traced() if traced else contextlib.nullcontext():
-                for fn, each in calls:
-                    fn(each)
-            return self._trouble
+            with run_again(), around:
+                for fn, batch in calls:
+                    fn(batch)
+            return run.incident
         finally:
-            self._mode = "idle"
-            self._trouble = self._job.trouble = self._ended = None
+            self.is_running = False
+            self._run, self._job.trouble = StepRun(Mode.FIRST), None
 
     def run_before(self, since: int) -> bool:
         """Run the steps before this one again, with their updates; whether all were good.
@@ -226,16 +264,7 @@ class Window:
 
     def _is_good_again(self, kept: KeptBatch) -> bool:
         kept.restore_random()
-        fn, batch = kept.value()
-        self._trouble = self._job.trouble = None
-        self._mode = "again"
-        try:
-            with run_again():
-                fn(batch)
-            return self._trouble is None
-        finally:
-            self._mode = "idle"
-            self._trouble = self._job.trouble = self._ended = None
+        return self._found_in([kept.value()], Mode.AGAIN, contextlib.nullcontext()) is None
 
     def put_back(self) -> None:
         """Everything as at the beginning of the step that is under way."""
@@ -258,15 +287,15 @@ class Window:
         job = self._job
         random = RandomState.capture()
         ours, self._calls = self._calls, []
-        again = [each for each in self._taken_back() if each.step < number]
+        again = [each for each in self._take_back() if each.step < number]
         while (rest := self._run_until_harm(again)) is not None:
             harmful = job.good_steps
             job.roll_back()
-            again = [each for each in self._taken_back() if each.step != harmful] + rest
-        self._trouble, self._calls = None, ours
+            again = [each for each in self._take_back() if each.step != harmful] + rest
+        self._calls = ours
         random.restore()
 
-    def _taken_back(self) -> list[KeptBatch]:
+    def _take_back(self) -> list[KeptBatch]:
         """The batches since the state that was put back; none unless all are there."""
         kept = self._recent.take_back(self._job.good_steps)
         return [] if self._job.any_rank(kept is None) else kept or []
@@ -279,44 +308,31 @@ class Window:
             each.restore_random()
             call = each.value()
             self._recent.keep(call, step=job.good_steps)
-            self._run([call], "again")
-            if self._trouble is not None:
+            self._call([call], Mode.AGAIN)
+            if self._run.incident is not None:
                 break  # it is not the same again
-            if self._ended:
+            if self._run.is_good:
                 if job.any_rank(not job.is_finite()):
                     return kept[done:]
                 job.end(is_good=True, is_new=False)
         return None
 
-    def _keep_anew(self) -> None:
-        """Training went back: the batches since are not on its way any more, but for these."""
-        self._recent.take_back(self._job.good_steps)
-        for call in self._calls:
-            self._recent.keep(call, step=self._job.good_steps)
-
     def _end(self, *, is_good: bool) -> None:
-        self._trouble = None
+        self._run = StepRun(Mode.FIRST)
         self._calls.clear()
         self._guard.evidence.saw_bad = False  # the vetoed try has been counted
         self._job.end(is_good=is_good)
 
-    def _drop(self) -> None:
-        """The user's own code raised: leave the state as it is, and forget the step."""
-        self._job.forget_held()
-        self._end(is_good=False)
 
-
-def next_try(
-    strategy: RecoveryStrategy, config: RecoveryConfig, tries: int
-) -> Literal["clip", "again"] | None:
+def next_try(strategy: RecoveryStrategy, config: RecoveryConfig, tries: int) -> Mode | None:
     """How the calls are run once more after so many tries; None: they are left out."""
     if strategy is RecoveryStrategy.REWIND:
         return None
     if strategy is RecoveryStrategy.CLIP_GRADIENTS:
-        return "clip"
+        return Mode.CLIP
     if config.skip_batch_after_nan:
         return None
-    return None if strategy is RecoveryStrategy.SKIP_STEP and tries else "again"
+    return None if strategy is RecoveryStrategy.SKIP_STEP and tries else Mode.AGAIN
 
 
 # Capsules are imported late: without an order there is no need of them.
@@ -329,16 +345,6 @@ class Order:
     capsule: Capsule
     tell: Callable[[Incident | None], None]
 
-    def put_state(self, job: Job) -> None:
-        """Model, optimizer, schedulers, scaler and generators as before the step."""
-        from stayfinite.capsule.make import put_random, put_state
-
-        members = members_of(job)
-        if self.capsule.state is not None:
-            put_state(self.capsule.state, members)
-        if self.capsule.random is not None:
-            put_random(self.capsule.random)
-
 
 _waiting: list[Order] = []
 
@@ -346,10 +352,6 @@ _waiting: list[Order] = []
 def give(order: Order) -> None:
     """Have the next `guard.step` of this process carry it out, which ends the script."""
     _waiting.append(order)
-
-
-def take() -> Order | None:
-    return _waiting.pop() if _waiting else None
 
 
 def members_of(job: Job) -> Members:
@@ -367,8 +369,13 @@ def members_of(job: Job) -> Members:
 
 
 def carry_out(order: Order, job: Job, step: Callable[[Any], Any], incidents: list[Any]) -> None:
-    """Run the batches of the capsule by `step(batch)`, tell, and leave the script."""
-    order.put_state(job)
+    """Run the capsule's batches by `step(batch)` from the state before, tell, and leave."""
+    from stayfinite.capsule.make import put_random, put_state
+
+    if order.capsule.state is not None:
+        put_state(order.capsule.state, members_of(job))
+    if order.capsule.random is not None:
+        put_random(order.capsule.random)
     before = len(incidents)
     for batch in order.capsule.batch:
         step(batch)

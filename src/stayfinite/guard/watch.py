@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment
 from stayfinite.errors import InputError
-from stayfinite.guard.answers import Guard
+from stayfinite.guard.guard import Guard, GuardPast
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.recorder import recorder_in
 from stayfinite.recover.config import RecoveryConfig
@@ -59,9 +59,10 @@ def watch(
     settings = GuardSettings(on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds)
     tell = told_to(sinks)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
+    guard = Guard(settings, on_incident=tell, only=optimizer)
     if recorder is not None:
         tell = told_to([recorder.heard, tell])
-    guard = Guard(settings, on_incident=tell, only=optimizer)
+        guard.past = GuardPast(on_incident=tell, on_step=recorder.stepped)
     guard.keep_operations()
     if on_nan == "recover":
         config = RecoveryConfig() if config is None else config
@@ -77,7 +78,6 @@ def watch(
     if recorder is None:
         guard.attach()
     else:
-        guard.evidence.on_step = recorder.stepped
         guard.attach(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
     return guard
 

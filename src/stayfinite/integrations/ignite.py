@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment, together
 from stayfinite.errors import InputError
-from stayfinite.guard.answers import Guard
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.watch import watch as watch_loop
 from stayfinite.integrations.packages import check_package

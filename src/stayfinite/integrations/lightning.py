@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, listeners, together
 from stayfinite.detect.tools import NaNHooks, enable_nan_hooks
-from stayfinite.guard.answers import Guard
 from stayfinite.guard.discover import Post, free_post
+from stayfinite.guard.guard import Guard
 from stayfinite.integrations.lightning_guard import (
     LightningGuard,
     LightningJob,
@@ -160,7 +160,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         guard = LightningGuard(post.settings, trainer, replays=self._replays)
         job = StoppingJob if post.stops else UnattendedJob
         attached = _prepare(trainer, guard, [job(trainer, o, post.config) for o in optimizers])
-        relief = post.hand_over(guard)
+        relief = post.stand_in(guard)
         self._guard, self._first = guard, len(guard.incidents)
         self._attached = together(attached, relief)
 
@@ -197,7 +197,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         """Mend weights that are bad; what is to be saved refers to the same memory."""
         if self._guard is not None and self._attached is not None:
             for job in self._guard.jobs.values():
-                self._guard.mended_harm(job)
+                self._guard.mend_harm(job)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach."""

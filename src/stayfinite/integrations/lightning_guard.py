@@ -24,10 +24,13 @@ from torch.optim.swa_utils import AveragedModel
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.errors import PackageError
-from stayfinite.guard.answers import Guard
+from stayfinite.explain.experiments import CannotReplayError
+from stayfinite.guard.answers import Recover
 from stayfinite.guard.discover import WithoutSnapshots, free_post
+from stayfinite.guard.evidence import BadValues
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
-from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError, Replay
+from stayfinite.guard.replay import NO_BATCH, Replay
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -110,12 +113,15 @@ class LightningGuard(Guard):
         replays: bool = True,
     ) -> None:
         super().__init__(settings, on_incident=on_incident, only=only)
-        self._trainer = trainer
+        self.describe = self._with_batch
+        if settings.on_nan == "recover":
+            self.answer = _LightningRecover(self)
+        self.trainer = trainer
+        self.is_manual = not trainer.lightning_module.automatic_optimization
         self._loop = trainer.fit_loop.epoch_loop
-        self._is_manual = not trainer.lightning_module.automatic_optimization
         self._late_averages = LateAverages(trainer.lightning_module)
         self._logged: Logged | None = None
-        self._answered: Job | None = None
+        self.answered: Job | None = None
         self._good = self._left_out = 0  # updates of this batch
         if replays:
             self.replay_with(Replay(self, self._again, batch=self._batch))
@@ -130,7 +136,7 @@ class LightningGuard(Guard):
                 job.drop()
             job.has_stepped = False
         if not any(job.has_begun for job in jobs):
-            self._logged = Logged(self._trainer)
+            self._logged = Logged(self.trainer)
         for job in jobs:
             self.begin_step(job)
             job.batches.append((batch, number))
@@ -139,9 +145,9 @@ class LightningGuard(Guard):
         """A batch is over: if its updates were left out, so is all that followed them."""
         for job in self._own_jobs():
             job.settle()
-            if not (self._is_manual or job.has_stepped or self._loop._should_accumulate()):
+            if not (self.is_manual or job.has_stepped or self._loop._should_accumulate()):
                 job.drop()  # training_step has returned None
-        if self._left_out and not self._is_manual and self._loop._num_ready_batches_reached():
+        if self._left_out and not self.is_manual and self._loop._num_ready_batches_reached():
             # The epoch is over all the same.
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if self._left_out and not self._good:
@@ -156,78 +162,87 @@ class LightningGuard(Guard):
         """Take back what the module itself did after the batch."""
         self._late_averages.settle()
 
-    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
-        """An update was attempted."""
-        with self._inside_of_update():
-            super().stepped(optimizer, vetoed=vetoed)
-        job = self.jobs.get(id(optimizer))
-        if isinstance(job, LightningJob):
-            with self._aside:
-                if vetoed or self.was_harmed or self._answered is job:
-                    self._leave_out(job)
-                else:
-                    self._good += 1
-                if self._is_manual:
-                    job.begin_again()
-
-    def _leave_out(self, job: LightningJob) -> None:
-        self._answered = None
-        self._left_out += 1
-        job.hold()
-        self._late_averages.hold()
-        uncount(self._trainer)
-        if not self._is_manual:
-            self._strike()
-
-    def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
-        """A bad update is at hand: true vetoes it."""
-        with self._inside_of_step(optimizer):
-            return super().refused(optimizer, gradients, late=late)
-
-    def _answer_skip(self, job: Job) -> None:
-        with self._inside_of_step(job.parts.optimizer):
-            super()._answer_skip(job)
-
-    def _answer(self, job: Job, gradients: Pairs) -> bool:
-        self._answered = job
+    def begin_answer(self, job: Job) -> None:
+        """A bad update of this job is about to be answered."""
+        self.answered = job
         if not all_finite(params_of(job.parts.optimizer)):
             job.undo()  # the state is put back from a snapshot, but not the random numbers
-        is_left_out = super()._answer(job, gradients)
-        if not is_left_out:
-            self._answered = None
-        return is_left_out
 
-    def _record(self, incident: Incident) -> None:
-        if incident.outcome is not None:
-            where = f"epoch {self._trainer.current_epoch}, batch {self._loop.batch_idx}"
-            detail = f"{incident.outcome.detail} ({where})"
-            outcome = dataclasses.replace(incident.outcome, detail=detail)
-            incident = dataclasses.replace(incident, outcome=outcome)
-        super()._record(incident)
+    def end_update(self, job: LightningJob, *, was_vetoed: bool) -> None:
+        """An update was attempted: one that was left out is not counted, and not logged."""
+        if was_vetoed or self.was_harmed or self.answered is job:
+            self.answered = None
+            self._left_out += 1
+            job.hold()
+            self._late_averages.hold()
+            uncount(self.trainer)
+            if not self.is_manual:
+                self._strike()
+        else:
+            self._good += 1
+        if self.is_manual:
+            job.begin_again()
+
+    def _with_batch(self, incident: Incident) -> Incident:
+        if incident.outcome is None:
+            return incident
+        where = f"epoch {self.trainer.current_epoch}, batch {self._loop.batch_idx}"
+        detail = f"{incident.outcome.detail} ({where})"
+        outcome = dataclasses.replace(incident.outcome, detail=detail)
+        return dataclasses.replace(incident, outcome=outcome)
 
     def _own_jobs(self) -> list[LightningJob]:
         return [job for job in self.jobs.values() if isinstance(job, LightningJob)]
 
     def _batch(self) -> Any:
-        job = self._answered
+        job = self.answered
         if not isinstance(job, LightningJob) or len(job.batches) != 1:
             return NO_BATCH
         return job.batches[0][0]
 
     def _again(self, batch: Any) -> None:
-        job = self._answered
-        if not isinstance(job, LightningJob) or not job.batches or not can_run_again(self._trainer):
-            raise CannotRunAgainError("its batches are not known")
+        job = self.answered
+        if not isinstance(job, LightningJob) or not job.batches or not can_run_again(self.trainer):
+            raise CannotReplayError("its batches are not known")
         others = [other.parts.state() for other in self.jobs.values() if other is not job]
         kept = [(state, state.capture(parts=("param_groups", "scheduler"))) for state in others]
         try:
             batches = list(job.batches)
             if batch is not NO_BATCH:
                 batches = [(batch, batches[0][1])]
-            run_again(self._trainer, job.parts.optimizer, batches)
+            run_again(self.trainer, job.parts.optimizer, batches)
         finally:
             for state, snapshot in kept:
                 state.restore(snapshot)
+
+
+class _LightningRecover(Recover):
+    """Recovers in the middle of what the trainer does: that goes on as if nothing had been."""
+
+    def __init__(self, guard: LightningGuard) -> None:
+        super().__init__(guard)
+        self._lightning = guard
+
+    def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
+        with self._inside_of_step(optimizer):
+            is_left_out = super().refused(optimizer, gradients)
+        if not is_left_out:
+            self._lightning.answered = None
+        return is_left_out
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        with self._inside_of_step(optimizer):
+            super().skipped(optimizer)
+
+    def harmed(self, finding: BadValues) -> None:
+        with self._inside_of_update():
+            super().harmed(finding)
+
+    def ended(self, job: Job, *, is_good: bool, was_vetoed: bool) -> None:
+        super().ended(job, is_good=is_good, was_vetoed=was_vetoed)
+        if isinstance(job, LightningJob):
+            with self._lightning.past.aside:
+                self._lightning.end_update(job, was_vetoed=was_vetoed)
 
     @contextlib.contextmanager
     def _inside_of_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -236,14 +251,18 @@ class LightningGuard(Guard):
         The name of that hook stays. In manual optimization it has more to do, so gradients of
         other optimizers stay as well, and parameters that are switched off for a while.
         """
-        module = self._trainer.lightning_module
-        names = ["_current_fx_name", *["_param_requires_grad_state"] * self._is_manual]
+        guard = self._lightning
+        module, is_manual = guard.trainer.lightning_module, guard.is_manual
+        names = ["_current_fx_name", *["_param_requires_grad_state"] * is_manual]
         kept = {name: vars(module)[name] for name in names if name in vars(module)}
-        params = list(module.parameters()) if self._is_manual else []
+        params = list(module.parameters()) if is_manual else []
         flags = [param.requires_grad for param in params]
         gradients = _gradients(params, but=optimizer)
+        job = guard.jobs.get(id(optimizer))
         try:
             with self._inside_of_update():
+                if job is not None:
+                    guard.begin_answer(job)
                 yield
         finally:
             vars(module).update(kept)
@@ -254,7 +273,7 @@ class LightningGuard(Guard):
     @contextlib.contextmanager
     def _inside_of_update(self) -> Iterator[None]:
         """A time in which state is put back while the scaler is still busy with the update."""
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        scaler = getattr(self._lightning.trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler):
             yield
             return

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, Wrap, is_run_again, listeners, together, wrapped
 from stayfinite.errors import TrainingAbortedError
-from stayfinite.guard.answers import Guard
+from stayfinite.explain.experiments import CannotReplayError
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
-from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError
+from stayfinite.guard.replay import NO_BATCH
 from stayfinite.locate.source import Place, call_at, user_place
 from stayfinite.nested import named_tensors
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
@@ -79,7 +80,7 @@ def wrapped_method(owner: Any, name: str, wrap: Wrap) -> Attachment:
 OnNaN = Literal["recover", "stop", "warn"]
 
 
-class Answer(TypedDict):
+class AnswerOptions(TypedDict):
     """The two options of `stayfinite.watch` that decide what is done about a bad step."""
 
     config: RecoveryConfig | None
@@ -88,7 +89,7 @@ class Answer(TypedDict):
 
 def answered_by(
     config: RecoveryConfig | None, on_nan: OnNaN, *, prove_seconds: float = 0.0
-) -> Answer:
+) -> AnswerOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
     GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word
     if on_nan == "warn":
@@ -188,7 +189,7 @@ class RecordedCalls:
     def again(self, batch: Any) -> None:
         """Run the calls again, each with a backward pass; NO_BATCH is what they were given."""
         if not self._calls:
-            raise CannotRunAgainError("no call of the model is known")
+            raise CannotReplayError("no call of the model is known")
         calls = self._calls
         if batch is not NO_BATCH:
             calls = [(calls[0][0], tuple(batch[:-1]), batch[-1])]

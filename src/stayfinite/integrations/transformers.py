@@ -18,10 +18,11 @@ from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.distributed import agree
 from stayfinite.errors import StayFiniteError
-from stayfinite.guard.answers import Guard
+from stayfinite.explain.experiments import CannotReplayError
 from stayfinite.guard.discover import Post, WithoutSnapshots, free_post
+from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
-from stayfinite.guard.replay import NO_BATCH, CannotRunAgainError, Replay
+from stayfinite.guard.replay import NO_BATCH, Replay
 from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
@@ -306,7 +307,7 @@ class WatchedTrainer:
 
     def _again(self, batch: Any) -> None:
         if not self._calls:
-            raise CannotRunAgainError("no step of the trainer is under way")
+            raise CannotReplayError("no step of the trainer is under way")
         for training_step, (model, inputs, *args), kwargs in self._calls:
             given = inputs if batch is NO_BATCH else batch
             training_step(model, given, *args, **kwargs)
@@ -426,7 +427,7 @@ def stand_in(trainer: Any) -> Attachment:
         return Attachment(lambda: None)
     guard = Guard(post.settings)
     guard.add(_job(post, trainer))
-    return post.hand_over(guard)
+    return post.stand_in(guard)
 
 
 def _job(post: Post, trainer: Any) -> Job:

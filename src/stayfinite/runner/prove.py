@@ -275,8 +275,7 @@ class LabWatch(Watch):
             self._bench.attach(self.guard)
 
     def _new_guard(self) -> Guard:
-        from stayfinite.guard.lab import Bench, LabGuard
-        from stayfinite.settings import GuardSettings
+        from stayfinite.guard.lab import Bench
 
         self._bench = Bench(
             from_data(Incident, self._lab["incident"]),
@@ -285,9 +284,7 @@ class LabWatch(Watch):
             deadline=self.plan.started + float(self._lab["seconds"]),
             leave=_leave,
         )
-        guard = LabGuard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
-        guard.bench = self._bench
-        return guard
+        return super()._new_guard()
 
     def _heard(self, incident: Incident) -> None:
         if self._bench is not None and self._bench.is_child:

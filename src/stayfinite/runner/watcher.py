@@ -218,7 +218,7 @@ class Watch:
         self.seeds.forget_key()
         if self.guard is not None:
             self.guard.after_fork()
-            self._begin_record(self.guard)
+            self._begin_record()
 
     def _attach(self, torch: ModuleType) -> None:
         if self.is_muted:
@@ -229,9 +229,8 @@ class Watch:
 
         if self.plan.capsule is not None:
             guard.keep_operations()
-        guard.on_begin = self._begin_training
         self._post = Post(guard, _attach_guard)
-        self._begin_record(guard)
+        self._begin_record()
         if self.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
             self._watch_numbers()
             join_frameworks()
@@ -243,18 +242,31 @@ class Watch:
         folder = self.plan.guard.get("folder")
         self._read = ValuesRead(steps=lambda: self.guard.steps if self.guard else 0, folder=folder)
         self._numbers = watch_numbers(self._read.saw)
-        if self.guard is not None:
-            self.guard.on_bad_loss = self._read.trains_on
 
     def _new_guard(self) -> Guard:
         from stayfinite.guard import Guard, GuardSettings
+        from stayfinite.guard.guard import GuardPast
 
-        return Guard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
+        guard = Guard(from_data(GuardSettings, self.plan.guard))
+        guard.past = GuardPast(
+            on_incident=self._heard,
+            on_step=self._stepped,
+            on_begin=self._begin_training,
+            on_bad_loss=self._trains_on,
+        )
+        return guard
 
-    def _begin_record(self, guard: Guard) -> None:
+    def _trains_on(self, loss: Any) -> None:
+        if self._read is not None:
+            self._read.trains_on(loss)
+
+    def _begin_record(self) -> None:
         with step_aside("recording the run"):
             self.recorder = recorder_of(self.plan)
-            guard.evidence.on_step = None if self.recorder is None else self.recorder.stepped
+
+    def _stepped(self, optimizer: Any, evidence: Any, *, skipped: bool) -> None:
+        if self.recorder is not None:
+            self.recorder.stepped(optimizer, evidence, skipped=skipped)
 
     def _heard(self, incident: Incident) -> None:
         if self.is_muted:

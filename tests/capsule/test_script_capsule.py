@@ -21,6 +21,7 @@ from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Plan, ProcessRecord
 from stayfinite.runner.script import Target
 from stayfinite.runner.seeds import write_seeds
+from stayfinite.settings import GuardSettings
 
 CASES = Path(__file__).parents[1] / "cases"
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
@@ -102,7 +103,7 @@ def test_without_a_second_run_it_still_replays_the_script(tmp_path: Path) -> Non
     target = Target(name=str(work / "train.py"), args=("--lr", "1"))
     plan = Plan(
         folder=str(tmp_path / "plan"),
-        guard={"folder": str(work)},
+        guard=GuardSettings(folder=str(work)),
         command=tuple(target.command),
         capsule=wish_of(options, str(tmp_path)),
     )

@@ -13,6 +13,7 @@ from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Effect, Plan, ProcessRecord
 from stayfinite.runner.script import Target
 from stayfinite.runner.second_run import Again, confirmed, is_foreign, unconfirmed
+from stayfinite.settings import GuardSettings
 
 WROTE = Effect(words="wrote /x", path="/x")
 SENT = Effect(words="sent data to far")
@@ -28,7 +29,7 @@ def scene(folder, *, seconds_ago=10.0, **options):
     work = folder / "work"
     work.mkdir(exist_ok=True)
     started = time.time() - seconds_ago
-    plan = Plan(folder=str(folder), guard={"folder": str(work)}, started=started)
+    plan = Plan(folder=str(folder), guard=GuardSettings(folder=str(work)), started=started)
     target = Target(name="train.py", args=("--lr", "a b"))
     return Scene(target=target, options=RunOptions(**options), plan=plan, cwd=str(work))
 
@@ -120,7 +121,7 @@ def test_same_step_gives_the_exact_origin_and_keeps_the_outcome(tmp_path, monkey
     assert incident.diagnosis.evidence[-1].startswith("Deterministic: a second run")
     assert incident.outcome == INEXACT.outcome
     assert notes == []
-    assert [plan["trace"] for plan in plans] == ["start"]
+    assert [plan.trace for plan in plans] == ["start"]
 
 
 def test_tracer_may_notice_one_step_earlier(tmp_path, monkeypatch):
@@ -131,7 +132,7 @@ def test_tracer_may_notice_one_step_earlier(tmp_path, monkeypatch):
 
 def test_late_incident_is_traced_from_shortly_before(tmp_path, monkeypatch):
     _, _, (plan,) = look(tmp_path, monkeypatch, Again(incident=EXACT), seconds=26.0)
-    assert (plan["trace"], plan["arm_at"], plan["on_nan"]) == ("armed", 40, "stop")
+    assert (plan.trace, plan.arm_at, plan.on_nan) == ("armed", 40, "stop")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_foreign_value_is_looked_for_from_the_start_if_time_allows(
     foreign = Incident(step=3, origin=Origin(phase="data", facts={"foreign": True}))
     answers = [Again(incident=foreign), Again(incident=EXACT)]
     _, _, plans = look(tmp_path, monkeypatch, *answers, seconds=seconds)
-    assert [plan["trace"] for plan in plans] == traces
+    assert [plan.trace for plan in plans] == traces
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from stayfinite.errors import CapsuleError, ConfigError
 from stayfinite.records import Incident, RunResult, from_json, to_json
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import (
+    CapsuleWish,
     Plan,
     ProcessRecord,
     first_incident,
-    launched,
     load_records,
-    ours,
+    our_own_writes,
     write_atomically,
 )
 from stayfinite.runner.sandbox import allowed_kinds
@@ -41,6 +41,7 @@ from stayfinite.runner.second_run import (
     why_unheld,
 )
 from stayfinite.runner.seeds import recorded_seeds, write_seeds
+from stayfinite.settings import GuardSettings
 
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
@@ -52,7 +53,7 @@ _ENDING = ".capsule"
 _HEAD = b'"stayfinite":"1","capsule":'
 
 
-def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> dict[str, Any] | None:
+def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> CapsuleWish | None:
     """What a plan says of the capsule that is wanted; ConfigError if it cannot be written.
 
     `ranks` is how many a launcher has started, each with a run of its own.
@@ -63,12 +64,9 @@ def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> dict[
         return None
     if (reason := _why_not(options.capsule)) is not None:
         raise ConfigError(reason)
-    return {
-        "with_batch": options.with_batch,
-        "with_source": not options.no_source,
-        "cwd": cwd,
-        "ranks": ranks,
-    }
+    return CapsuleWish(
+        with_batch=options.with_batch, with_source=not options.no_source, cwd=cwd, ranks=ranks
+    )
 
 
 def _why_not(path: str) -> str | None:
@@ -94,45 +92,44 @@ def keep_capsule(watch: Watch, incident: Incident) -> None:
 
     It is the process that knows which files it has imported, traced or not.
     """
-    guard, path = watch.guard, _path(watch.plan.folder, watch.pid)
-    is_exact = incident.origin is not None and incident.origin.exact
-    if guard is None or watch.plan.capsule is None or os.path.exists(path):
-        return
-    ours.is_writing = True  # asking git is not the script's doing either
-    try:
-        made = _made(guard if is_exact else None, incident, watch.plan)
-    finally:
-        ours.is_writing = False
-    _write(path, made)
+    wish, path = watch.plan.capsule, os.path.join(watch.plan.folder, f"{watch.pid}{_ENDING}")
+    if watch.guard is not None and wish is not None and not os.path.exists(path):
+        is_exact = incident.origin is not None and incident.origin.exact
+        guard = watch.guard if is_exact else None
+        with our_own_writes():  # asking git is not the script's doing either
+            _write(path, _made(guard, incident, watch.plan, wish))
 
 
-def _made(guard: Any, incident: Incident, plan: Plan) -> Capsule:
+def _made(guard: Any, incident: Incident, plan: Plan, wish: CapsuleWish) -> Capsule:
     from stayfinite.guard.capsule_step import pass_capsule
 
-    wish, folder, root = plan.capsule or {}, _folder(plan), _root(plan)
-    command, ranks = _command(plan.command, folder, root), wish.get("ranks")
+    folder, root = _folder(plan, wish), _root(plan, wish)
+    command = _command(plan.command, folder, root)
+    if wish.ranks is not None:
+        alone = ("--standalone", "--nproc-per-node", str(wish.ranks))
+        command = ("-m", "torch.distributed.run", *alone, *command)
     return pass_capsule(
         guard,
         incident,
         root=root,
         folder=_within(folder, root),
-        command=command if ranks is None else launched(command, ranks=ranks),
+        command=command,
         main=_main_file(plan.command, folder),
         seeds=recorded_seeds(plan.folder),
-        with_batch=wish["with_batch"],
-        with_source=wish["with_source"],
-        config={name: value for name, value in plan.guard.items() if name != "folder"},
+        with_batch=wish.with_batch,
+        with_source=wish.with_source,
+        config={name: value for name, value in plan.config.items() if name != "folder"},
     )
 
 
-def _folder(plan: Plan) -> str:
+def _folder(plan: Plan, wish: CapsuleWish) -> str:
     """The one that files in the incident are relative to."""
-    return os.path.realpath(str(plan.guard.get("folder") or (plan.capsule or {})["cwd"]))
+    return os.path.realpath(plan.guard.folder or wish.cwd)
 
 
-def _root(plan: Plan) -> str:
+def _root(plan: Plan, wish: CapsuleWish) -> str:
     """Where the project begins: the working folder if the script is in it."""
-    folder, cwd = _folder(plan), os.path.realpath((plan.capsule or {})["cwd"])
+    folder, cwd = _folder(plan, wish), os.path.realpath(wish.cwd)
     return cwd if f"{folder}{os.sep}".startswith(f"{cwd}{os.sep}") else folder
 
 
@@ -163,17 +160,17 @@ def _within(path: str, root: str) -> str:
 
 def deliver(scene: Scene, records: list[ProcessRecord], result: RunResult) -> list[str]:
     """Put the capsule of the first incident where it was asked for; lines that say so."""
-    target = scene.options.capsule
-    if target is None or not result.incidents:
+    target, wish = scene.options.capsule, scene.plan.capsule
+    if target is None or wish is None or not result.incidents:
         return []
     from stayfinite.capsule.make import told, with_files
 
     first = result.incidents[0]
     found = first_incident(records)
-    capsule = _traced(scene.plan.folder, first) or _made(None, first, scene.plan)
+    capsule = _traced(scene.plan.folder, first) or _made(None, first, scene.plan, wish)
     facts = {} if found is None else {"arm_at": found[0].arm_at, "seconds": found[0].seconds}
     capsule = dataclasses.replace(
-        with_files(capsule, _root(scene.plan)) if capsule.sources else capsule,
+        with_files(capsule, _root(scene.plan, wish)) if capsule.sources else capsule,
         incident=told(first, with_source=not scene.options.no_source),
         config={**capsule.config, **facts},
     )
@@ -204,18 +201,11 @@ def _capsule_place(incident: Incident) -> Any:
     return None if origin is None else (origin.op, origin.node, origin.line, origin.phase)
 
 
-def _path(folder: str, pid: int) -> str:
-    return os.path.join(folder, f"{pid}{_ENDING}")
-
-
 def _write(path: str, capsule: Capsule) -> None:
     from stayfinite.capsule import write_capsule
 
-    ours.is_writing = True  # not the script's doing
-    try:
+    with our_own_writes():
         write_capsule(Path(path), capsule)
-    finally:
-        ours.is_writing = False
 
 
 ORDER = "STAYFINITE_CAPSULE"
@@ -278,12 +268,8 @@ def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
     name, *args = words[1:] if is_module else words
     plan = Plan(
         folder=str(folder / "plan"),
-        guard={
-            "on_nan": "stop",
-            "max_scaler_skips": _whole(capsule.config.get("max_scaler_skips"), 20),
-            "folder": str(unpacked.project / capsule.code.folder),
-            **_tracing(capsule.config),
-        },
+        purpose="second",
+        guard=_settings(capsule.config, folder=str(unpacked.project / capsule.code.folder)),
         repeat=str(folder / "seeds"),
         sandboxes=allowed_kinds(),
         writable=(str(folder),),
@@ -298,17 +284,17 @@ def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
     )
 
 
-def _tracing(config: dict[str, Any]) -> dict[str, Any]:
-    """From the start where that is cheap, as the second run was."""
-    seconds, arm_at = config.get("seconds"), config.get("arm_at")
-    is_long = isinstance(seconds, float) and seconds >= TRACE_ALL
-    if is_long and isinstance(arm_at, int):
-        return {"trace": "armed", "arm_at": arm_at}
-    return {"trace": "start", "arm_at": None}
-
-
-def _whole(value: Any, default: int) -> int:
-    return value if type(value) is int and value > 0 else default
+def _settings(config: dict[str, Any], *, folder: str) -> GuardSettings:
+    """Traced from the start where that is cheap, as the second run was."""
+    seconds, arm_at, skips = (config.get(k) for k in ("seconds", "arm_at", "max_scaler_skips"))
+    usual = GuardSettings(
+        trace="start",
+        folder=folder,
+        max_scaler_skips=skips if type(skips) is int and skips > 0 else 20,
+    )
+    if isinstance(seconds, float) and seconds >= TRACE_ALL and isinstance(arm_at, int):
+        return dataclasses.replace(usual, trace="armed", arm_at=arm_at)
+    return usual
 
 
 def _environment(capsule: Capsule, unpacked: Unpacked, path: Path) -> dict[str, str]:

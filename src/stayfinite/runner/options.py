@@ -10,6 +10,7 @@ from typing import Any, Literal
 from stayfinite.errors import ConfigError
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.script import Target
+from stayfinite.settings import GuardSettings
 
 
 def _option(default: Any, help: str) -> Any:
@@ -61,12 +62,9 @@ class RunOptions:
             )
         if self.prove < 0:
             raise ConfigError(f"prove is {self.prove}; it must be a number of seconds, or 0.")
-        if self.capsule is not None:
-            object.__setattr__(self, "capsule", os.path.abspath(self.capsule))
-        if self.json is not None:
-            object.__setattr__(self, "json", os.path.abspath(self.json))
-        if self.run_dir is not None:
-            object.__setattr__(self, "run_dir", os.path.abspath(self.run_dir))
+        for name in ("capsule", "json", "run_dir"):  # the script may change the folder
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, os.path.abspath(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +91,11 @@ class Scene:
         return shlex.join(["stayfinite", "run", *given, *extra, *self.target.command])
 
 
-def guard_data(options: RunOptions, target: Target) -> dict[str, object]:
-    """The fields of GuardSettings for a first run with these options."""
-    return {
-        "on_nan": options.on_nan,
-        "max_scaler_skips": options.max_scaler_skips,
-        "trace": "start" if options.trace else "never",
-        "folder": target.folder,
-    }
+def first_settings(options: RunOptions, target: Target) -> GuardSettings:
+    """How the guard of a first run with these options watches."""
+    return GuardSettings(
+        on_nan=options.on_nan,
+        max_scaler_skips=options.max_scaler_skips,
+        trace="start" if options.trace else "never",
+        folder=target.folder,
+    )

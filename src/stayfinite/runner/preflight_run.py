@@ -8,15 +8,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.prevent.risks import Risk, said_once
-from stayfinite.records import RunResult, from_data, to_data, to_json
-from stayfinite.runner.imports import after_import
+from stayfinite.records import from_data, to_data, to_json
 from stayfinite.runner.plan import (
     MAIN,
     VARIABLE,
@@ -27,10 +25,11 @@ from stayfinite.runner.plan import (
     write_atomically,
 )
 from stayfinite.runner.sandbox import allowed_kinds
-from stayfinite.runner.script import Target, problem, watch_unraisable
+from stayfinite.runner.script import Target, problem
 from stayfinite.runner.second_run import refusal, why_unheld
-from stayfinite.runner.watcher import PREFLIGHT, Watch, end_peers_soon
+from stayfinite.runner.watcher import Watch, end_peers_soon
 from stayfinite.safely import say, step_aside
+from stayfinite.settings import GuardSettings
 from stayfinite.text import count
 
 if TYPE_CHECKING:
@@ -88,7 +87,8 @@ def preflight(target: Target, *, options: PreflightOptions) -> None:
     with tempfile.TemporaryDirectory(prefix="stayfinite-", ignore_cleanup_errors=True) as folder:
         plan = Plan(
             folder=folder,
-            guard={"purpose": PREFLIGHT, "folder": target.folder},
+            purpose="preflight",
+            guard=GuardSettings(folder=target.folder),
             sandboxes=allowed_kinds(),
         )
         plan.save()
@@ -157,77 +157,63 @@ def _last_line(findings: Findings, code: int, stopped: bool, refused: str | None
 _NO_ERROR = "preflight has seen the first step; this is not an error."
 
 
-class RehearsalWatch(Watch):
+class RiskReporter:
     """Ends the script when it is about to make its second update, and leaves its risks on disk.
 
     Where it cannot have copies of the files that it changes, it is ended before the first change.
     """
 
-    def __init__(self, plan: Plan, *, key: str) -> None:
-        super().__init__(plan, key=key)
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._script: ScriptRehearsal | None = None
-        self._is_over = self._has_written = False
-        self._thread = threading.get_ident()
+        self._has_written = False
+        self._thread = 0
 
-    def start(self) -> None:
-        """Attach to this process, and to torch as soon as the script imports it."""
-        self._audit()
-        watch_unraisable()
-        after_import("torch", self._attach)
-
-    @property
-    def has_stopped(self) -> bool:
-        return self._is_over
-
-    def end(self) -> None:
-        """Judge what was recorded, if the script ended before its second update."""
-        with step_aside("judging the first steps"):
-            self._write()
-        super().end()
-
-    def mute(self) -> None:
-        self.is_muted = True
-        if self._script is not None:
-            self._script.detach()
-
-    def _result(self) -> RunResult:
-        return RunResult()
-
-    def _attach(self, torch: ModuleType) -> None:
+    def attach(self) -> Callable[[], None]:
         from stayfinite.prevent.preflight.rehearsal import ScriptRehearsal
 
-        if not self.is_muted:
-            folder = self.plan.guard.get("folder")
-            self._script = ScriptRehearsal(folder=folder, enough=self._enough)
-            self._script.attach()
-            self._thread = threading.get_ident()
+        folder = self._watch.plan.guard.folder
+        self._script = ScriptRehearsal(folder=folder, enough=self._end_script)
+        self._script.attach()
+        self._thread = threading.get_ident()
+        return self._script.detach
 
-    def _was_refused(self, effect: Effect) -> None:
-        super()._was_refused(effect)
-        if self.is_muted or self._has_ended or self._script is None:
+    def crashed(self, error: BaseException) -> None:
+        """It is the script's own; the risks that were seen before it are told."""
+
+    def refused(self, effect: Effect) -> None:
+        watch, script = self._watch, self._script
+        if watch.is_muted or watch.has_ended or script is None:
             return
-        is_enough = self._is_over or self._script.has_trained
-        if is_enough and threading.get_ident() == self._thread:  # else it cannot be ended here
-            self._enough()
+        # In another thread it cannot be ended.
+        is_here = threading.get_ident() == self._thread
+        if is_here and (watch.is_over or script.has_trained):
+            self._end_script()
 
-    def _enough(self) -> None:
-        self._is_over = True
+    def end(self) -> None:
         with step_aside("judging the first steps"):
             self._write()
+
+    def after_fork(self) -> bool:
+        return True
+
+    def _end_script(self) -> None:
+        self._watch.is_over = True
+        self.end()
         with step_aside("noting the end"):
-            self.save()
-            end_peers_soon(self)
+            self._watch.save()
+            end_peers_soon(self._watch)
         raise TrainingAbortedError(_NO_ERROR)
 
     def _write(self) -> None:
-        script = self._script
-        if script is None or self._has_written or self.is_muted:
+        script, folder = self._script, self._watch.plan.folder
+        if script is None or self._has_written or self._watch.is_muted:
             return
         self._has_written = True
         script.detach()
         found = {"steps": script.steps, "risks": to_data(script.risks())}
-        if os.path.isdir(self.plan.folder):
-            path = os.path.join(self.plan.folder, f"risks-{os.getpid()}.json")
+        if os.path.isdir(folder):
+            path = os.path.join(folder, f"risks-{os.getpid()}.json")
             write_atomically(path, json.dumps(found, allow_nan=False))
 
 

@@ -35,7 +35,7 @@ from stayfinite.runner.script import (
     without_our_frames,
 )
 from stayfinite.runner.verdict import signal_name
-from stayfinite.runner.watcher import Watch, end_peers, is_consequence, rank, watch_for, watch_group
+from stayfinite.runner.watcher import Watch, end_peers, is_consequence, rank, watch_group
 from stayfinite.safely import say, step_aside
 from stayfinite.text import one_line
 
@@ -66,7 +66,7 @@ def watch_children(watch: Watch) -> None:
 
 def join(plan_path: str, key: str) -> None:
     """Begin to watch this process, which a watched one has spawned."""
-    watch = watch_for(read_plan(plan_path), key=key)
+    watch = Watch(read_plan(plan_path), key=key)
     watch.listeners.append(tell_once)
     watch.start()
     watch_children(watch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,17 @@ from stayfinite.errors import SandboxError
 from stayfinite.explain.proof import Trial, evidence_of, is_proven
 from stayfinite.patch.candidates import patches_for
 from stayfinite.patch.edit import Patch
-from stayfinite.records import Diagnosis, Incident, RunResult, from_data, from_json, to_data
+from stayfinite.records import Diagnosis, Incident, RunResult, from_json
 from stayfinite.report.store.reading import Run
 from stayfinite.runner.options import Scene
-from stayfinite.runner.plan import Plan, ProcessRecord, first_incident, load_records
+from stayfinite.runner.plan import (
+    Effect,
+    LabOrder,
+    Plan,
+    ProcessRecord,
+    first_incident,
+    load_records,
+)
 from stayfinite.runner.second_run import (
     Holding,
     end,
@@ -28,14 +36,11 @@ from stayfinite.runner.second_run import (
     why_not,
     why_unheld,
 )
-from stayfinite.runner.watcher import Watch
+from stayfinite.runner.watcher import Watch, open_post
 from stayfinite.safely import step_aside
 from stayfinite.text import count
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-    from stayfinite.guard import Guard
     from stayfinite.guard.lab import Bench
 
 
@@ -51,7 +56,7 @@ def try_changes(
     seen = first_incident(records)
     if found is None or seen is None or not may_try(scene, records):
         return result, []
-    folder = seen[0].folder or str(scene.plan.guard["folder"])
+    folder = seen[0].folder or scene.plan.script_folder
     patches = patches_for(found, folder=folder, files=_own_files(scene, folder))
     if not patches:
         return result, []
@@ -133,6 +138,7 @@ def _try(
         file.write(patch.after)
     plan = Plan(
         folder=folder,
+        purpose="trial",
         guard=scene.plan.guard,
         repeat=scene.plan.folder,
         run_dir=os.path.join(folder, "run"),
@@ -210,7 +216,7 @@ def _whole(incident: Incident, record: ProcessRecord, scene: Scene) -> Incident:
     """The incident with the whole path of its file."""
     origin = incident.origin
     assert origin is not None
-    folder = record.folder or str(scene.plan.guard["folder"])
+    folder = record.folder or scene.plan.script_folder
     path = None if origin.file is None else os.path.join(folder, origin.file)
     return dataclasses.replace(incident, origin=dataclasses.replace(origin, file=path))
 
@@ -221,10 +227,11 @@ def _asked(scene: Scene, incident: Incident, *, seconds: float, held: Holding) -
     path = os.path.join(folder, "diagnosis.json")
     plan = Plan(
         folder=folder,
+        purpose="lab",
         guard=scene.plan.guard,
         repeat=scene.plan.folder,
         command=scene.plan.command,
-        lab={"incident": to_data(incident), "seconds": seconds, "result": path},
+        lab=LabOrder(incident=incident, seconds=seconds, result=path),
         **held,
     ).with_guard(on_nan="stop", trace="start", arm_at=None)
     plan.save()
@@ -243,55 +250,57 @@ def _asked(scene: Scene, incident: Incident, *, seconds: float, held: Holding) -
 _leave = os._exit  # as it is before a watch makes it tell of the end
 
 
-class LabWatch(Watch):
+class LabReporter:
     """Runs the script to its bad step; from there children of it go on, and tell what they see."""
 
-    _bench: Bench | None = None
+    def __init__(self, watch: Watch, order: LabOrder) -> None:
+        self._watch, self._order = watch, order
+        self._bench: Bench | None = None
 
-    def __init__(self, plan: Plan, *, key: str) -> None:
-        super().__init__(plan, key=key)
-        assert plan.lab is not None
-        self._lab = plan.lab
+    def attach(self) -> Callable[[], None]:
+        from stayfinite.guard.lab import Bench, LabGuard
+
+        self._bench = Bench(
+            self._order.incident,
+            folder=self._watch.plan.folder,
+            result=self._order.result,
+            deadline=self._watch.plan.started + self._order.seconds,
+            leave=_leave,
+        )
+        guard = LabGuard(self._watch.plan.guard, on_incident=self._tell)
+        guard.bench = self._bench
+        post = open_post(self._watch, guard)
+        self._bench.attach(guard)
+        return post.close
+
+    def _child(self) -> Bench | None:
+        return self._bench if self._bench is not None and self._bench.is_child else None
+
+    def _tell(self, incident: Incident) -> None:
+        if (bench := self._child()) is not None:
+            bench.answer(incident)
 
     def crashed(self, error: BaseException) -> None:
-        """The script died of an error of its own."""
-        if self._bench is not None and self._bench.is_child:
-            self._bench.crashed(error)
+        if (bench := self._child()) is not None:
+            bench.crashed(error)
+
+    def refused(self, effect: Effect) -> None:
+        """It is noted."""
 
     def end(self) -> None:
         """The script is over; in a child that means that it stayed finite."""
-        if self._bench is not None and self._bench.is_child:
-            self._bench.answer(None)
-        super().end()
+        if (bench := self._child()) is not None:
+            bench.answer(None)
+        if self._watch.post is not None and not self._watch.is_muted:
+            self._watch.post.close()
 
-    def after_fork(self) -> None:
+    def after_fork(self) -> bool:
         """A child of ours is still the same script; one of the script's own is not."""
-        if self._bench is None or not self._bench.is_forking:
-            super().after_fork()
-
-    def _attach(self, torch: ModuleType) -> None:
-        super()._attach(torch)
-        if self._bench is not None and self.guard is not None:
-            self._bench.attach(self.guard)
-
-    def _new_guard(self) -> Guard:
-        from stayfinite.guard.lab import Bench, LabGuard
-        from stayfinite.settings import GuardSettings
-
-        self._bench = Bench(
-            from_data(Incident, self._lab["incident"]),
-            folder=self.plan.folder,
-            result=self._lab["result"],
-            deadline=self.plan.started + float(self._lab["seconds"]),
-            leave=_leave,
-        )
-        guard = LabGuard(from_data(GuardSettings, self.plan.guard), on_incident=self._heard)
-        guard.bench = self._bench
-        return guard
-
-    def _heard(self, incident: Incident) -> None:
-        if self._bench is not None and self._bench.is_child:
-            self._bench.answer(incident)
+        if self._bench is not None and self._bench.is_forking:
+            return False
+        if self._watch.guard is not None:
+            self._watch.guard.after_fork()
+        return True
 
 
 @dataclass

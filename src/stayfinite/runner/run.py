@@ -20,7 +20,7 @@ from stayfinite.records import Exit, Incident, RunResult, to_json
 from stayfinite.report.store.writer import RESULT
 from stayfinite.runner import sandbox
 from stayfinite.runner.capsules import ORDER, run_ordered, wish_of
-from stayfinite.runner.options import RunOptions, Scene, guard_data
+from stayfinite.runner.options import RunOptions, Scene, first_settings
 from stayfinite.runner.plan import (
     MAIN,
     VARIABLE,
@@ -59,7 +59,7 @@ from stayfinite.runner.script import (
 )
 from stayfinite.runner.second_run import UNHELD, UNHELD_CODE
 from stayfinite.runner.verdict import judge, last_line
-from stayfinite.runner.watcher import Watch, is_consequence, rank, run_folder, watch_for
+from stayfinite.runner.watcher import Watch, is_consequence, rank, run_folder
 from stayfinite.safely import beside_bars, say, step_aside
 from stayfinite.text import one_line
 
@@ -118,7 +118,7 @@ def _scene(target: Target, options: RunOptions) -> Scene:
     started = time.time()
     plan = Plan(
         folder=folder,
-        guard=guard_data(options, target),
+        guard=first_settings(options, target),
         started=started,
         ends_peers=not is_rank,
         run_dir=run_folder(options, target, started=started, meet=folder if is_rank else None),
@@ -260,7 +260,7 @@ def _write(scene: Scene, result: RunResult) -> None:
 
 def _folder(scene: Scene, records: list[ProcessRecord]) -> Path:
     found = first_incident(records)
-    return Path((found and found[0].folder) or str(scene.plan.guard["folder"]))
+    return Path((found and found[0].folder) or scene.plan.script_folder)
 
 
 def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:
@@ -292,7 +292,7 @@ def main(*, key: str) -> None:
     if (capsule := os.environ.pop(ORDER, None)) is not None:
         run_ordered(capsule, plan, target)
         return
-    watch = watch_for(plan, key=key)
+    watch = Watch(plan, key=key)
     if key != MAIN:
         watch.listeners.append(tell_once)
 

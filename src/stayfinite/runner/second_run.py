@@ -281,6 +281,7 @@ def _run(first: _First, *, from_start: bool) -> Again:
     os.mkdir(folder)
     plan = Plan(
         folder=folder,
+        purpose="second",
         guard=scene.plan.guard,
         repeat=scene.plan.folder,
         capsule=scene.plan.capsule,
@@ -288,7 +289,7 @@ def _run(first: _First, *, from_start: bool) -> Again:
         **holding(scene, first.records),
     )
     done = first.incident.outcome
-    is_undone = scene.plan.guard.get("on_nan") == "recover" and (
+    is_undone = scene.plan.guard.on_nan == "recover" and (
         done is None or done.strategy not in ("warn", "none")
     )
     plan = plan.with_guard(on_nan="stop", is_undone=is_undone, **how)

@@ -17,6 +17,7 @@ from stayfinite.capsule import read_capsule
 from stayfinite.cli import main
 from stayfinite.records import Incident, RunResult, TensorSummary
 from stayfinite.runner.capsules import deliver, wish_of
+from stayfinite.runner.case import Budget, Case
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Plan, ProcessRecord
 from stayfinite.runner.script import Target
@@ -110,7 +111,8 @@ def test_without_a_second_run_it_still_replays_the_script(tmp_path: Path) -> Non
     scene = Scene(target=target, options=options, plan=plan, cwd=str(tmp_path))
     incident = Incident(step=3)
     record = ProcessRecord(pid=1, result=RunResult(incidents=(incident,)), seconds=30.0, arm_at=40)
-    notes = deliver(scene, [record], record.result)
+    case = Case(scene=scene, records=[record], result=record.result, budget=Budget(0.0))
+    notes = deliver(case).notes
     assert "stayfinite replay a.capsule" in notes[0]
     capsule = read_capsule(tmp_path / "a.capsule")
     assert capsule.code.command == ("work/train.py", "--lr", "1")

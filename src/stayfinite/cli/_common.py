@@ -19,7 +19,7 @@ from stayfinite.errors import CapsuleError, RecordError
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
     from stayfinite.report.store.reading import Run
-    from stayfinite.runner.capsules import Replayed
+    from stayfinite.runner.case import Replayed
 
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -88,7 +88,7 @@ def replay_model(capsule: Capsule, name: str) -> Replayed:
     """Put the capsule's state into the model and its batch through it, traced."""
     from stayfinite.capsule.make import put_random, put_state
     from stayfinite.checkpoint.modules import Members
-    from stayfinite.runner.capsules import Replayed
+    from stayfinite.runner.case import Replayed
     from stayfinite.tracing import trace
 
     if not capsule.batch or capsule.state is None or capsule.state.tensors is None:

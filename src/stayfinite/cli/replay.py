@@ -17,7 +17,7 @@ from stayfinite.errors import CapsuleError
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
     from stayfinite.capsule.reproduces import Point
-    from stayfinite.runner.capsules import Replayed
+    from stayfinite.runner.case import Replayed
 
 REPRODUCES, OTHERWISE = 0, 1
 

@@ -9,20 +9,25 @@ import os
 import shlex
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stayfinite.errors import CapsuleError, ConfigError
-from stayfinite.records import Incident, RunResult, from_json, to_json
+from stayfinite.errors import CapsuleError, ConfigError, SandboxError
+from stayfinite.records import Incident, from_json, to_json
+from stayfinite.runner.case import (
+    GRACE,
+    TRACE_ALL,
+    Case,
+    Replayed,
+    is_exact,
+    last_lines,
+    run_child,
+    sign_of_life,
+)
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import (
     CapsuleWish,
     Plan,
-    ProcessRecord,
     first_incident,
     load_records,
     our_own_writes,
@@ -30,16 +35,6 @@ from stayfinite.runner.plan import (
 )
 from stayfinite.runner.sandbox import allowed_kinds
 from stayfinite.runner.script import Target, execute
-from stayfinite.runner.second_run import (
-    GRACE,
-    TRACE_ALL,
-    end,
-    has_incident,
-    last_lines,
-    sign_of_life,
-    start,
-    why_unheld,
-)
 from stayfinite.runner.seeds import recorded_seeds, write_seeds
 from stayfinite.settings import GuardSettings
 
@@ -94,8 +89,7 @@ def keep_capsule(watch: Watch, incident: Incident) -> None:
     """
     wish, path = watch.plan.capsule, os.path.join(watch.plan.folder, f"{watch.pid}{_ENDING}")
     if watch.guard is not None and wish is not None and not os.path.exists(path):
-        is_exact = incident.origin is not None and incident.origin.exact
-        guard = watch.guard if is_exact else None
+        guard = watch.guard if is_exact(incident) else None
         with our_own_writes():  # asking git is not the script's doing either
             _write(path, _made(guard, incident, watch.plan, wish))
 
@@ -158,47 +152,49 @@ def _within(path: str, root: str) -> str:
     return os.path.relpath(path, root).replace(os.sep, "/")
 
 
-def deliver(scene: Scene, records: list[ProcessRecord], result: RunResult) -> list[str]:
-    """Put the capsule of the first incident where it was asked for; lines that say so."""
+def deliver(case: Case) -> Case:
+    """Put the capsule of the first incident where it was asked for; a note says so."""
+    scene, incidents = case.scene, case.result.incidents
     target, wish = scene.options.capsule, scene.plan.capsule
-    if target is None or wish is None or not result.incidents:
-        return []
+    if target is None or wish is None or not incidents:
+        return case
     from stayfinite.capsule.make import told, with_files
 
-    first = result.incidents[0]
-    found = first_incident(records)
-    capsule = _traced(scene.plan.folder, first) or _made(None, first, scene.plan, wish)
-    facts = {} if found is None else {"arm_at": found[0].arm_at, "seconds": found[0].seconds}
+    capsule = _traced(scene.plan.folder, incidents[0])
+    capsule = capsule or _made(None, incidents[0], scene.plan, wish)
+    record = case.first and case.first[0]
+    facts = {"arm_at": record.arm_at, "seconds": record.seconds} if record else {}
     capsule = dataclasses.replace(
         with_files(capsule, _root(scene.plan, wish)) if capsule.sources else capsule,
-        incident=told(first, with_source=not scene.options.no_source),
+        incident=told(incidents[0], with_source=wish.with_source),
         config={**capsule.config, **facts},
     )
     try:
         _write(target, capsule)
     except CapsuleError as error:
-        return [str(error)]
+        return case.with_notes(str(error))
     name = shlex.quote(os.path.relpath(target, scene.cwd))
     without = "" if capsule.batch else " (without the batch)"
-    return [f"capsule: {name}{without}; to see it go bad elsewhere: stayfinite replay {name}"]
+    return case.with_notes(
+        f"capsule: {name}{without}; to see it go bad elsewhere: stayfinite replay {name}"
+    )
 
 
 def _traced(folder: str, incident: Incident) -> Capsule | None:
     """The capsule of the run that saw this incident exactly."""
     from stayfinite.capsule import read_capsule
 
+    def place(incident: Incident) -> Any:
+        origin = incident.origin
+        return None if origin is None else (origin.op, origin.node, origin.line, origin.phase)
+
     paths = glob.glob(os.path.join(glob.escape(folder), "**", f"*{_ENDING}"), recursive=True)
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         with contextlib.suppress(CapsuleError):
             capsule = read_capsule(path)
-            if _capsule_place(capsule.incident) == _capsule_place(incident):
+            if place(capsule.incident) == place(incident):
                 return capsule
     return None
-
-
-def _capsule_place(incident: Incident) -> Any:
-    origin = incident.origin
-    return None if origin is None else (origin.op, origin.node, origin.line, origin.phase)
 
 
 def _write(path: str, capsule: Capsule) -> None:
@@ -212,48 +208,34 @@ ORDER = "STAYFINITE_CAPSULE"
 _RESULT = "replayed.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replayed:
-    """What came of a replay; `problem` and the last lines of the script if it did not get there."""
-
-    incident: Incident | None = None
-    problem: str | None = None
-    tail: tuple[str, ...] = ()
-
-
 def replay(capsule: Capsule, path: Path, *, seconds: float) -> Replayed:
     """Run the script of the capsule, which must be trusted; it is ended after so many seconds."""
+    is_step = capsule.code.kind == "step"
     if not capsule.sources or not capsule.code.command:
         raise CapsuleError(f"{path} has no source files to run; give the model with --model.")
-    if capsule.code.kind == "step" and (not capsule.batch or capsule.state is None):
+    if is_step and (not capsule.batch or capsule.state is None):
         raise CapsuleError(
             f"{path} was made without its batch or state, so its step cannot be run again. Make "
             "it anew with with_batch=True."
         )
-    with _replay_place() as folder:
-        scene = _scene(capsule, folder, path)
-        process = start(scene, scene.plan)
-        began = time.monotonic()
-        seen = 0.0
+    with tempfile.TemporaryDirectory(prefix="stayfinite-replay-") as name:
+        scene = _scene(capsule, Path(name).resolve(), path)
         try:
             with sign_of_life("running the script of the capsule, traced"):
-                while process.poll() is None:
-                    passed = time.monotonic() - began
-                    seen = seen or (passed if has_incident(scene.plan) else 0.0)
-                    if passed > seconds or (seen and passed > seen + GRACE):
-                        break
-                    time.sleep(min(0.5, 0.02 + passed / 20))
-        finally:
-            end(process)
-        if (reason := why_unheld(scene.plan)) is not None:
-            raise CapsuleError(f"{path} was not replayed: {reason}")
-        return _outcome(capsule, scene.plan, process.returncode)
-
-
-@contextmanager
-def _replay_place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="stayfinite-replay-") as name:
-        yield Path(name).resolve()
+                code = run_child(scene, scene.plan, seconds=seconds, grace=GRACE)
+        except SandboxError as error:
+            raise CapsuleError(f"{path} was not replayed: {error}") from None
+        if is_step:
+            incident, is_told = _told(scene.plan)
+        else:
+            found = first_incident(load_records(scene.plan.folder))
+            incident, is_told = (found[1] if found else None), found is not None or code == 0
+        if is_told:
+            return Replayed(incident=incident)
+        how = f"ended with exit code {code}" if code is not None and code >= 0 else "was ended"
+        return Replayed(
+            problem=f"the script {how} before it got there:", tail=last_lines(scene.plan)
+        )
 
 
 def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
@@ -274,7 +256,6 @@ def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
         sandboxes=allowed_kinds(),
         writable=(str(folder),),
     )
-    plan.save()
     return Scene(
         target=Target(name=name, args=tuple(args), is_module=is_module),
         options=RunOptions(no_record=True),
@@ -306,18 +287,6 @@ def _environment(capsule: Capsule, unpacked: Unpacked, path: Path) -> dict[str, 
     if capsule.code.kind == "step":
         found[ORDER] = str(path.resolve())
     return found
-
-
-def _outcome(capsule: Capsule, plan: Plan, code: int | None) -> Replayed:
-    if capsule.code.kind == "step":
-        incident, is_told = _told(plan)
-    else:
-        found = first_incident(load_records(plan.folder))
-        incident, is_told = (found[1] if found else None), found is not None or code == 0
-    if is_told:
-        return Replayed(incident=incident)
-    how = f"ended with exit code {code}" if code is not None and code >= 0 else "was ended"
-    return Replayed(problem=f"the script {how} before it got there:", tail=last_lines(plan))
 
 
 def _told(plan: Plan) -> tuple[Incident | None, bool]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.prevent.risks import Risk, said_once
 from stayfinite.records import from_data, to_data, to_json
+from stayfinite.runner.case import refusal, why_unheld
 from stayfinite.runner.plan import (
     MAIN,
     VARIABLE,
@@ -26,7 +27,6 @@ from stayfinite.runner.plan import (
 )
 from stayfinite.runner.sandbox import allowed_kinds
 from stayfinite.runner.script import Target, problem
-from stayfinite.runner.second_run import refusal, why_unheld
 from stayfinite.runner.watcher import Watch, end_peers_soon
 from stayfinite.safely import say, step_aside
 from stayfinite.settings import GuardSettings

@@ -6,6 +6,7 @@ At the end of a run there is one result of all processes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import shutil
@@ -20,13 +21,13 @@ from stayfinite.records import Exit, Incident, RunResult, to_json
 from stayfinite.report.store.writer import RESULT
 from stayfinite.runner import sandbox
 from stayfinite.runner.capsules import ORDER, run_ordered, wish_of
+from stayfinite.runner.case import UNHELD, UNHELD_CODE, Budget, Case, Stage, run_stages
 from stayfinite.runner.options import RunOptions, Scene, first_settings
 from stayfinite.runner.plan import (
     MAIN,
     VARIABLE,
     Plan,
     ProcessRecord,
-    first_incident,
     load_records,
     merged_result,
     read_plan,
@@ -57,7 +58,6 @@ from stayfinite.runner.script import (
     watch_sudden_exit,
     watch_threads,
 )
-from stayfinite.runner.second_run import UNHELD, UNHELD_CODE
 from stayfinite.runner.verdict import judge, last_line
 from stayfinite.runner.watcher import Watch, is_consequence, rank, run_folder
 from stayfinite.safely import beside_bars, say, step_aside
@@ -190,27 +190,21 @@ def tell_at_once(scene: Scene, incident: Incident) -> None:
 
 
 def _conclude(scene: Scene, records: list[ProcessRecord], result: RunResult) -> RunResult:
-    _write(scene, result)
-    notes: list[str] = []
+    stages: tuple[Stage, ...] = ()
     if result.incidents:
         # Late: a run that stays finite should not wait for the rules and changes that they import.
         from stayfinite.runner.capsules import deliver
-        from stayfinite.runner.prove import Budget, experiment, try_changes
+        from stayfinite.runner.prove import experiment, try_changes
         from stayfinite.runner.second_run import look_again
 
-        result, notes = look_again(scene, records, result)
-        _write(scene, result)
-        budget = Budget(scene.options.prove)
-        result, more = try_changes(scene, records, result, budget)
-        notes += more
-        _write(scene, result)
-        result = experiment(scene, records, result, budget)
-        _write(scene, result)
-        notes += deliver(scene, records, result)
-    folder = _folder(scene, records)
+        stages = (look_again, try_changes, experiment, deliver)
+    budget = Budget(scene.options.prove)
+    case = Case(scene=scene, records=records, result=result, budget=budget)
+    case = run_stages(case, *stages, save=functools.partial(_write, scene))
+    result = case.result
     for incident in _shown_in_full(scene, result.incidents):
-        _show(incident, folder=folder, verbose=scene.options.verbose)
-    for note in notes:
+        _show(incident, folder=Path(case.folder), verbose=scene.options.verbose)
+    for note in case.notes:
         say(note)
     if result.incidents and (run_dir := _recorded_in(scene)) is not None:
         name = shlex.quote(os.path.relpath(run_dir, scene.cwd))
@@ -256,11 +250,6 @@ def _write(scene: Scene, result: RunResult) -> None:
             write_atomically(path, to_json(result, indent=1) + "\n")
         except OSError as error:
             say(f"{path} cannot be written any more: {error.strerror}.")
-
-
-def _folder(scene: Scene, records: list[ProcessRecord]) -> Path:
-    found = first_incident(records)
-    return Path((found and found[0].folder) or scene.plan.script_folder)
 
 
 def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:

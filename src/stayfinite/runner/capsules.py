@@ -40,7 +40,6 @@ from stayfinite.settings import GuardSettings
 
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
-    from stayfinite.capsule.file import Unpacked
     from stayfinite.runner.watcher import Watch
 
 
@@ -53,30 +52,28 @@ def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> Capsu
 
     `ranks` is how many a launcher has started, each with a run of its own.
     """
-    if options.capsule is None:
+    path = options.capsule
+    if path is None:
         if options.with_batch or options.no_source:
             raise ConfigError("--with-batch and --no-source are about a capsule; add --capsule.")
         return None
-    if (reason := _why_not(options.capsule)) is not None:
-        raise ConfigError(reason)
-    return CapsuleWish(
-        with_batch=options.with_batch, with_source=not options.no_source, cwd=cwd, ranks=ranks
-    )
-
-
-def _why_not(path: str) -> str | None:
-    # Without torch, which the script must be the first to import.
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        return f"--capsule {path}: the folder {folder} is not there, or cannot be written."
+        raise ConfigError(
+            f"--capsule {path}: the folder {folder} is not there, or cannot be written."
+        )
     if os.path.isdir(path):
-        return f"--capsule {path} is a folder; give the path of a file in it."
-    if os.path.lexists(path) and not _looks_like_one(path):
-        return f"--capsule {path} is there already, and is no capsule; give another name."
-    return None
+        raise ConfigError(f"--capsule {path} is a folder; give the path of a file in it.")
+    if os.path.lexists(path) and not _is_capsule(path):
+        raise ConfigError(
+            f"--capsule {path} is there already, and is no capsule; give another name."
+        )
+    with_source = not options.no_source
+    return CapsuleWish(with_batch=options.with_batch, with_source=with_source, cwd=cwd, ranks=ranks)
 
 
-def _looks_like_one(path: str) -> bool:
+def _is_capsule(path: str) -> bool:
+    # Without torch, which the script must be the first to import.
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return _HEAD in file.read(200)
     return False
@@ -97,8 +94,14 @@ def keep_capsule(watch: Watch, incident: Incident) -> None:
 def _made(guard: Any, incident: Incident, plan: Plan, wish: CapsuleWish) -> Capsule:
     from stayfinite.guard.capsule_step import pass_capsule
 
-    folder, root = _folder(plan, wish), _root(plan, wish)
-    command = _command(plan.command, folder, root)
+    folder, root = _project(plan, wish)
+    words = plan.command
+    main = os.path.join(folder, os.path.basename(words[0])) if words else folder
+    is_file = main.endswith(".py") and os.path.isfile(main)
+    if not words or words[0] == "-m":
+        command = tuple(_named_within(word, root) for word in words)
+    else:
+        command = (_within(main if is_file else folder, root), *words[1:])
     if wish.ranks is not None:
         alone = ("--standalone", "--nproc-per-node", str(wish.ranks))
         command = ("-m", "torch.distributed.run", *alone, *command)
@@ -108,7 +111,7 @@ def _made(guard: Any, incident: Incident, plan: Plan, wish: CapsuleWish) -> Caps
         root=root,
         folder=_within(folder, root),
         command=command,
-        main=_main_file(plan.command, folder),
+        main=(main,) if is_file else (),
         seeds=recorded_seeds(plan.folder),
         with_batch=wish.with_batch,
         with_source=wish.with_source,
@@ -116,23 +119,10 @@ def _made(guard: Any, incident: Incident, plan: Plan, wish: CapsuleWish) -> Caps
     )
 
 
-def _folder(plan: Plan, wish: CapsuleWish) -> str:
-    """The one that files in the incident are relative to."""
-    return os.path.realpath(plan.guard.folder or wish.cwd)
-
-
-def _root(plan: Plan, wish: CapsuleWish) -> str:
-    """Where the project begins: the working folder if the script is in it."""
-    folder, cwd = _folder(plan, wish), os.path.realpath(wish.cwd)
-    return cwd if f"{folder}{os.sep}".startswith(f"{cwd}{os.sep}") else folder
-
-
-def _command(words: tuple[str, ...], folder: str, root: str) -> tuple[str, ...]:
-    """The words that follow `python`, with the script named from the project."""
-    if not words or words[0] == "-m":
-        return tuple(_named_within(word, root) for word in words)
-    script = next(iter(_main_file(words, folder)), folder)
-    return (_within(script, root), *words[1:])
+def _project(plan: Plan, wish: CapsuleWish) -> tuple[str, str]:
+    """The folder of the script, and where its project begins: the working folder around it."""
+    folder, cwd = os.path.realpath(plan.guard.folder or wish.cwd), os.path.realpath(wish.cwd)
+    return folder, cwd if f"{folder}{os.sep}".startswith(f"{cwd}{os.sep}") else folder
 
 
 def _named_within(word: str, root: str) -> str:
@@ -140,12 +130,6 @@ def _named_within(word: str, root: str) -> str:
     path = os.path.realpath(word)
     is_ours = os.path.isabs(word) and word.endswith(".py") and path.startswith(root + os.sep)
     return _within(path, root) if is_ours else word
-
-
-def _main_file(words: tuple[str, ...], folder: str) -> tuple[str, ...]:
-    """The script, if it is a file of its own."""
-    path = os.path.join(folder, os.path.basename(words[0])) if words else folder
-    return (path,) if path.endswith(".py") and os.path.isfile(path) else ()
 
 
 def _within(path: str, root: str) -> str:
@@ -165,7 +149,7 @@ def deliver(case: Case) -> Case:
     record = case.first and case.first[0]
     facts = {"arm_at": record.arm_at, "seconds": record.seconds} if record else {}
     capsule = dataclasses.replace(
-        with_files(capsule, _root(scene.plan, wish)) if capsule.sources else capsule,
+        with_files(capsule, _project(scene.plan, wish)[1]) if capsule.sources else capsule,
         incident=told(incidents[0], with_source=wish.with_source),
         config={**capsule.config, **facts},
     )
@@ -240,14 +224,12 @@ def replay(capsule: Capsule, path: Path, *, seconds: float) -> Replayed:
 
 def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
     from stayfinite.capsule.file import unpack
+    from stayfinite.capsule.make import usable
 
     unpacked = unpack(capsule, folder)
     for name in ("plan", "seeds"):
         (folder / name).mkdir()
     write_seeds(str(folder / "seeds"), capsule.seeds)
-    words = capsule.code.command
-    is_module = words[0] == "-m"
-    name, *args = words[1:] if is_module else words
     plan = Plan(
         folder=str(folder / "plan"),
         purpose="second",
@@ -256,12 +238,17 @@ def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
         sandboxes=allowed_kinds(),
         writable=(str(folder),),
     )
+    paths = [*map(str, unpacked.paths), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **usable(capsule.environment)}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    if capsule.code.kind == "step":
+        environment[ORDER] = str(path.resolve())
     return Scene(
-        target=Target(name=name, args=tuple(args), is_module=is_module),
+        target=Target.of(capsule.code.command),
         options=RunOptions(no_record=True),
         plan=plan,
         cwd=str(unpacked.project),
-        environment=_environment(capsule, unpacked, path),
+        environment=environment,
     )
 
 
@@ -276,17 +263,6 @@ def _settings(config: dict[str, Any], *, folder: str) -> GuardSettings:
     if isinstance(seconds, float) and seconds >= TRACE_ALL and isinstance(arm_at, int):
         return dataclasses.replace(usual, trace="armed", arm_at=arm_at)
     return usual
-
-
-def _environment(capsule: Capsule, unpacked: Unpacked, path: Path) -> dict[str, str]:
-    from stayfinite.capsule.make import usable
-
-    here = os.environ.get("PYTHONPATH", "")
-    paths = [*map(str, unpacked.paths), *([here] if here else [])]
-    found = {**os.environ, **usable(capsule.environment), "PYTHONPATH": os.pathsep.join(paths)}
-    if capsule.code.kind == "step":
-        found[ORDER] = str(path.resolve())
-    return found
 
 
 def _told(plan: Plan) -> tuple[Incident | None, bool]:

@@ -13,7 +13,8 @@ from stayfinite.runner.script import Target
 from stayfinite.settings import GuardSettings
 
 
-def _option(default: Any, help: str) -> Any:
+def option(default: Any, help: str) -> Any:
+    """A field of options, with the help of its flag."""
     return field(default=default, metadata={"help": help})
 
 
@@ -21,39 +22,39 @@ def _option(default: Any, help: str) -> Any:
 class RunOptions:
     """How a script is watched and what is done about an incident."""
 
-    on_nan: Literal["stop", "warn", "recover"] = _option(
+    on_nan: Literal["stop", "warn", "recover"] = option(
         "stop",
         "stop: end the script before the update, exit code 3. warn: report and go on. "
         "recover: leave bad updates out, and do more if they go on; exit code 3 if nothing helps.",
     )
-    second_run: Literal["auto", "always", "never"] = _option(
+    second_run: Literal["auto", "always", "never"] = option(
         "auto",
         "Find the exact operation by running the script again with the tracer on. "
         "auto: if the first run took under 5 minutes and did no more than write files; "
         "the second cannot change yours.",
     )
-    trace: bool = _option(False, "Trace from the start, which is slower; no second run is needed.")
-    max_scaler_skips: int = _option(
+    trace: bool = option(False, "Trace from the start, which is slower; no second run is needed.")
+    max_scaler_skips: int = option(
         20, "Loss-scale overflows in a row that are still taken for normal."
     )
-    prove: int = _option(
+    prove: int = option(
         30,
         "Seconds for trying changes of the source after an incident (the first one with which the "
         "script stays finite is shown), and for experiments on the bad step. 0: none.",
     )
-    json: str | None = _option(None, "Write the result to this file, as JSON.")
-    run_dir: str | None = _option(
+    json: str | None = option(None, "Write the result to this file, as JSON.")
+    run_dir: str | None = option(
         None, "Record the run in this folder; else in stayfinite-runs/<time>-<script>."
     )
-    no_record: bool = _option(False, "Do not record the run.")
-    capsule: str | None = _option(
+    no_record: bool = option(False, "Do not record the run.")
+    capsule: str | None = option(
         None, "After an incident, write what replays it elsewhere to this file."
     )
-    with_batch: bool = _option(
+    with_batch: bool = option(
         False, "Put the batch, and values computed from it, into the capsule too."
     )
-    no_source: bool = _option(False, "Leave your source files out of the capsule.")
-    verbose: bool = _option(False, "Show the whole report.")
+    no_source: bool = option(False, "Leave your source files out of the capsule.")
+    verbose: bool = option(False, "Show the whole report.")
 
     def __post_init__(self) -> None:
         if self.max_scaler_skips < 1:

@@ -115,9 +115,8 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """What a record of the run says of its settings: those of `run`, and unusual ones."""
         always = ("on_nan", "max_scaler_skips", "trace", "folder")
-        values = vars(self.guard)
         usual = vars(GuardSettings())
-        return {k: v for k, v in values.items() if k in always or v != usual[k]}
+        return {k: v for k, v in vars(self.guard).items() if k in always or v != usual[k]}
 
     def what_follows(self, incident: Incident) -> str:
         """What becomes of the script, in a few words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,13 +10,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.prevent.risks import Risk, said_once
 from stayfinite.records import from_data, to_data, to_json
 from stayfinite.runner.case import refusal, why_unheld
+from stayfinite.runner.options import option
 from stayfinite.runner.plan import (
     MAIN,
     VARIABLE,
@@ -33,9 +35,6 @@ from stayfinite.settings import GuardSettings
 from stayfinite.text import count
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from stayfinite.prevent.preflight.rehearsal import ScriptRehearsal
 
 
@@ -45,16 +44,12 @@ SCHEMA = 1
 Verdict = Literal["clean", "risks", "script-error"]
 
 
-def _option(default: object, help: str) -> object:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PreflightOptions:
     """What `preflight` can be told."""
 
-    json: str | None = _option(None, "Write all risks to this file, as JSON.")  # type: ignore[assignment]
-    verbose: bool = _option(False, "Show those of low level too.")  # type: ignore[assignment]
+    json: str | None = option(None, "Write all risks to this file, as JSON.")
+    verbose: bool = option(False, "Show those of low level too.")
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -70,10 +65,6 @@ class Findings:
     steps: int = 0
     risks: tuple[Risk, ...] = ()
 
-    @property
-    def warnings(self) -> list[Risk]:
-        return [risk for risk in self.risks if risk.is_warning]
-
 
 def preflight(target: Target, *, options: PreflightOptions) -> None:
     """Run the target up to its second update and leave the process with the exit code that is due.
@@ -82,8 +73,7 @@ def preflight(target: Target, *, options: PreflightOptions) -> None:
     """
     if (reason := problem(target)) is not None:
         raise ConfigError(reason)
-    if options.json is not None:
-        _write(options.json, Findings(exit="script-error"))
+    _write(Findings(exit="script-error"), options)
     with tempfile.TemporaryDirectory(prefix="stayfinite-", ignore_cleanup_errors=True) as folder:
         plan = Plan(
             folder=folder,
@@ -105,10 +95,8 @@ def _run(plan: Plan, target: Target) -> int:
         child_command(target.command, key=MAIN), env={**os.environ, VARIABLE: plan.path}
     )
     while True:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # the script has heard it too
             return process.wait()
-        except KeyboardInterrupt:
-            continue  # the script has heard it too
 
 
 def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
@@ -116,29 +104,24 @@ def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
     steps, risks = found_in(plan.folder)
     records = load_records(plan.folder)
     stopped = any(record.stopped for record in records)
-    findings = Findings(
-        exit=_verdict(steps, risks, has_failed=bool(code) and not stopped),
-        steps=steps,
-        risks=tuple(said_once(risks)),
-    )
-    if options.json is not None:
-        _write(options.json, findings)
+    verdict: Verdict = "risks" if any(risk.is_warning for risk in risks) else "clean"
+    if (code and not stopped) or not steps:
+        verdict = "script-error"
+    findings = Findings(exit=verdict, steps=steps, risks=tuple(said_once(risks)))
+    _write(findings, options)
     show(findings.risks, everything=options.verbose)
     say(_last_line(findings, code, stopped, refusal(records)))
-    return {"clean": CLEAN, "risks": RISKS, "script-error": FAILED}[findings.exit]
+    return {"clean": CLEAN, "risks": RISKS, "script-error": FAILED}[verdict]
 
 
-def _verdict(steps: int, risks: list[Risk], *, has_failed: bool) -> Verdict:
-    if has_failed or not steps:
-        return "script-error"
-    return "risks" if any(risk.is_warning for risk in risks) else "clean"
-
-
-def _write(path: str, findings: Findings) -> None:
+def _write(findings: Findings, options: PreflightOptions) -> None:
+    if options.json is None:
+        return
     try:
-        write_atomically(path, to_json(findings, indent=1) + "\n")
+        write_atomically(options.json, to_json(findings, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"{path!r} cannot be written: {error.strerror}.") from error
+        reason = f"{options.json!r} cannot be written: {error.strerror}."
+        raise ConfigError(reason) from error
 
 
 def _last_line(findings: Findings, code: int, stopped: bool, refused: str | None) -> str:
@@ -149,9 +132,10 @@ def _last_line(findings: Findings, code: int, stopped: bool, refused: str | None
     if not findings.steps:
         return "no backward pass and no optimizer step was seen, so nothing was checked."
     seen = "the script was ended after its first step" if stopped else "the script ended by itself"
-    low = len(findings.risks) - len(findings.warnings)
+    warnings = sum(risk.is_warning for risk in findings.risks)
+    low = len(findings.risks) - warnings
     noted = f", {low} of low level (--verbose shows them)" if low else ""
-    return f"{count(len(findings.warnings), 'risk')} found{noted}; {seen}."
+    return f"{count(warnings, 'risk')} found{noted}; {seen}."
 
 
 _NO_ERROR = "preflight has seen the first step; this is not an error."
@@ -236,32 +220,27 @@ _NARROWEST = 20
 def show(risks: Iterable[Risk], *, everything: bool) -> None:
     """Print the warnings, and with `everything` those of low level too."""
     from rich.console import Console
-
-    console = Console(stderr=True, file=sys.stderr, highlight=False)
-    for risk in risks:
-        if risk.is_warning or everything:
-            _show(risk, console)
-
-
-def _show(risk: Risk, console: Console) -> None:
     from rich.text import Text
 
-    head = Text.assemble((f"{risk.level:<7}", _COLOURS[risk.level]), (risk.where, "bold"))
-    module = risk.evidence.get("module")
-    if module:
-        head.append(f" in {module}", "dim")
-    head.append(f"  {risk.cause}", "dim")
-    _print(head, console)
-    if code := risk.evidence.get("code"):
-        _print(Text(str(code), "cyan"), console, indent=9)
-    _print(Text(risk.what), console, indent=7)
-    _print(Text.assemble(("fix: ", "green"), risk.fix), console, indent=7)
-    console.print()
+    console = Console(stderr=True, file=sys.stderr, highlight=False)
 
+    def put(text: Text, *, indent: int = 0) -> None:
+        """Wrapped to the width of the terminal, without blanks at the ends of lines."""
+        for line in text.wrap(console, max(_NARROWEST, console.width - indent)):
+            line.rstrip()
+            line.pad_left(indent)
+            console.print(line, soft_wrap=True)
 
-def _print(text: Text, console: Console, *, indent: int = 0) -> None:
-    """Wrapped to the width of the terminal, without blanks at the ends of lines."""
-    for line in text.wrap(console, max(_NARROWEST, console.width - indent)):
-        line.rstrip()
-        line.pad_left(indent)
-        console.print(line, soft_wrap=True)
+    for risk in risks:
+        if not (risk.is_warning or everything):
+            continue
+        head = Text.assemble((f"{risk.level:<7}", _COLOURS[risk.level]), (risk.where, "bold"))
+        if module := risk.evidence.get("module"):
+            head.append(f" in {module}", "dim")
+        head.append(f"  {risk.cause}", "dim")
+        put(head)
+        if code := risk.evidence.get("code"):
+            put(Text(str(code), "cyan"), indent=9)
+        put(Text(risk.what), indent=7)
+        put(Text.assemble(("fix: ", "green"), risk.fix), indent=7)
+        console.print()

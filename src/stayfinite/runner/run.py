@@ -80,7 +80,7 @@ def run(target: Target, *, options: RunOptions) -> None:
     scene = _scene(target, options)
     _running.append(scene)
     watch = Watch(scene.plan, key=rank_key(os.environ) if scene.is_rank else MAIN)
-    watch.listeners.append(lambda w, i: _heard(scene, i))
+    watch.listeners.append(lambda watch, incident: _tell(scene, incident))
     watch_and_leave(watch, target, finish=lambda ending: close(scene, watch, ending))
 
 
@@ -108,7 +108,13 @@ def watch_and_leave(watch: Watch, target: Target, *, finish: Callable[[Ending], 
 def _scene(target: Target, options: RunOptions) -> Scene:
     is_rank = is_launched_rank()
     if options.json is not None and (rank() == 0 or not is_rank):
-        _check_writable(options.json)
+        # Stands until the run has ended properly: a process that is killed is a script error.
+        begun = to_json(RunResult(exit="script-error"), indent=1)
+        try:
+            write_atomically(options.json, begun)
+        except OSError as error:
+            reason = f"{options.json!r} cannot be written: {error.strerror}."
+            raise ConfigError(reason) from error
     try:
         folder = shared_folder() if is_rank else tempfile.mkdtemp(prefix="stayfinite-")
     except OSError as error:
@@ -129,24 +135,16 @@ def _scene(target: Target, options: RunOptions) -> Scene:
     return Scene(target=target, options=options, plan=plan, is_rank=is_rank)
 
 
-def _check_writable(path: str) -> None:
-    # Stands until the run has ended properly: a process that is killed is a script error.
-    begun = to_json(RunResult(exit="script-error"), indent=1)
-    try:
-        write_atomically(path, begun)
-    except OSError as error:
-        raise ConfigError(f"{path!r} cannot be written: {error.strerror}.") from error
-
-
-def _heard(scene: Scene, incident: Incident) -> None:
-    if os.getpid() != scene.plan.pid:
+def _tell(scene: Scene, incident: Incident) -> None:
+    """What is said and written at once, while the script goes on or unwinds."""
+    plan, path = scene.plan, scene.options.json
+    if os.getpid() != plan.pid:
         return  # a forked child, which tells by itself
-    tell_at_once(scene, incident)
-    if scene.options.json is not None and not scene.is_rank:
-        records = load_records(scene.plan.folder)
-        so_far = merged_result(records, only_first=scene.plan.stops)
-        so_far = dataclasses.replace(so_far, exit="incident")
-        write_atomically(scene.options.json, to_json(so_far, indent=1))
+    if not plan.stops:  # else the report follows soon enough
+        say(f"{one_line(incident)}; {plan.what_follows(incident)}.")
+    if path is not None and not scene.is_rank:
+        so_far = merged_result(load_records(plan.folder), only_first=plan.stops)
+        write_atomically(path, to_json(dataclasses.replace(so_far, exit="incident"), indent=1))
 
 
 _MOST_SHOWN = 3
@@ -157,9 +155,7 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
     code = exit_code(watch, ending)
     with step_aside("the report"):
         flush()
-        records = load_records(scene.plan.folder)
-        if scene.is_rank:
-            records = records_of_ranks(scene.plan.folder)
+        records = (records_of_ranks if scene.is_rank else load_records)(scene.plan.folder)
         result = merged_result(records, only_first=scene.plan.stops)
         verdict = judge(
             records,
@@ -173,7 +169,9 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
         if failed or any(record.stopped for record in records):
             code = INCIDENT_CODE
         if not scene.is_rank or speaks_for_ranks(records, watch):
-            result = verdict.of(dataclasses.replace(result, exit=_exit_of(result, ending)))
+            exit: Exit = "script-error" if ending.code else "finite"
+            exit = "incident" if result.incidents else exit
+            result = verdict.of(dataclasses.replace(result, exit=exit))
             result = _conclude(scene, records, result)
             ended = dataclasses.replace(ending, code=code)
             for remark in result.remarks if result.incidents else ():
@@ -181,12 +179,6 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
             say(last_line(records, result, verdict, ended, scene.options.on_nan))
     leave_ranks(watch) if scene.is_rank else shutil.rmtree(scene.plan.folder, ignore_errors=True)
     return code
-
-
-def tell_at_once(scene: Scene, incident: Incident) -> None:
-    """One line while the script goes on; in stop mode the report follows soon enough."""
-    if not scene.plan.stops:
-        say(f"{one_line(incident)}; {scene.plan.what_follows(incident)}.")
 
 
 def _conclude(scene: Scene, records: list[ProcessRecord], result: RunResult) -> RunResult:
@@ -264,16 +256,10 @@ def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:
             raise error
 
 
-def _exit_of(result: RunResult, ending: Ending) -> Exit:
-    if result.incidents:
-        return "incident"
-    return "script-error" if ending.code else "finite"
-
-
 def main(*, key: str) -> None:
     """Run the target on the command line under the plan that the environment names."""
     sys.path.pop(0)  # the entry that the starting command added to find us
-    target = _target(sys.argv[1:])
+    target = Target.of(sys.argv[1:])
     plan = read_plan(os.environ.pop(VARIABLE)).with_guard(folder=target.folder)
     if key == MAIN:
         plan = dataclasses.replace(plan, pid=os.getpid(), sandbox=_held(plan, target))
@@ -308,9 +294,3 @@ def _held(plan: Plan, target: Target) -> str | None:
     except SandboxError as error:
         write_atomically(os.path.join(plan.folder, UNHELD), str(error))
         sys.exit(UNHELD_CODE)
-
-
-def _target(words: list[str]) -> Target:
-    is_module = words[0] == "-m"
-    name, *args = words[1:] if is_module else words
-    return Target(name=name, args=tuple(args), is_module=is_module)

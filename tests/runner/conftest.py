@@ -21,12 +21,15 @@ import stayfinite
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 PREFIX = b"stayfinite: "
 
-# Imports torch once, and is forked for each run. For claims about what a run says and does, not
-# about its beginning: there torch must come with the script.
+# Imports torch and most of us once, and is forked for each run. For claims about what a run says
+# and does, not about its beginning: there torch must come with the script.
 WARM = """
-import json, os, sys, tempfile
-import torch
+import gc, json, os, sys, tempfile
+import torch, torch._dynamo
+import stayfinite.cli, stayfinite.guard.replay, stayfinite.report.terminal, stayfinite.runner.run
 
+leave = os._exit  # as it is before a watch wraps it
+gc.freeze()  # nothing here belongs to a script
 for line in sys.stdin:
     job, child = json.loads(line), os.fork()
     if child == 0:
@@ -38,8 +41,11 @@ for line in sys.stdin:
         tempfile.tempdir = None
         sys.argv[1:] = job["words"]
         exec(job["first"])
-        from stayfinite.cli import main
-        main(prog_name="stayfinite")
+        try:
+            stayfinite.cli.main(prog_name="stayfinite")
+        except SystemExit as end:
+            sys.stdout.flush()
+            leave(end.code)  # to take torch apart would take longer than the run
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
@@ -89,14 +95,24 @@ class Scripts:
             [sys.executable, "-m", "stayfinite", "run", "--prove", "0", *options, *words], **how
         )
 
-    def warm(self, *words: str, options: Sequence[str] = (), first: str = "") -> Finished:
+    def warm(
+        self,
+        *words: str,
+        options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        first: str = "",
+    ) -> Finished:
         """As `watched`, in a process that has torch already; it runs the code `first`."""
         out, err = self.temporary / "out", self.temporary / "err"
         written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         job = {
             "files": [("/dev/null", os.O_RDONLY), (str(out), written), (str(err), written)],
             "folder": str(self.folder),
-            "env": {"TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1"},
+            "env": {
+                "TMPDIR": str(self.temporary),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                **(env or {}),
+            },
             "words": ["run", "--prove", "0", *options, *words],
             "first": first,
         }

@@ -19,7 +19,7 @@ from pathlib import Path
 from stayfinite.errors import ConfigError, SandboxError
 from stayfinite.records import Exit, Incident, RunResult, to_json
 from stayfinite.report.store.writer import RESULT
-from stayfinite.runner import sandbox
+from stayfinite.runner import processes, sandbox, script
 from stayfinite.runner.capsules import ORDER, run_ordered, wish_of
 from stayfinite.runner.case import UNHELD, UNHELD_CODE, Budget, Case, Stage, run_stages
 from stayfinite.runner.options import RunOptions, Scene, first_settings
@@ -33,31 +33,8 @@ from stayfinite.runner.plan import (
     read_plan,
     write_atomically,
 )
-from stayfinite.runner.processes import (
-    deaths,
-    exit_code,
-    is_launched_rank,
-    launched_ranks,
-    leave_ranks,
-    rank_key,
-    records_of_ranks,
-    shared_folder,
-    speaks_for_ranks,
-    tell_once,
-    watch_children,
-)
-from stayfinite.runner.script import (
-    INCIDENT_CODE,
-    Ending,
-    Target,
-    ending_of,
-    execute,
-    flush,
-    leave,
-    problem,
-    watch_sudden_exit,
-    watch_threads,
-)
+from stayfinite.runner.processes import exit_code, tell_once, watch_children
+from stayfinite.runner.script import INCIDENT_CODE, Ending, Target
 from stayfinite.runner.verdict import judge, last_line
 from stayfinite.runner.watcher import Watch, is_consequence, rank, run_folder
 from stayfinite.safely import beside_bars, say, step_aside
@@ -71,15 +48,15 @@ def run(target: Target, *, options: RunOptions) -> None:
 
     Raises ConfigError, before anything has run, for a target or a file that cannot be used.
     """
-    if (reason := problem(target)) is not None:
+    if (reason := script.problem(target)) is not None:
         raise ConfigError(reason)
     if _running:
         say("this script is already being watched; the inner `run` adds nothing.")
-        execute(target)
+        script.execute(target)
         return
     scene = _scene(target, options)
     _running.append(scene)
-    watch = Watch(scene.plan, key=rank_key(os.environ) if scene.is_rank else MAIN)
+    watch = Watch(scene.plan, key=processes.rank_key(os.environ) if scene.is_rank else MAIN)
     watch.listeners.append(lambda watch, incident: _tell(scene, incident))
     watch_and_leave(watch, target, finish=lambda ending: close(scene, watch, ending))
 
@@ -95,18 +72,18 @@ def watch_and_leave(watch: Watch, target: Target, *, finish: Callable[[Ending], 
 
     watch.start()
     watch_children(watch)
-    watch_threads()
-    watch_sudden_exit(finish_here)
-    ending = ending_of(
-        lambda: execute(target),
+    script.watch_threads()
+    script.watch_sudden_exit(finish_here)
+    ending = script.ending_of(
+        lambda: script.execute(target),
         is_consequence=lambda error: is_consequence(error, watch),
         crashed=watch.crashed,
     )
-    leave(ending, finish_here(ending))
+    script.leave(ending, finish_here(ending))
 
 
 def _scene(target: Target, options: RunOptions) -> Scene:
-    is_rank = is_launched_rank()
+    is_rank = processes.is_launched_rank()
     if options.json is not None and (rank() == 0 or not is_rank):
         # Stands until the run has ended properly: a process that is killed is a script error.
         begun = to_json(RunResult(exit="script-error"), indent=1)
@@ -116,7 +93,7 @@ def _scene(target: Target, options: RunOptions) -> Scene:
             reason = f"{options.json!r} cannot be written: {error.strerror}."
             raise ConfigError(reason) from error
     try:
-        folder = shared_folder() if is_rank else tempfile.mkdtemp(prefix="stayfinite-")
+        folder = processes.shared_folder() if is_rank else tempfile.mkdtemp(prefix="stayfinite-")
     except OSError as error:
         raise ConfigError(
             f"no temporary folder can be made ({error}); set TMPDIR to one that can be written."
@@ -129,7 +106,9 @@ def _scene(target: Target, options: RunOptions) -> Scene:
         ends_peers=not is_rank,
         run_dir=run_folder(options, target, started=started, meet=folder if is_rank else None),
         command=tuple(target.command),
-        capsule=wish_of(options, os.getcwd(), ranks=launched_ranks() if is_rank else None),
+        capsule=wish_of(
+            options, os.getcwd(), ranks=processes.launched_ranks() if is_rank else None
+        ),
     )
     plan.save()
     return Scene(target=target, options=options, plan=plan, is_rank=is_rank)
@@ -154,21 +133,21 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
     """Say and save what was found; the result is the exit code of the run."""
     code = exit_code(watch, ending)
     with step_aside("the report"):
-        flush()
-        records = (records_of_ranks if scene.is_rank else load_records)(scene.plan.folder)
+        script.flush()
+        records = (processes.records_of_ranks if scene.is_rank else load_records)(scene.plan.folder)
         result = merged_result(records, only_first=scene.plan.stops)
         verdict = judge(
             records,
             result,
             recovers=scene.options.on_nan == "recover",
-            deaths=deaths(),
+            deaths=processes.deaths(),
             speaker=watch.pid,
             is_last=not scene.is_rank,
         )
         failed = verdict.failure is not None and not code
         if failed or any(record.stopped for record in records):
             code = INCIDENT_CODE
-        if not scene.is_rank or speaks_for_ranks(records, watch):
+        if not scene.is_rank or processes.speaks_for_ranks(records, watch):
             exit: Exit = "script-error" if ending.code else "finite"
             exit = "incident" if result.incidents else exit
             result = verdict.of(dataclasses.replace(result, exit=exit))
@@ -177,7 +156,10 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
             for remark in result.remarks if result.incidents else ():
                 say(remark)
             say(last_line(records, result, verdict, ended, scene.options.on_nan))
-    leave_ranks(watch) if scene.is_rank else shutil.rmtree(scene.plan.folder, ignore_errors=True)
+    if scene.is_rank:
+        processes.leave_ranks(watch)
+    else:
+        shutil.rmtree(scene.plan.folder, ignore_errors=True)
     return code
 
 

@@ -160,7 +160,9 @@ class Effects:
         self.noted: list[Effect] = []
         self.made: list[str] = []
         self._on_first = on_first
-        self._temporary = _temporary_folders()
+        caches = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+        folders = [tempfile.gettempdir(), "/dev/shm", *filter(None, caches)]
+        self._temporary = tuple(sorted({os.path.realpath(folder) + os.sep for folder in folders}))
         self._keep = tuple(
             folder + os.sep
             for folder in {os.path.realpath(k) for k in keep}
@@ -171,7 +173,8 @@ class Effects:
         """Remember the effect; of the first one somebody is told at once."""
         path = effect.path
         if path is not None:
-            if path.startswith(_DEVICES) or f"{os.sep}__pycache__" in path or self._is_made(path):
+            is_made = any(path == made or path.startswith(made + os.sep) for made in self.made)
+            if is_made or path.startswith(_DEVICES) or f"{os.sep}__pycache__" in path:
                 return
             if effect.is_new and len(self.made) < _MOST_MADE:
                 self.made.append(path)
@@ -192,9 +195,6 @@ class Effects:
         """Whether the path is in a temporary folder, and not where the script lives."""
         path += os.sep  # an unnamed temporary file is opened by the name of its folder
         return path.startswith(self._temporary) and not path.startswith(self._keep)
-
-    def _is_made(self, path: str) -> bool:
-        return any(path == made or path.startswith(made + os.sep) for made in self.made)
 
 
 class Refusal:
@@ -231,12 +231,6 @@ def _is_compiling(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _temporary_folders() -> tuple[str, ...]:
-    caches = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
-    folders = [tempfile.gettempdir(), "/dev/shm", *filter(None, caches)]
-    return tuple(sorted({os.path.realpath(folder) + os.sep for folder in folders}))
 
 
 _replaced: list[Any] = []

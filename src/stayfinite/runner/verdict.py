@@ -148,18 +148,16 @@ def _what_was_checked(records: list[ProcessRecord], result: RunResult, verdict: 
 
 def _in_evaluation(records: list[ProcessRecord], *, is_finite: bool) -> list[str]:
     """Values that the script read; those of training only where no incident tells of them."""
-    read = [value for record in records for value in record.aftermath.read]
-    said = list(dict.fromkeys(_read(each) for each in read if each.in_evaluation or is_finite))
+    said: dict[str, None] = {}
+    for value in (value for record in records for value in record.aftermath.read):
+        if value.in_evaluation or is_finite:
+            what = "a loss" if value.is_loss else "a value"
+            where = "in evaluation " if value.in_evaluation else "in the script "
+            times = "" if value.times == 1 else f" {value.times} times"
+            last = f"the last time after {count(value.step, 'step')}"
+            said[f"{where}{what} was {value.nan_type.word}{times}, {last} ({_at(value)})"] = None
     more = len(said) - _MOST
-    return said[:_MOST] + ([f"{count(more, 'more line')} like it"] if more > 0 else [])
-
-
-def _read(value: ReadValue) -> str:
-    what = "a loss" if value.is_loss else "a value"
-    where = "in evaluation " if value.in_evaluation else "in the script "
-    times = "" if value.times == 1 else f" {value.times} times"
-    last = f"the last time after {count(value.step, 'step')}"
-    return f"{where}{what} was {value.nan_type.word}{times}, {last} ({_at(value)})"
+    return [*list(said)[:_MOST], *([f"{count(more, 'more line')} like it"] if more > 0 else [])]
 
 
 def _at(value: ReadValue) -> str:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -252,11 +252,16 @@ class IncidentReporter:
         self._numbers: Attachment | None = None
 
     def attach(self) -> Callable[[], None]:
-        with _no_collection():
+        was_on = gc.isenabled()
+        gc.disable()  # what is imported here stays: no need to walk torch's objects for it
+        try:
             from stayfinite.guard import Guard
 
             guard = Guard(self._watch.plan.guard, on_incident=self._tell)
             post = open_post(self._watch, guard)
+        finally:
+            if was_on:
+                gc.enable()
         self._record(guard)
         if self._watch.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
             self._watch_numbers(guard)
@@ -311,7 +316,11 @@ class IncidentReporter:
         is_heard = post is not None and not watch.is_muted
         if post is not None and is_heard and watch.plan.repeat is None:
             with step_aside("looking at the end"):
-                post.guard.end(_modules_left())
+                from torch import nn
+
+                # The modules in the script's own variables; those in functions are gone.
+                left = dict(vars(sys.modules["__main__"]))
+                post.guard.end({k: v for k, v in left.items() if issubclass(type(v), nn.Module)})
                 read = () if self._read is None else self._read.told()
                 watch.aftermath = dataclasses.replace(post.guard.aftermath(), read=read)
         with step_aside("closing the guard"):
@@ -343,26 +352,6 @@ def open_post(watch: Watch, guard: Guard) -> Post:
     guard.on_begin = watch.begin_training
     watch.post = Post(guard, attach)
     return watch.post
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """What is imported here stays: torch's objects need not be walked once more for it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _modules_left() -> dict[str, Any]:
-    """The modules in the script's own variables, by name; those in functions are gone."""
-    from torch import nn
-
-    left = dict(vars(sys.modules["__main__"]))
-    return {name: value for name, value in left.items() if issubclass(type(value), nn.Module)}
 
 
 def rank() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,6 +17,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # for case_ru
 from case_runs import Finished, run_watched
 
 Watched = Callable[[Path], Finished]
+
+
+def pytest_collection_finish() -> None:
+    """A test process has a million objects of frameworks and collected tests.
+
+    Incidents and `check_data` look through the living objects, so these are put out of their sight.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

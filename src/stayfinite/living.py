@@ -10,6 +10,7 @@ from itertools import compress
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 # Wrappers that put a prefix of their own before the user's names.
 _WRAPPERS = {
@@ -20,7 +21,9 @@ _WRAPPERS = {
 }
 
 T = TypeVar("T")
-_KEPT: ContextVar[list[nn.Module] | None] = ContextVar("stayfinite_modules", default=None)
+_FOUND: ContextVar[dict[type, list[Any]] | None] = ContextVar("stayfinite_living", default=None)
+_ASKED_FOR = (nn.Module, Optimizer)
+"""What an incident asks for: found together in its first look."""
 
 
 class Names:
@@ -29,7 +32,7 @@ class Names:
     def __init__(self) -> None:
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         self._holders: dict[int, tuple[nn.Module, str]] = {}
-        for module in _living_modules():
+        for module in living(nn.Module):
             for name, child in _children(module, "_modules"):
                 self._owners.setdefault(id(child), []).append((module, name))
             for kind in ("_parameters", "_buffers"):
@@ -69,29 +72,28 @@ class Names:
 
 @contextlib.contextmanager
 def one_look() -> Iterator[None]:
-    """A block, such as one incident, in which the living modules are looked for only once."""
-    token = None if _KEPT.get() is not None else _KEPT.set([])
+    """A block, such as one incident, in which all objects are looked through only once."""
+    token = None if _FOUND.get() is not None else _FOUND.set({})
     try:
         yield
     finally:
         if token is not None:
-            _KEPT.reset(token)
-
-
-def _living_modules() -> list[nn.Module]:
-    kept = _KEPT.get()
-    if kept:
-        return kept
-    found = living(nn.Module)
-    if kept is not None:
-        kept += found
-    return found
+            _FOUND.reset(token)
 
 
 def living(base: type[T]) -> list[T]:
     """All objects of this class, or of one derived from it, that the garbage collector tracks."""
-    kinds: set[type] = {base}
-    todo: list[type] = [base]
+    found = _FOUND.get()
+    if found is None:
+        return _found([base])[base]
+    if base not in found:
+        found |= _found([base] if found else [*_ASKED_FOR, base])
+    return list(found[base])
+
+
+def _found(bases: Iterable[type]) -> dict[type, list[Any]]:
+    kinds: set[type] = set(bases)
+    todo = list(kinds)
     while todo:
         new: set[type] = set(type.__subclasses__(todo.pop())) - kinds
         kinds |= new
@@ -99,7 +101,8 @@ def living(base: type[T]) -> list[T]:
     # There are hundreds of thousands of objects, so none of them is looked at by a line of Python;
     # isinstance would also wake up proxies and lazy objects.
     things = gc.get_objects()
-    return list(compress(things, map(kinds.__contains__, map(type, things))))
+    ours = list(compress(things, map(kinds.__contains__, map(type, things))))
+    return {base: [thing for thing in ours if issubclass(type(thing), base)] for base in bases}
 
 
 def _children(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
@@ -111,7 +114,7 @@ def running_statistics() -> list[Tensor]:
     """The running statistics (BatchNorm's) of all living modules."""
     return [
         tensor
-        for module in _living_modules()
+        for module in living(nn.Module)
         for name, tensor in _children(module, "_buffers")
         if name.startswith("running_")
     ]

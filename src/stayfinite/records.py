@@ -205,6 +205,13 @@ class Incident:
     diagnosis: Diagnosis | None = None
     outcome: Outcome | None = None
 
+    @property
+    def fingerprint(self) -> tuple[str | None, str | None, int | None]:
+        """Cause, file and line: two incidents that have the same ones are the same bug."""
+        cause = self.diagnosis.cause if self.diagnosis is not None else None
+        file, line = (self.origin.file, self.origin.line) if self.origin else (None, None)
+        return cause, file, line
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadValue:

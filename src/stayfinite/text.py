@@ -14,7 +14,6 @@ from stayfinite.records import (
     NaNReport,
     NaNType,
     Origin,
-    RunResult,
     TensorSummary,
 )
 
@@ -73,6 +72,39 @@ def moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
+def count(number: int, noun: str) -> str:
+    """The number with its noun: "1 step", "12 steps", "2 losses"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def source_line(origin: Origin | None) -> str:
+    """File and line as an editor takes them, `train.py:46`; empty where they are not known."""
+    return f"{origin.file}:{origin.line}" if origin is not None and origin.file else ""
+
+
+def one_line(incident: Incident) -> str:
+    """The incident in one line: which step and rank, what was seen, and where if that is known."""
+    is_one_of_many = incident.rank > 0 or (incident.rank == 0 and incident.world > 1)
+    rank = f", rank {incident.rank}" if is_one_of_many else ""
+    seen = ", ".join(f"{r.location} is {r.nan_type.word}" for r in incident.reports[:1])
+    others = len(incident.reports) - 1
+    are = "is" if others == 1 else "are"
+    more = f" and {count(others, 'more tensor')} {are} not finite" if others > 0 else ""
+    place = source_line(incident.origin)
+    at = f", at {place}" if place else ""
+    return f"step {incident.step}{rank}: {seen or 'a value is not finite'}{more}{at}"
+
+
+def what_was_done(incident: Incident) -> str:
+    """The outcome in a few words."""
+    outcome = incident.outcome
+    if outcome is None:
+        return "nothing was done"
+    strategy = "" if outcome.strategy == "none" else outcome.strategy
+    return ": ".join(filter(None, (strategy, outcome.detail))) or "nothing was done"
+
+
 def headline(incident: Incident) -> str:
     """What went bad, when, and where it was noticed."""
     seen = f" in {noticed(incident)}" if any(each.has_nan for each in incident.reports) else ""
@@ -116,27 +148,17 @@ def spot(origin: Origin | None) -> str:
     """File, line and column, function and module, as far as each is known."""
     if origin is None:
         return "where it was born is not known"
-    where = _position(origin) or f"{PLACES[origin.phase]} (no source line)"
-    return where + _function(origin) + _module(origin)
-
-
-def _position(origin: Origin) -> str:
-    if origin.file is None:
-        return ""
-    line = "" if origin.line is None else f":{origin.line}"
-    column = f":{origin.columns[0] + 1}" if line and origin.columns else ""
-    return plain(origin.file) + line + column
-
-
-def _function(origin: Origin) -> str:
-    return f", in {plain(origin.function)}" if origin.function else ""
-
-
-def _module(origin: Origin) -> str:
-    root = plain(origin.root or "")
-    if origin.module:
-        return f", module {plain(origin.module)}" + (f" of {root}" if root else "")
-    return f", module {root}" if origin.module is not None and root else ""
+    where = plain(origin.file or "")
+    if origin.file is not None and origin.line is not None:
+        where += f":{origin.line}" + (f":{origin.columns[0] + 1}" if origin.columns else "")
+    where = where or f"{PLACES[origin.phase]} (no source line)"
+    function = f", in {plain(origin.function)}" if origin.function else ""
+    module, root = plain(origin.module or ""), plain(origin.root or "")
+    if module and root:
+        module += f" of {root}"
+    elif origin.module is not None:  # "" is the root itself
+        module = module or root
+    return where + function + (f", module {module}" if module else "")
 
 
 def made_kind(incident: Incident) -> str:
@@ -151,34 +173,31 @@ def made_kind(incident: Incident) -> str:
 def birth(incident: Incident, origin: Origin) -> str:
     """What happened on the guilty line, for the place under it."""
     kind, op = made_kind(incident), short_op(origin.op)
-    made = _made(op, kind, "" if origin.exact else "probably ")
+    adverb = "" if origin.exact else "probably "
+    if op:
+        made = f"{op} {adverb}made {kind}"
+    else:
+        made = f"{kind} {adverb}made" if adverb else f"{kind} found"
     if origin.phase == "backward":
-        return f"{made} in the backward pass of {_forward_op(origin)}"
+        # `SqrtBackward0` is spoken of as `sqrt`.
+        node = re.sub(r"Backward\d*$", "", plain(origin.node or ""))
+        forward = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node).lower() or "this line"
+        return f"{made} in the backward pass of {forward}"
     if origin.phase in ("forward", "distributed"):
-        return f"{made} here{_from(origin.inputs)}"
+        is_born = origin.inputs and not any(each.bad_count for each in origin.inputs)
+        return f"{made} here" + (" from finite inputs" if is_born else "")
     return f"{made} {PLACES[origin.phase]}"
 
 
-def _made(op: str, kind: str, adverb: str) -> str:
-    if op:
-        return f"{op} {adverb}made {kind}"
-    return f"{kind} {adverb}made" if adverb else f"{kind} found"
-
-
-def _from(inputs: tuple[TensorSummary, ...]) -> str:
-    return " from finite inputs" if inputs and not any(each.bad_count for each in inputs) else ""
-
-
-def _forward_op(origin: Origin) -> str:
-    """`SqrtBackward0` is spoken of as `sqrt`."""
-    name = re.sub(r"Backward\d*$", "", plain(origin.node or ""))
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() or "this line"
-
-
 def short_op(op: str | None) -> str:
-    """`aten.log.default` is spoken of as `log`."""
+    """`aten.log_.default` is spoken of as `log_`."""
     parts = plain(op or "").split(".")
     return parts[1] if len(parts) == 3 else parts[-1]
+
+
+def bare_name(op: str | None) -> str:
+    """The function that an operator computes: `log` of `aten.log_.default`."""
+    return short_op(op).removeprefix("_foreach_").strip("_")
 
 
 def full_op(origin: Origin) -> str:
@@ -187,70 +206,35 @@ def full_op(origin: Origin) -> str:
     return ", ".join(filter(None, (plain(origin.op or ""), node)))
 
 
-def way(incident: Incident, *, keep: int = 4) -> str:
+def way(incident: Incident) -> str:
     """The way from birth to what was noticed: first, conversions, last; the rest counted."""
     hops = incident.origin.lineage if incident.origin else ()
     if not hops:
         return ""
+    turns = [at for at, hop in enumerate(hops) if hop.kind == "conversion"][:2]
     steps = [hop_words(hops[0], first=True)]
-    for before, at in _gaps(_milestones(hops, keep)):
+    for before, at in itertools.pairwise(sorted({0, len(hops) - 1, *turns})):
         steps += [count(at - before - 1, "more op")] if at - before > 1 else []
         steps.append(hop_words(hops[at]))
     return " -> ".join([*steps, f"reached {noticed(incident)}"])
 
 
-def _gaps(indices: list[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(indices))
-
-
-def _milestones(hops: tuple[Hop, ...], keep: int) -> list[int]:
-    turns = [i for i, hop in enumerate(hops) if hop.kind == "conversion"][: max(keep - 2, 0)]
-    return sorted({0, len(hops) - 1, *turns})
-
-
 def hop_words(hop: Hop, *, first: bool = False) -> str:
     """`-Inf born at train.py:46 (log)`, `became NaN at ...`, `still NaN at ...`."""
-    kind, where = KINDS[hop.nan_type], hop_place(hop)
+    kind, where = KINDS[hop.nan_type], hop_line(hop) or "no line"
+    said = [short_op(hop.op)] if hop.op else []
+    said += [hop.phase] if hop.phase != "forward" else []
+    where += f" ({', '.join(said)})" if said else ""
     if first:
         verb = {"birth": "born", "foreign": "came in"}.get(hop.kind, "began")
         return f"{kind} {verb} at {where}"
     return f"{'became' if hop.kind == 'conversion' else 'still'} {kind} at {where}"
 
 
-def hop_place(hop: Hop) -> str:
-    """`train.py:46 (log)`, with the pass named where it is not the forward."""
-    where = plain(hop.file).replace("\\", "/").rsplit("/", 1)[-1] if hop.file else "no line"
-    line = f":{hop.line}" if hop.file and hop.line is not None else ""
-    said = [short_op(hop.op)] if hop.op else []
-    said += [hop.phase] if hop.phase != "forward" else []
-    return f"{where}{line} ({', '.join(said)})" if said else f"{where}{line}"
-
-
-def closing_line(result: RunResult) -> str:
-    """The one line at the end of a run: how much was checked, and what was seen."""
-    return f"stayfinite: {_checked(result)}{_verdict(result)}{_scaler(result)}{_ending(result)}"
-
-
-def _checked(result: RunResult) -> str:
-    return f"{count(result.steps, 'step')} checked" if result.steps else "no training step seen"
-
-
-def _verdict(result: RunResult) -> str:
-    if not result.incidents:
-        return ", all finite" if result.steps else ""
-    first = result.incidents[0]
-    cause = f": {plain(first.diagnosis.cause)}" if first.diagnosis else ""
-    when = "at" if len(result.incidents) == 1 else "the first at"
-    return f", {count(len(result.incidents), 'incident')} ({when} step {first.step}{cause})"
-
-
-def _scaler(result: RunResult) -> str:
-    skipped = result.skipped_by_scaler
-    return f"; {count(skipped, 'step')} skipped by the loss scaler" if skipped else ""
-
-
-def _ending(result: RunResult) -> str:
-    return "; the script ended with an error of its own" if result.exit == "script-error" else ""
+def hop_line(hop: Hop) -> str:
+    """`train.py:46` without the folders; empty where the line is not known."""
+    name = plain(hop.file or "").replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{name}:{hop.line}" if name and hop.line is not None else name
 
 
 Column = Callable[[TensorSummary], str]
@@ -302,43 +286,9 @@ FULL: dict[str, Column] = {
 }
 
 
-def count(number: int, noun: str) -> str:
-    """The number with its noun: "1 step", "12 steps"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def in_words(names: list[str]) -> str:
     """ "3", "3 and 5", "3, 5 and 8"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def one_line(incident: Incident) -> str:
-    """The incident in one line: which step and rank, what was seen, and where if that is known."""
-    is_one_of_many = incident.rank > 0 or (incident.rank == 0 and incident.world > 1)
-    rank = f", rank {incident.rank}" if is_one_of_many else ""
-    seen = ", ".join(f"{r.location} is {r.nan_type.word}" for r in incident.reports[:1])
-    others = len(incident.reports) - 1
-    are = "is" if others == 1 else "are"
-    more = f" and {count(others, 'more tensor')} {are} not finite" if others > 0 else ""
-    origin = incident.origin
-    place = f", at {origin.file}:{origin.line}" if origin and origin.file else ""
-    return f"step {incident.step}{rank}: {seen or 'a value is not finite'}{more}{place}"
-
-
-def what_was_done(incident: Incident) -> str:
-    """The outcome in a few words."""
-    outcome = incident.outcome
-    if outcome is None:
-        return "nothing was done"
-    strategy = "" if outcome.strategy == "none" else outcome.strategy
-    return ": ".join(filter(None, (strategy, outcome.detail))) or "nothing was done"
-
-
-def bare_name(op: str) -> str:
-    """ "log" of "aten.log_.default"."""
-    parts = op.split(".")
-    name = parts[1] if len(parts) > 1 else parts[0]
-    return name.removeprefix("_foreach_").rstrip("_").lstrip("_")
 
 
 def node_name(node: str | None) -> str:

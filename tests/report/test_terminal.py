@@ -18,11 +18,10 @@ from stayfinite.records import (
     NaNReport,
     NaNType,
     Origin,
-    RunResult,
     TensorSummary,
 )
 from stayfinite.report.terminal import render, show
-from stayfinite.text import closing_line, headline, infinities
+from stayfinite.text import headline, infinities
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("forward", "backward", "data", "optimizer", "unknown")
@@ -314,27 +313,3 @@ def test_the_smallest_incident_has_a_report(folder: Path) -> None:
     assert text.startswith("error: NaN at step 0")
     assert "not known" in text
     assert text_of(Incident(step=0, origin=Origin(phase="init")), folder)
-
-
-@pytest.mark.parametrize(
-    ("result", "line"),
-    [
-        (RunResult(steps=60), "stayfinite: 60 steps checked, all finite"),
-        (RunResult(steps=1), "stayfinite: 1 step checked, all finite"),
-        (
-            RunResult(steps=60, skipped_by_scaler=2),
-            "stayfinite: 60 steps checked, all finite; 2 steps skipped by the loss scaler",
-        ),
-        (RunResult(), "stayfinite: no training step seen"),
-        (
-            RunResult(steps=4, exit="script-error"),
-            "stayfinite: 4 steps checked, all finite; the script ended with an error of its own",
-        ),
-        (
-            RunResult(steps=4, exit="incident", incidents=(Incident(step=3),)),
-            "stayfinite: 4 steps checked, 1 incident (at step 3)",
-        ),
-    ],
-)
-def test_closing_line(result: RunResult, line: str) -> None:
-    assert closing_line(result) == line

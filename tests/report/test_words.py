@@ -12,7 +12,6 @@ from recorded_runs import record
 
 from stayfinite.amp.loop import incident_line
 from stayfinite.capsule.reproduces import compared
-from stayfinite.causes import CAUSES
 from stayfinite.explain.rules import named_evidence
 from stayfinite.integrations.webhook import _slack
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType, Origin
@@ -47,7 +46,7 @@ def log(incident: Incident, folder: Path) -> str:
 
 @recorded
 def page(run: Path) -> str:
-    return page_of(read_run(run), causes=CAUSES, advice=[], with_source=True)
+    return page_of(read_run(run), advice=[], with_source=True)
 
 
 @recorded

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import stayfinite
+from forks import SOURCE, Fork
 
-SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 HEAD = """
 import json, sys, torch, torch.distributed as dist
 from stayfinite.distributed import agree, rank, world_size
@@ -28,16 +25,11 @@ def answers(folder: Path, body: str, *, world: int = 2, how: str = '"gloo"') -> 
     """What each process has put into `said`; it finds its rank in `me`."""
     script = folder / "rank.py"
     script.write_text(HEAD.format(how=how) + body + TAIL)
-    command = [sys.executable, str(script), str(folder)]
     environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([*command, str(me), str(world)], env=environment, stderr=subprocess.PIPE)
+    forks = [
+        Fork([str(script), str(folder), str(me), str(world)], env=environment, cwd=folder)
         for me in range(world)
     ]
-    try:
-        errors = [process.communicate(timeout=240)[1].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * world, "\n".join(errors)
+    codes = [fork.wait(timeout=240) for fork in forks]
+    assert codes == [0] * world, "\n".join(fork.output for fork in forks)
     return [json.loads((folder / f"{me}.json").read_text()) for me in range(world)]

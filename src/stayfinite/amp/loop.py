@@ -24,6 +24,7 @@ from stayfinite.detect.detector import bad_reports, report_on
 from stayfinite.errors import ConfigError, InputError, TrainingAbortedError
 from stayfinite.nested import named_tensors
 from stayfinite.records import Incident, NaNReport
+from stayfinite.text import one_line, what_was_done
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -442,15 +443,10 @@ def log_line(event: LogEvent) -> str:
 
 def incident_line(incident: Incident) -> str:
     """The incident in one line: what, where, why, and what was done."""
-    first = incident.reports[0] if incident.reports else None
-    what = f"{first.location} is {first.nan_type.word}" if first else "a value is not finite"
-    others = len(incident.reports) - 1
-    more = f" and {others} more tensor{'s' * (others > 1)}" if others > 0 else ""
-    origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome
-    where = f", from {origin.file}:{origin.line}" if origin and origin.file else ""
+    diagnosis = incident.diagnosis
     why = f". {diagnosis.cause}: {diagnosis.why} {diagnosis.fix}" if diagnosis else "."
-    did = f" Done: {outcome.strategy}: {outcome.detail}." if outcome else ""
-    return f"step {incident.step}: {what}{more}{where}{why}{did}"
+    did = f" Done: {what_was_done(incident)}." if incident.outcome else ""
+    return f"{one_line(incident)}{why}{did}"
 
 
 def with_terms(

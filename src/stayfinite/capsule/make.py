@@ -20,7 +20,6 @@ from torch import Tensor
 
 from stayfinite.capsule import limits
 from stayfinite.capsule.contents import Birth, Capsule, Operation, SourceFile, State, is_safe
-from stayfinite.causes import CAUSES
 from stayfinite.checkpoint.checks import judge
 from stayfinite.checkpoint.format import bytes_of, digest
 from stayfinite.checkpoint.modules import Members, Placing, canonical
@@ -109,7 +108,7 @@ def told(incident: Incident, *, with_source: bool) -> Incident:
     """The incident as the capsule tells it: without source it quotes no line, but says which."""
     if with_source or incident.origin is None:
         return incident
-    origin, quiet = incident.origin, without_source(incident, CAUSES)
+    origin, quiet = incident.origin, without_source(incident)
     assert quiet.origin is not None
     known = replace(quiet.origin, file=origin.file, line=origin.line, end_line=origin.end_line)
     return replace(quiet, origin=known)

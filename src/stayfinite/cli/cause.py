@@ -6,15 +6,11 @@ import difflib
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 import stayfinite
 from stayfinite.cli._common import Refused
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 INSTALLED = "cause_pages"  # where pyproject.toml puts docs/causes into a wheel
 _TO_ANOTHER_PAGE = re.compile(r"\[([^]]+)\]\((?!https?:)[^)]*\)")
@@ -43,16 +39,12 @@ def command(name: str | None) -> None:
 
 def page_of(slug: str) -> str:
     """The page of a cause as Markdown, from the installed package or from the source."""
-    for folder in _folders():
+    source = Path(stayfinite.__file__).resolve().parents[2] / "docs" / "causes"
+    for folder in (files("stayfinite") / INSTALLED, source):
         page = folder / f"{slug}.md"
         if page.is_file():
             return _TO_ANOTHER_PAGE.sub(r"\1", page.read_text(encoding="utf-8"))
     raise Refused("the pages of the causes are not installed; install stayfinite again.")
-
-
-def _folders() -> tuple[Traversable, ...]:
-    source = Path(stayfinite.__file__).resolve().parents[2]
-    return files("stayfinite") / INSTALLED, source / "docs" / "causes"
 
 
 def _show(text: str) -> None:

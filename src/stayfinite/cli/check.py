@@ -7,16 +7,15 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stayfinite.cli._common import Refused, model_from, options_of
+from stayfinite.cli._common import PATH, Refused, made_by, refusing
+from stayfinite.text import count
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from stayfinite.checkpoint.inspect import Check
@@ -25,24 +24,12 @@ GOOD, PROBLEMS, UNREADABLE = 0, 1, 2
 _SHOWN = 50
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """What `check` can be told."""
-
-    model: str | None = field(
-        default=None,
-        metadata={"help": "module:factory that gives the model which the checkpoint must fit."},
-    )
-    against: str | None = field(
-        default=None, metadata={"help": "Another checkpoint that it is compared with."}
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON instead of a table."})
-
-
 @click.command("check")
-@options_of(CheckOptions)
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-def command(checkpoint: Path, **options: Any) -> None:
+@click.option("--model", help="module:factory that gives the model which the checkpoint must fit.")
+@click.option("--against", help="Another checkpoint that it is compared with.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.argument("checkpoint", type=PATH)
+def command(checkpoint: Path, model: str | None, against: str | None, as_json: bool) -> None:
     """Check a checkpoint: checksums, non-finite values, learning rates, and whether it fits.
 
     CHECKPOINT is a file of save_checkpoint, torch.save, Lightning or safetensors, an index of
@@ -50,14 +37,21 @@ def command(checkpoint: Path, **options: Any) -> None:
     files: then each is checked. The exit code is 0 when it is good, 1 when problems were found,
     and 2 when it cannot be read; of several, that of the worst.
     """
-    chosen = CheckOptions(**options)
-    inside = _checkpoints_inside(checkpoint)
-    if inside and chosen.against is not None:
+    from stayfinite.checkpoint.folder import checkpoints_in, is_checkpoint_folder
+
+    inside = []
+    with refusing(doing="read", file=checkpoint):
+        if checkpoint.is_dir() and not is_checkpoint_folder(checkpoint):
+            inside = checkpoints_in(checkpoint)  # oldest first
+    if inside and against is not None:
         raise Refused(f"--against compares one checkpoint, and {checkpoint} has {len(inside)}.")
-    results = [_checked(path, chosen) for path in inside or [checkpoint]]
-    if chosen.json:
-        data = folder_data(checkpoint, results) if inside else as_data(results[0])
-        click.echo(json.dumps(data, indent=1))
+    other = None if against is None else Path(against)
+    results = [_check(path, model, other) for path in inside or [checkpoint]]
+    if as_json:
+        each = [_data_of(result) for result in results]
+        is_good = all(result.is_good for result in results)
+        folder = {"schema": 1, "path": str(checkpoint), "good": is_good, "checkpoints": each}
+        click.echo(json.dumps(folder if inside else each[0], indent=1))
     elif inside:
         _show_folder(checkpoint, results)
     else:
@@ -71,21 +65,13 @@ def _exit_code(result: Check) -> int:
     return PROBLEMS if result.is_readable else UNREADABLE
 
 
-def _checkpoints_inside(place: Path) -> list[Path]:
-    """Those of a folder that is none itself, oldest first."""
-    from stayfinite.checkpoint.folder import checkpoints_in, is_checkpoint_folder
-
-    try:
-        return checkpoints_in(place) if place.is_dir() and not is_checkpoint_folder(place) else []
-    except OSError as error:
-        raise Refused(f"{place} cannot be read: {error.strerror}.") from error
-
-
-def _checked(checkpoint: Path, options: CheckOptions) -> Check:
+def _check(checkpoint: Path, name: str | None, against: Path | None) -> Check:
     from stayfinite.checkpoint.inspect import check, size_on_disk
 
-    model = None if options.model is None else model_from(options.model)
-    against = None if options.against is None else Path(options.against)
+    model = None if name is None else made_by(name)
+    if model is not None and not hasattr(model, "named_modules"):
+        kind = type(model).__name__
+        raise Refused(f"--model {name} gave a {kind}; it must give a torch.nn.Module.")
     size = size_on_disk(checkpoint) + (size_on_disk(against) if against else 0)
     with _progress(checkpoint, size) as progress:
         return check(checkpoint, model=model, against=against, progress=progress)
@@ -106,7 +92,7 @@ def _progress(checkpoint: Path, size: int) -> Iterator[Any]:
         yield lambda count: bar.advance(task, count)
 
 
-def as_data(result: Check) -> dict[str, Any]:
+def _data_of(result: Check) -> dict[str, Any]:
     """The result as JSON values."""
     comparison = result.comparison
     return {
@@ -123,20 +109,11 @@ def as_data(result: Check) -> dict[str, Any]:
     }
 
 
-def folder_data(folder: Path, results: list[Check]) -> dict[str, Any]:
-    """The results of a folder as JSON values."""
-    return {
-        "schema": 1,
-        "path": str(folder),
-        "good": all(result.is_good for result in results),
-        "checkpoints": [as_data(result) for result in results],
-    }
-
-
 def _show_folder(folder: Path, results: list[Check]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     table = Table("", "checkpoint", "step", "problems", header_style="bold")
@@ -144,7 +121,7 @@ def _show_folder(folder: Path, results: list[Check]) -> None:
     for result in results:
         mark = "[green]good[/]" if result.is_good else "[red]bad[/]"
         step = "" if result.step is None else str(result.step)
-        table.add_row(mark, _plain(result.path.name), step, _plain(_first_problem(result)))
+        table.add_row(mark, Text(result.path.name), step, Text(_first_problem(result)))
     console.print(table)
     good = [result.path for result in results if result.is_good]
     newest = f"; the newest good one is {escape(str(good[-1]))}" if good else ""
@@ -172,10 +149,14 @@ def _show(result: Check) -> None:
         console.print(_problems(result))
     errors = sum(problem.is_error for problem in result.problems)
     warnings = len(result.problems) - errors
-    verdict = "[green]good[/]" if result.is_good else f"[red]{_count(errors, 'problem')}[/]"
-    noted = f", {_count(warnings, 'warning')}" if warnings else ""
-    console.print(f"{verdict}{noted}  {escape(_described(result))}", soft_wrap=True)
-    _show_comparison(result, console)
+    verdict = "[green]good[/]" if result.is_good else f"[red]{count(errors, 'problem')}[/]"
+    noted = f", {count(warnings, 'warning')}" if warnings else ""
+    step = "" if result.step is None else f", step {result.step}"
+    described = escape(f"{result.path}: {result.layout}{step}")
+    console.print(f"{verdict}{noted}  {described}", soft_wrap=True)
+    if result.comparison is not None:
+        same, changed = result.comparison.same, len(result.comparison.changed)
+        console.print(f"against the other one: {same:,} the same to the byte, {changed:,} changed")
 
 
 def _parts(result: Check) -> Table:
@@ -192,34 +173,14 @@ def _parts(result: Check) -> Table:
 
 def _problems(result: Check) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("", header_style="bold")
     for name in ("where", "problem"):
         table.add_column(name, overflow="fold")
     for problem in result.problems[:_SHOWN]:
         mark = "[red]error[/]" if problem.is_error else "[yellow]warning[/]"
-        table.add_row(mark, _plain(problem.key), _plain(problem.message))
+        table.add_row(mark, Text(problem.key), Text(problem.message))
     if len(result.problems) > _SHOWN:
         table.add_row("", "", f"and {len(result.problems) - _SHOWN} more; --json has all of them")
     return table
-
-
-def _plain(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)
-
-
-def _described(result: Check) -> str:
-    step = "" if result.step is None else f", step {result.step}"
-    return f"{result.path}: {result.layout}{step}"
-
-
-def _count(number: int, of: str) -> str:
-    return f"{number:,} {of}" if number == 1 else f"{number:,} {of}s"
-
-
-def _show_comparison(result: Check, console: Console) -> None:
-    if result.comparison is not None:
-        same, changed = result.comparison.same, len(result.comparison.changed)
-        console.print(f"against the other one: {same:,} the same to the byte, {changed:,} changed")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._common import run_at
+from stayfinite.cli._common import PATH, json_option, run_at
+from stayfinite.records import to_json
 
 
 @click.command("compare")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
+@json_option
+@click.argument("before", type=PATH)
+@click.argument("after", type=PATH)
 def command(before: Path, after: Path, as_json: bool) -> None:
     """Compare two recorded runs, such as one before and one after a fix.
 
@@ -20,7 +21,6 @@ def command(before: Path, after: Path, as_json: bool) -> None:
     prints them. Shows bad and skipped steps, gradient norms, losses and speed of both, and what is
     different in options, versions and code.
     """
-    from stayfinite.records import to_json
     from stayfinite.report.run_summary import compare
 
     found = compare(run_at(before), run_at(after))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stayfinite.cli._common import Refused, run_at
+from stayfinite.cli._common import Refused, refusing, run_argument, run_at
 from stayfinite.errors import PatchError
+from stayfinite.text import plain, source_line, visible
 
 if TYPE_CHECKING:
     from stayfinite.records import Diagnosis, Incident
@@ -20,7 +21,7 @@ _VERIFIED = "With this change"
 @click.command("fix")
 @click.option("--write", is_flag=True, help="Change the file, after asking; the old one is kept.")
 @click.option("--yes", is_flag=True, help="With --write: do not ask.")
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@run_argument
 def command(run: Path | None, write: bool, yes: bool) -> None:
     """Show the change of the source that was tried and seen to cure a run, or write it.
 
@@ -33,12 +34,10 @@ def command(run: Path | None, write: bool, yes: bool) -> None:
         click.echo(f"\nTo make this change: stayfinite fix --write {found.path}")
         return
     try:
-        _write(found, patch, ask=not yes)
+        with refusing(doing="changed"):
+            _write(found, patch, ask=not yes)
     except PatchError as error:
         raise Refused(f"nothing was changed: {error}") from error
-    except OSError as error:
-        what = error.filename or "the file"
-        raise Refused(f"{what} cannot be changed: {error.strerror}.") from error
 
 
 def _patched(run: Run) -> tuple[Incident, Diagnosis, str]:
@@ -46,14 +45,8 @@ def _patched(run: Run) -> tuple[Incident, Diagnosis, str]:
     for incident in run.incidents:
         if incident.diagnosis is not None and incident.diagnosis.patch:
             return incident, incident.diagnosis, incident.diagnosis.patch
-    raise Refused(_why_none(run))
-
-
-def _why_none(run: Run) -> str:
-    from stayfinite.text import plain
-
     if not run.incidents:
-        return f"{run.path} has no incident, so there is nothing to fix (it is {run.exit})."
+        raise Refused(f"{run.path} has no incident, so there is nothing to fix (it is {run.exit}).")
     first = run.incidents[0]
     if run.result is None:
         why = f"{run.path} has no result.json, which `stayfinite run` writes at its end"
@@ -62,30 +55,25 @@ def _why_none(run: Run) -> str:
     else:
         why = "no change of the source was tried and seen to hold"
     words = f" In words: {plain(first.diagnosis.fix)}" if first.diagnosis else ""
-    return f"there is no patch: {why}.{words}"
+    raise Refused(f"there is no patch: {why}.{words}")
 
 
 def _show(incident: Incident, diagnosis: Diagnosis, patch: str) -> None:
     from rich.text import Text
 
     from stayfinite.report.run_tables import console
-    from stayfinite.text import plain, visible
 
-    origin = incident.origin
-    place = f"{origin.file}:{origin.line}, " if origin is not None and origin.file else ""
-    shown = Text(plain(f"{place}step {incident.step}: {diagnosis.cause}") + "\n\n")
+    place = source_line(incident.origin)
+    where = f"{place}, step {incident.step}" if place else f"step {incident.step}"
+    shown = Text(plain(f"{where}: {diagnosis.cause}") + "\n\n")
+    styles = {"+": "green", "-": "red", "@": "cyan"}
     for line in patch.rstrip("\n").split("\n"):
-        shown.append("".join(map(visible, line)) + "\n", style=_style(line))
+        style = "bold" if line.startswith(("--- ", "+++ ")) else styles.get(line[:1], "")
+        shown.append("".join(map(visible, line)) + "\n", style=style)
     proof = [text for text in diagnosis.evidence if text.startswith(_VERIFIED)]
     for text in proof or diagnosis.evidence:
         shown.append(f"\n{plain(text)}")
     console().print(shown, soft_wrap=True)
-
-
-def _style(line: str) -> str:
-    if line.startswith(("--- ", "+++ ")):
-        return "bold"
-    return {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
 
 
 def _write(run: Run, patch: str, *, ask: bool) -> None:
@@ -94,7 +82,11 @@ def _write(run: Run, patch: str, *, ask: bool) -> None:
 
     diff = parse(patch)
     path = _inside(run, diff.name)
-    text = apply(diff, _text(path))
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = apply(diff, file.read())
+    except UnicodeDecodeError as error:
+        raise PatchError(f"{path} is not UTF-8.") from error
     if ask and not click.confirm(f"\nChange {path}?"):
         click.echo("Nothing was changed.")
         return
@@ -113,11 +105,3 @@ def _inside(run: Run, name: str) -> Path:
     if not path.is_file():
         raise PatchError(f"{path} is not there, or is no file.")
     return path
-
-
-def _text(path: Path) -> str:
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise PatchError(f"{path} is not UTF-8.") from error

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import click
 
+from stayfinite.cli._common import PATH, refusing
+from stayfinite.errors import RecordError
+from stayfinite.records import to_json
+
 
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.argument("folder", required=False, type=click.Path(path_type=Path))
+@click.argument("folder", required=False, type=PATH)
 def command(folder: Path | None, as_json: bool) -> None:
     """List recorded runs, newest first.
 
@@ -20,28 +24,17 @@ def command(folder: Path | None, as_json: bool) -> None:
     from stayfinite.report.store.writer import RUNS
 
     place = Path(RUNS) if folder is None else folder
-    found = [summary_of(read_run(path)) for path in runs_in(place)]
+    with refusing(RecordError):
+        found = [summary_of(read_run(path)) for path in runs_in(place)]
     if as_json:
-        from stayfinite.records import to_json
-
-        click.echo(to_json([_entry(each) for each in found], indent=1))
+        fields = ("path", "started", "script", "steps", "incidents", "exit")
+        entries = [{name: getattr(each, name) for name in fields} for each in found]
+        for entry in entries:
+            entry["incidents"] = len(entry["incidents"])
+        click.echo(to_json(entries, indent=1))
     elif found:
         from stayfinite.report.run_tables import as_list, console
 
         console().print(as_list(found))
     else:
         click.echo(f"There is no recorded run in {place}.")
-
-
-def _entry(summary: object) -> dict[str, object]:
-    from stayfinite.report.run_summary import RunSummary
-
-    assert isinstance(summary, RunSummary)
-    return {
-        "path": summary.path,
-        "started": summary.started,
-        "script": summary.script,
-        "steps": summary.steps,
-        "incidents": len(summary.incidents),
-        "exit": summary.exit,
-    }

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from stayfinite.cli._common import Refused, options_of
+from stayfinite.cli._common import PATH, Refused, made_by, refusing
 from stayfinite.errors import CapsuleError
+from stayfinite.text import plain
 
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
@@ -22,30 +22,25 @@ if TYPE_CHECKING:
 REPRODUCES, OTHERWISE = 0, 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
-    """What `replay` can be told."""
-
-    trust: bool = field(
-        default=False, metadata={"help": "Run the source files in the capsule, as anybody's code."}
-    )
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "module:factory that gives the model, or (model, step) with step(batch) giving "
-            "a loss; then none of the capsule's own code is run."
-        },
-    )
-    seconds: int = field(
-        default=600, metadata={"help": "The script is ended after so many seconds."}
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON instead of text."})
-
-
 @click.command("replay")
-@options_of(ReplayOptions)
-@click.argument("capsule", type=click.Path(path_type=Path))
-def command(capsule: Path, **options: Any) -> None:
+@click.option(
+    "--trust", is_flag=True, help="Run the source files in the capsule, as anybody's code."
+)
+@click.option(
+    "--model",
+    help="module:factory that gives the model, or (model, step) with step(batch) giving "
+    "a loss; then none of the capsule's own code is run.",
+)
+@click.option(
+    "--seconds",
+    type=int,
+    default=600,
+    show_default=True,
+    help="The script is ended after so many seconds.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.argument("capsule", type=PATH)
+def command(capsule: Path, trust: bool, model: str | None, seconds: int, as_json: bool) -> None:
     """Run the bad step of a CAPSULE again, traced, and say whether it goes bad in the same way.
 
     The source in it is run only with --trust, in a new temporary folder. The exit code is 0 when
@@ -54,33 +49,27 @@ def command(capsule: Path, **options: Any) -> None:
     """
     from stayfinite.capsule import read_capsule
     from stayfinite.capsule.reproduces import compared, reproduces
+    from stayfinite.runner.capsules import replay
 
-    chosen = ReplayOptions(**options)
-    try:
+    with refusing(CapsuleError):
         read = read_capsule(capsule)
-        done = _replayed(read, capsule, chosen)
-    except CapsuleError as error:
-        raise Refused(_plain(str(error))) from error
-    is_script = read.code.kind == "script" and chosen.model is None
+        if model is not None:
+            done = _replay_model(read, model)
+        elif trust:
+            done = replay(read, capsule, seconds=seconds)
+        else:
+            raise CapsuleError(_what_would_run(read, capsule))
+    is_script = read.code.kind == "script" and model is None
     points = compared(read.incident, done.incident, with_step=is_script)
     same = done.problem is None and reproduces(points)
-    if chosen.json:
-        click.echo(json.dumps(_data(done, points, same), indent=1))
+    if as_json:
+        names = {"what": "name", "there": "there", "here": "here", "same": "is_same"}
+        rows = [{key: getattr(point, name) for key, name in names.items()} for point in points]
+        data = {"schema": 1, "reproduces": same, "compared": rows, "problem": done.problem}
+        click.echo(json.dumps(data, indent=1))
     else:
         _show(read, done, points, same)
     sys.exit(REPRODUCES if same else OTHERWISE)
-
-
-def _replayed(capsule: Capsule, path: Path, options: ReplayOptions) -> Replayed:
-    if options.model is not None:
-        from stayfinite.cli._common import replay_model
-
-        return replay_model(capsule, options.model)
-    if not options.trust:
-        raise CapsuleError(_what_would_run(capsule, path))
-    from stayfinite.runner.capsules import replay
-
-    return replay(capsule, path, seconds=options.seconds)
 
 
 def _what_would_run(capsule: Capsule, path: Path) -> str:
@@ -96,37 +85,53 @@ def _what_would_run(capsule: Capsule, path: Path) -> str:
     )
 
 
+def _replay_model(capsule: Capsule, name: str) -> Replayed:
+    """Put the capsule's state into the model and its batch through it, traced."""
+    import torch
+
+    from stayfinite.capsule.make import put_random, put_state
+    from stayfinite.checkpoint.modules import Members
+    from stayfinite.locate.search import call, loss_of
+    from stayfinite.runner.capsules import Replayed
+    from stayfinite.tracing import trace
+
+    if not capsule.batch or capsule.state is None or capsule.state.tensors is None:
+        raise CapsuleError(
+            "the capsule has no batch or no state to put into a model; make it with --with-batch."
+        )
+    made = made_by(name)
+    model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module) or not (step is None or callable(step)):
+        kind = type(made).__name__
+        raise Refused(f"--model {name} gave a {kind}; it must give a model, or (model, step).")
+    put_state(capsule.state, Members(models=(model,)))
+    if capsule.random is not None:
+        put_random(capsule.random)
+    with trace(raise_on_nan=False) as found:
+        try:
+            for batch in capsule.batch:
+                loss = loss_of(call(model, batch), None, None) if step is None else step(batch)
+                if getattr(loss, "requires_grad", False):
+                    loss.backward()
+        except Exception as error:  # their code can raise anything
+            if not found.incidents:
+                raise Refused(f"--model {name}: {type(error).__name__}: {error}") from error
+    return Replayed(incident=found.incidents[0] if found.incidents else None)
+
+
 def _show(capsule: Capsule, done: Replayed, points: list[Point], same: bool) -> None:
     from stayfinite.capsule.make import differences
 
-    widths = [max(len(cell) for cell in column) for column in _columns(points)]
-    for point in points:
-        mark = "same" if point.is_same else "differs"
-        cells = (point.name, point.there, point.here, mark)
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        click.echo(_plain(line.rstrip()))
+    rows = [(p.name, p.there, p.here, "same" if p.is_same else "differs") for p in points]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        click.echo(plain("  ".join(cells)))
     if done.problem is not None:
         click.echo(f"stayfinite: {done.problem}", err=True)
         for line in done.tail:
-            click.echo(_plain(line), err=True)
+            click.echo(plain(line), err=True)
     if not same:
         for difference in differences(capsule.versions):
-            click.echo(_plain(f"note: {difference}"))
+            click.echo(plain(f"note: {difference}"))
     click.echo("It reproduces." if same else "It does not reproduce.")
-
-
-def _columns(points: list[Point]) -> list[list[str]]:
-    heads = [[point.name, point.there, point.here, "differs"] for point in points]
-    return [list(column) for column in zip(*heads, strict=True)] or [[""]] * 4
-
-
-def _data(done: Replayed, points: list[Point], same: bool) -> dict[str, Any]:
-    compared = [
-        {"what": p.name, "there": p.there, "here": p.here, "same": p.is_same} for p in points
-    ]
-    return {"schema": 1, "reproduces": same, "compared": compared, "problem": done.problem}
-
-
-def _plain(text: str) -> str:
-    """Without characters that would steer a terminal: the text is somebody else's."""
-    return "".join(char if char.isprintable() else "?" for char in text)

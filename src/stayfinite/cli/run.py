@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from stayfinite.cli._common import Refused, options_of
+from stayfinite.cli._common import options_of, refusing
 from stayfinite.errors import ConfigError
 from stayfinite.runner.options import RunOptions
 from stayfinite.runner.script import Target
@@ -30,8 +30,6 @@ def command(target: str, args: tuple[str, ...], is_module: bool, **options: Any)
     """
     from stayfinite.runner.run import run
 
-    try:
+    with refusing(ConfigError):
         chosen = RunOptions(**options)
         run(Target(name=target, args=args, is_module=is_module), options=chosen)
-    except ConfigError as error:
-        raise Refused(str(error)) from error

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._common import run_at
+from stayfinite.cli._common import json_option, run_argument, run_at
+from stayfinite.records import to_json
 
 
 @click.command("show")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@json_option
+@run_argument
 def command(run: Path | None, as_json: bool) -> None:
     """Show a recorded run: bad and skipped steps, incidents, losses, norms, the worst layers.
 
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
     """
-    from stayfinite.records import to_json
     from stayfinite.report.run_summary import summary_of
 
     summary = summary_of(run_at(run))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from stayfinite.cli._common import Refused
+from stayfinite.cli._common import PATH, Refused, refusing
 from stayfinite.errors import ConfigError, PackageError
 
 
 @click.command("ui")
-@click.argument("run_dirs", metavar="[RUN_DIR]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("run_dirs", metavar="[RUN_DIR]...", nargs=-1, type=PATH)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -25,35 +25,27 @@ def command(run_dirs: tuple[Path, ...], port: int | None, no_open: bool) -> None
     served on this machine only, and only to whoever has the address that is printed. Nothing can
     be changed there. Ctrl-C ends it.
     """
-    from stayfinite.report.dashboard.server import check_packages, serve
+    from stayfinite.report.dashboard.server import serve
     from stayfinite.report.store.writer import RUNS
 
     missing = [str(path) for path in run_dirs if not path.is_dir()]
     if missing:
         raise Refused(f"{', '.join(missing)}: there is no such directory.")
+    places = run_dirs or [Path(RUNS)]
     try:
-        check_packages()
-        serve(
-            run_dirs or [Path(RUNS)],
-            port=port,
-            report_of=_report_of,
-            tell=_tell,
-            opens_browser=not no_open,
-        )
-    except (ConfigError, PackageError) as error:
-        raise Refused(str(error)) from error
+        with refusing(ConfigError, PackageError):
+            serve(places, port=port, report_of=_report_of, tell=_tell, opens_browser=not no_open)
     except KeyboardInterrupt:
         click.echo("stayfinite ui: ended.", err=True)
 
 
 def _report_of(path: Path) -> str:
-    from stayfinite.causes import CAUSES
     from stayfinite.recover.advice import recommended
     from stayfinite.report.html.page import page_of
     from stayfinite.report.store.reading import read_run
 
     run = read_run(path)
-    return page_of(run, causes=CAUSES, advice=recommended(run))
+    return page_of(run, advice=recommended(run))
 
 
 def _tell(address: str) -> None:

@@ -391,11 +391,10 @@ class ReportingWatcher(Watcher):
 
     def report(self) -> GuardReport:
         """The incidents so far, shown inline in a notebook and as text when printed."""
-        from stayfinite.causes import CAUSES
         from stayfinite.report.html.notebook import GuardReport
 
         folder = Path(self.settings.folder) if self.settings.folder else None
-        return GuardReport(self.incidents, steps=self.steps, causes=CAUSES, folder=folder)
+        return GuardReport(self.incidents, steps=self.steps, folder=folder)
 
     def capsule(
         self,

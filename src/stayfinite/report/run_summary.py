@@ -11,7 +11,8 @@ from typing import Any
 
 from stayfinite.records import Incident
 from stayfinite.report.store.reading import Run, Series
-from stayfinite.text import headline
+from stayfinite.report.store.writer import RunInfo
+from stayfinite.text import headline, source_line
 
 _WORST = 5
 _NOT_RECOVERED = {"stop", "abort", "warn", "none"}  # strategies that mend nothing
@@ -39,7 +40,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class IncidentRow:
     """An incident in a line."""
 
     step: int
@@ -61,7 +62,7 @@ class RunSummary:
     exit: str
     is_recovered: bool
     ranks: int
-    incidents: tuple[Row, ...]
+    incidents: tuple[IncidentRow, ...]
     bad_steps: int
     skipped_steps: int
     causes: dict[str, int]
@@ -85,28 +86,28 @@ def summary_of(run: Run) -> RunSummary:
     """The run as it is recorded now."""
     series = run.series
     everyone = [each for rank in run.ranks for each in rank.series.values()]
-    return summarised(
+    return summary_from(
         run,
-        spread_of=lambda name: spread(series[name]),
-        terms={name: spread(column) for name, column in series.terms.items()},
+        range_of=lambda name: _range(series[name]),
+        terms={name: _range(column) for name, column in series.terms.items()},
         skipped=int(max((sum(each["skipped"]) for each in everyone), default=0)),
         seconds=max((each["time"][-1] for each in everyone if len(each)), default=0.0),
         layers=worst_layers(series),
     )
 
 
-def summarised(
+def summary_from(
     run: Run,
     *,
-    spread_of: Callable[[str], Range | None],
+    range_of: Callable[[str], Range | None],
     terms: dict[str, Range | None],
     skipped: int,
     seconds: float,
     layers: tuple[Layer, ...] = (),
 ) -> RunSummary:
-    """The summary, from whoever keeps the columns; `spread_of` is asked for each by name."""
-    rows = tuple(incident_row(incident) for incident in run.incidents)
-    paces = spread_of("seconds")
+    """The summary, from whoever keeps the columns; `range_of` is asked for each by name."""
+    rows = tuple(_row(incident) for incident in run.incidents)
+    paces = range_of("seconds")
     return RunSummary(
         path=str(run.path),
         started=run.info.started,
@@ -119,11 +120,11 @@ def summarised(
         bad_steps=len({row.step for row in rows}),
         skipped_steps=skipped,
         causes=dict(Counter(row.cause or "unknown" for row in rows).most_common()),
-        loss=spread_of("loss"),
+        loss=range_of("loss"),
         terms={name: found for name, found in terms.items() if found is not None},
-        norm=spread_of("norm"),
-        scale=spread_of("scale"),
-        rate=spread_of("lr"),
+        norm=range_of("norm"),
+        scale=range_of("scale"),
+        rate=range_of("lr"),
         seconds_per_step=paces.median if paces else None,
         seconds=seconds,
         worst_layers=layers,
@@ -135,14 +136,11 @@ def _has_recovered(run: Run) -> bool:
     """Whether its incidents were recovered from, and training went on usefully."""
     if run.exit != "incident" or (run.result is not None and run.result.recovered is False):
         return False
-    return all(map(_is_recovered, run.incidents))
+    done = [incident.outcome for incident in run.incidents]
+    return all(each is not None and each.strategy not in _NOT_RECOVERED for each in done)
 
 
-def _is_recovered(incident: Incident) -> bool:
-    return incident.outcome is not None and incident.outcome.strategy not in _NOT_RECOVERED
-
-
-def spread(column: Iterable[Any]) -> Range | None:
+def _range(column: Iterable[Any]) -> Range | None:
     """The finite values of a column in five numbers; None without any."""
     values = [value for value in column if value is not None and math.isfinite(value)]
     if not values:
@@ -156,38 +154,32 @@ def spread(column: Iterable[Any]) -> Range | None:
     )
 
 
-def worst_layers(series: Series, most: int = _WORST) -> tuple[Layer, ...]:
+def worst_layers(series: Series) -> tuple[Layer, ...]:
     """Those with the largest gradients; one that is not finite is the worst of all."""
     peaks: dict[str, tuple[float, int]] = {}
     rooms: dict[str, float] = {}
     for sample in series.samples:
         for name, norm, room in zip(sample.layers, sample.norms, sample.headroom, strict=True):
-            peaks[name] = max(peaks.get(name, (-1.0, 0)), (_size(norm), sample.step))
+            size = 0.0 if norm is None else math.inf if math.isnan(norm) else norm
+            peaks[name] = max(peaks.get(name, (-1.0, 0)), (size, sample.step))
             if room is not None:
                 rooms[name] = min(rooms.get(name, room), room)
-    worst = sorted(peaks, key=lambda name: -peaks[name][0])[:most]
+    worst = sorted(peaks.items(), key=lambda item: -item[1][0])[:_WORST]
     return tuple(
-        Layer(name=name, norm=peaks[name][0], step=peaks[name][1], headroom=rooms.get(name))
-        for name in worst
+        Layer(name=name, norm=norm, step=step, headroom=rooms.get(name))
+        for name, (norm, step) in worst
     )
 
 
-def _size(norm: float | None) -> float:
-    if norm is None:
-        return 0.0
-    return math.inf if math.isnan(norm) else norm
-
-
-def incident_row(incident: Any) -> Row:
-    origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome
-    line = f"{origin.file}:{origin.line}" if origin and origin.file else None
-    done = outcome and ": ".join(part for part in (outcome.strategy, outcome.detail) if part)
-    return Row(
+def _row(incident: Incident) -> IncidentRow:
+    diagnosis, outcome = incident.diagnosis, incident.outcome
+    done = ": ".join(filter(None, (outcome.strategy, outcome.detail))) if outcome else ""
+    return IncidentRow(
         step=incident.step,
         rank=incident.rank,
         headline=headline(incident),
         cause=diagnosis.cause if diagnosis else None,
-        place=line,
+        place=source_line(incident.origin) or None,
         done=done or None,
     )
 
@@ -196,7 +188,7 @@ _STEADY = 100  # steps; the pace of fewer is mostly that of the start
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class Measure:
     """One measure of both runs; `better` is -1 where less is better, 1 where more is, else 0."""
 
     name: str
@@ -206,7 +198,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Difference:
     """Something that is not the same: an option, a version, a file."""
 
     kind: str
@@ -221,8 +213,8 @@ class Comparison:
 
     before: str
     after: str
-    lines: tuple[Line, ...]
-    changes: tuple[Change, ...]
+    lines: tuple[Measure, ...]
+    changes: tuple[Difference, ...]
 
 
 def compare(
@@ -232,54 +224,54 @@ def compare(
     return Comparison(
         before=str(before.path),
         after=str(after.path),
-        lines=tuple(_lines(summarise(before), summarise(after))),
-        changes=tuple(_changes(before, after)),
+        lines=tuple(_measures(summarise(before), summarise(after))),
+        changes=tuple(_differences(before.info, after.info)),
     )
 
 
-def _lines(old: RunSummary, new: RunSummary) -> Iterator[Line]:
-    yield Line(name="ended", before=old.ended, after=new.ended)
-    yield Line(name="steps", before=old.steps, after=new.steps)
-    yield Line(name="bad steps", before=old.bad_steps, after=new.bad_steps, better=-1)
-    yield Line(name="skipped steps", before=old.skipped_steps, after=new.skipped_steps, better=-1)
-    yield from _ranged("gradient norm", old.norm, new.norm, ("high",), better=-1)
-    yield from _ranged("gradient norm", old.norm, new.norm, ("median",))
-    yield from _ranged("loss", old.loss, new.loss, ("low", "high", "last"), better=-1)
+def _measures(old: RunSummary, new: RunSummary) -> Iterator[Measure]:
+    def of(name: str, field: str, better: int = 0) -> Measure:
+        return Measure(
+            name=name, before=getattr(old, field), after=getattr(new, field), better=better
+        )
+
+    yield of("ended", "ended")
+    yield of("steps", "steps")
+    yield of("bad steps", "bad_steps", -1)
+    yield of("skipped steps", "skipped_steps", -1)
+    yield from _ranges("gradient norm", old.norm, new.norm, ("high",), better=-1)
+    yield from _ranges("gradient norm", old.norm, new.norm, ("median",))
+    yield from _ranges("loss", old.loss, new.loss, ("low", "high", "last"), better=-1)
     for term in sorted({*old.terms, *new.terms}):
         found = old.terms.get(term), new.terms.get(term)
-        yield from _ranged(f"loss term {term}", *found, ("low", "high", "last"), better=-1)
-    yield from _ranged("loss scale", old.scale, new.scale, ("low", "high"))
-    paces = old.seconds_per_step, new.seconds_per_step
-    is_long = min(old.steps, new.steps) >= _STEADY
-    yield Line(name="seconds per step", before=paces[0], after=paces[1], better=-int(is_long))
-    yield Line(name="seconds", before=old.seconds, after=new.seconds)
+        yield from _ranges(f"loss term {term}", *found, ("low", "high", "last"), better=-1)
+    yield from _ranges("loss scale", old.scale, new.scale, ("low", "high"))
+    yield of("seconds per step", "seconds_per_step", -int(min(old.steps, new.steps) >= _STEADY))
+    yield of("seconds", "seconds")
 
 
 _WORDS = {"low": "lowest", "high": "highest", "median": "median", "last": "last"}
 
 
-def _ranged(
+def _ranges(
     name: str, old: Range | None, new: Range | None, parts: tuple[str, ...], *, better: int = 0
-) -> Iterator[Line]:
-    if old is None and new is None:
-        return
-    for part in parts:
-        values = getattr(old, part, None), getattr(new, part, None)
-        yield Line(name=f"{name}, {_WORDS[part]}", before=values[0], after=values[1], better=better)
+) -> Iterator[Measure]:
+    for part in parts if old or new else ():
+        values = {"before": getattr(old, part, None), "after": getattr(new, part, None)}
+        yield Measure(name=f"{name}, {_WORDS[part]}", **values, better=better)
 
 
-def _changes(before: Run, after: Run) -> Iterator[Change]:
-    old, new = before.info, after.info
-    yield from _differences("option", old.config, new.config)
-    yield from _differences("version", old.versions, new.versions)
-    yield from _differences("file", old.sources, new.sources)
+def _differences(old: RunInfo, new: RunInfo) -> Iterator[Difference]:
     facts = ("script", "command", "commit", "seed", "world", "python")
-    yield from _differences(
-        "run", {name: getattr(old, name) for name in facts}, {n: getattr(new, n) for n in facts}
-    )
-
-
-def _differences(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name):
-            yield Change(kind=kind, name=name, before=old.get(name), after=new.get(name))
+    kinds: dict[str, Callable[[RunInfo], Mapping[str, Any]]] = {
+        "option": lambda info: info.config,
+        "version": lambda info: info.versions,
+        "file": lambda info: info.sources,
+        "run": lambda info: {name: getattr(info, name) for name in facts},
+    }
+    for kind, values_of in kinds.items():
+        before, after = values_of(old), values_of(new)
+        for name in sorted({*before, *after}):
+            values = {"before": before.get(name), "after": after.get(name)}
+            if values["before"] != values["after"]:
+                yield Difference(kind=kind, name=name, **values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stayfinite.report.run_summary import Comparison, Line, Range, RunSummary
+from stayfinite.report.run_summary import Comparison, Measure, Range, RunSummary
 from stayfinite.text import count, duration, moment, plain
 
 _COLOURS = {
@@ -31,13 +30,10 @@ def console() -> Console:
 
 def number(value: Any) -> str:
     """A number as short as it can be read; "-" for none."""
-    if value is None:
-        return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return plain(str(value))
-    if isinstance(value, int) or (value == int(value) if math.isfinite(value) else False):
-        return f"{int(value):,}" if abs(value) < 1e9 else f"{value:.4g}"
-    return f"{value:.4g}"
+        return "-" if value is None else plain(str(value))
+    is_whole = float(value).is_integer() and abs(value) < 1e9
+    return f"{int(value):,}" if is_whole else f"{value:.4g}"
 
 
 def as_summary(summary: RunSummary) -> RenderableType:
@@ -54,46 +50,37 @@ def as_summary(summary: RunSummary) -> RenderableType:
 
 
 def _facts(summary: RunSummary) -> Table:
-    table = Table.grid(padding=(0, 2))
-    ended = Text(_ending(summary), _COLOURS.get(summary.ended, ""))
+    ended, bad = summary.ended, Text("0", "green")
+    if summary.is_recovered:
+        ended = f"by itself, recovered from {count(len(summary.incidents), 'incident')}"
+    if summary.bad_steps:
+        causes = ", ".join(f"{cause} {times}" for cause, times in summary.causes.items())
+        bad = Text(f"{summary.bad_steps:,} ({causes})", "red")
     ranks = f" on {summary.ranks} ranks" if summary.ranks > 1 else ""
-    rows: list[tuple[str, Any]] = [
+    rows: list[tuple[str, str | Text]] = [
         ("run", plain(summary.path)),
         ("script", plain(summary.script) or "-"),
         ("started", moment(summary.started)),
-        ("ended", ended),
+        ("ended", Text(ended, _COLOURS.get(summary.ended, ""))),
         ("steps", f"{summary.steps:,}{ranks} in {duration(summary.seconds)}"),
-        ("bad steps", _counted(summary.bad_steps, summary.causes)),
+        ("bad steps", bad),
         ("skipped steps", f"{summary.skipped_steps:,}"),
     ]
     ranges = [("loss", summary.loss), ("gradient norm", summary.norm)]
     ranges += [(f"loss term {plain(name)}", found) for name, found in summary.terms.items()]
     ranges += [("loss scale", summary.scale), ("learning rate", summary.rate)]
     rows += [(name, _range(found)) for name, found in ranges if found is not None]
+    table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(Text(name, "dim"), value if isinstance(value, Text) else Text(value))
     return table
 
 
-def _ending(summary: RunSummary) -> str:
-    if not summary.is_recovered:
-        return summary.ended
-    return f"by itself, recovered from {count(len(summary.incidents), 'incident')}"
-
-
-def _counted(steps: int, causes: dict[str, int]) -> Text:
-    if not steps:
-        return Text("0", "green")
-    said = ", ".join(f"{cause} {times}" for cause, times in causes.items())
-    return Text(f"{steps:,} ({said})", "red")
-
-
 def _range(found: Range) -> str:
-    ends = f"{number(found.first)} to {number(found.last)}"
     if found.low == found.high:
         return number(found.first)
-    middle = f"median {number(found.median)}"
-    return f"{ends}; between {number(found.low)} and {number(found.high)}, {middle}"
+    first, last, low, high = map(number, (found.first, found.last, found.low, found.high))
+    return f"{first} to {last}; between {low} and {high}, median {number(found.median)}"
 
 
 def _incidents(summary: RunSummary) -> Table:
@@ -136,7 +123,7 @@ def as_comparison(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def _verdict(line: Line) -> Text:
+def _verdict(line: Measure) -> Text:
     old, new = line.before, line.after
     is_known = isinstance(old, int | float) and isinstance(new, int | float)
     if not line.better or not is_known or abs(new - old) <= _NOISE * max(abs(old), abs(new)):

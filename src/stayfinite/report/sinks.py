@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterable
 
 from stayfinite.records import Incident, TensorSummary
-from stayfinite.safely import beside_bars
-from stayfinite.text import on_rank
+from stayfinite.safely import Safely, beside_bars
+from stayfinite.text import on_rank, source_line, what_was_done
 
 logger = logging.getLogger("stayfinite")
 Sink = Callable[[Incident], None]
@@ -24,6 +24,7 @@ _TRACKERS = {
     "mlflow": "mlflow",
     "prometheus_client": "prometheus",
 }
+_failed: set[str] = set()
 
 
 def told_to(sinks: Iterable[Sink] | None) -> Sink:
@@ -32,16 +33,15 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
     One that fails does not keep the others from being told, and is logged once.
     """
     chosen = [terminal(), tell_trackers] if sinks is None else list(sinks)
-    failed: set[int] = set()
+    message = "a sink failed; it is told of later incidents all the same"
+    safely = [Safely(message) for _ in chosen]
 
     def tell(incident: Incident) -> None:
-        for number, sink in enumerate(chosen):
+        for sink, failures in zip(chosen, safely, strict=True):
             try:
                 sink(incident)
-            except Exception:
-                if number not in failed:
-                    failed.add(number)
-                    logger.exception("a sink failed; it is told of later incidents all the same")
+            except Exception as error:
+                failures.note(error)
 
     return tell
 
@@ -51,34 +51,28 @@ def terminal() -> Sink:
     seen: set[object] = set()
 
     def tell(incident: Incident) -> None:
-        origin, diagnosis = incident.origin, incident.diagnosis
-        what = diagnosis and origin and (diagnosis.cause, origin.file, origin.line)
+        is_known = incident.diagnosis is not None and incident.origin is not None
         with beside_bars():
-            if what in seen:
-                print(_again(incident), file=sys.stderr)
-            else:
-                _show(incident)
-        if what is not None:
-            seen.add(what)
+            if is_known and incident.fingerprint in seen:
+                print(f"stayfinite: {_again(incident)}", file=sys.stderr)
+                return
+            state = random.getstate()  # which rich draws from, even when it is loaded
+            from stayfinite.report.terminal import show
+
+            show(incident)
+            random.setstate(state)
+        if is_known:
+            seen.add(incident.fingerprint)
 
     return tell
 
 
-def _show(incident: Incident) -> None:
-    state = random.getstate()  # which rich draws from, even when it is loaded
-    from stayfinite.report.terminal import show
-
-    show(incident)
-    random.setstate(state)
-
-
 def _again(incident: Incident) -> str:
-    origin, outcome = incident.origin, incident.outcome
-    place = f", at {origin.file}:{origin.line}" if origin is not None and origin.file else ""
     cause = incident.diagnosis.cause if incident.diagnosis is not None else "not finite"
-    done = f"; {outcome.strategy}: {outcome.detail}" if outcome is not None else ""
-    where = f"step {incident.step}{on_rank(incident)}"
-    return f"stayfinite: {where}: {cause} again{place}{done}"
+    place = source_line(incident.origin)
+    at = f", at {place}" if place else ""
+    done = f"; {what_was_done(incident)}" if incident.outcome is not None else ""
+    return f"step {incident.step}{on_rank(incident)}: {cause} again{at}{done}"
 
 
 def tell_trackers(incident: Incident) -> None:
@@ -95,18 +89,15 @@ def tell_trackers(incident: Incident) -> None:
             logger.exception("%s could not be told of an incident; no more of them", name)
 
 
-_failed: set[str] = set()
-
-
 def guilty_tensor(incident: Incident) -> TensorSummary | None:
     """The tensor that went bad first, as far as it is known: made by the origin, or noticed."""
     made = incident.origin.outputs if incident.origin is not None else ()
     for tensor in made:
         if tensor.bad_count:
             return tensor
+    names = {each.name for each in dataclasses.fields(TensorSummary)}
     for report in incident.reports:
         if report.has_nan and report.tensor_stats:
-            names = {each.name for each in dataclasses.fields(TensorSummary)}
             stats = {key: value for key, value in report.tensor_stats.items() if key in names}
             return TensorSummary(name=report.location, shape=report.tensor_shape or (), **stats)
     return None

@@ -234,12 +234,10 @@ def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incide
         return list(incidents)
     first: dict[object, Incident] = {}
     for incident in incidents:
-        origin, diagnosis = incident.origin, incident.diagnosis
-        key = (diagnosis and diagnosis.cause, origin and origin.file, origin and origin.line)
-        before = first.get(key)
+        before = first.get(incident.fingerprint)
         is_better = before is not None and not _is_seen(before) and _is_seen(incident)
         if before is None or is_better:
-            first[key] = incident
+            first[incident.fingerprint] = incident
     return list(first.values())[:_MOST_SHOWN]
 
 

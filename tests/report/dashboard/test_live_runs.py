@@ -8,8 +8,8 @@ import pytest
 from recorded_runs import record
 
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType
-from stayfinite.report.dashboard.live_runs import GlancedRun, Shelf, id_of
-from stayfinite.report.dashboard.views import chosen, glanced, incidents_view, shelf_view
+from stayfinite.report.dashboard.live_runs import GlancedRun, RunIndex, id_of
+from stayfinite.report.dashboard.views import incidents_view, known_run, opened_runs, runs_view
 
 SEEN = NaNReport(has_nan=True, nan_type=NaNType.NAN, location="loss", tensor_shape=())
 BAD = Incident(step=7, reports=(SEEN,), diagnosis=Diagnosis(cause="log_of_zero", why=".", fix="."))
@@ -17,11 +17,13 @@ BAD = Incident(step=7, reports=(SEEN,), diagnosis=Diagnosis(cause="log_of_zero",
 
 def test_incidents_are_known_before_the_steps_of_an_opened_run_are_read(tmp_path: Path) -> None:
     path = record(tmp_path / "run", steps=20, incidents=[BAD])
-    shelf = Shelf([tmp_path])
-    shelf.look()
-    (run,) = chosen(shelf, [id_of(path)]).values()
+    index = RunIndex([tmp_path])
+    index.look()
+    (run,) = opened_runs(index, [id_of(path)]).values()
     assert run.steps == 0
-    assert [line["step"] for line in incidents_view(glanced(shelf, [id_of(path)]))] == [7]
+    known = known_run(index, id_of(path))
+    assert known is not None
+    assert [line["step"] for line in incidents_view({"run": known})] == [7]
 
 
 def test_a_run_is_listed_only_when_it_was_looked_at(
@@ -29,14 +31,14 @@ def test_a_run_is_listed_only_when_it_was_looked_at(
 ) -> None:
     for name in ("a", "b"):
         record(tmp_path / name, steps=5)
-    shelf, listed = Shelf([tmp_path]), []
+    index, listed = RunIndex([tmp_path]), []
     read_on = GlancedRun.refresh
 
     def refresh(run: GlancedRun) -> bool:
-        listed.append([each["name"] for each in shelf_view(shelf)["runs"]])
+        listed.append([each["name"] for each in runs_view(index)["runs"]])
         return read_on(run)
 
     monkeypatch.setattr(GlancedRun, "refresh", refresh)
-    shelf.look()
+    index.look()
     assert listed == [[], ["b"]]
-    assert {run["state"] for run in shelf_view(shelf)["runs"]} == {"finite"}
+    assert {run["state"] for run in runs_view(index)["runs"]} == {"finite"}

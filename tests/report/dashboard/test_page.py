@@ -16,6 +16,9 @@ from payloads import PAYLOADS
 
 import stayfinite
 
+# One browser and one server for all of them, on one worker.
+pytestmark = pytest.mark.xdist_group("browser")
+
 WRITER = """
 import os, socket, sys, time
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType

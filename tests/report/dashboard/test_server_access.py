@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from dashboards import Dashboard, serving
 
+# One browser and one server for all of them, on one worker.
+pytestmark = pytest.mark.xdist_group("browser")
+
 API = "/api/series?runs=000000000000"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stayfinite.report.dashboard.live_runs import MOST, UNKNOWN, Columns, Heat
-from stayfinite.report.dashboard.views import bucketed, grid_over, totals
+from stayfinite.report.dashboard.views import buckets_of, grid_over, totals
 from stayfinite.report.store.writer import COLUMNS
 
 NAN, INF = math.nan, math.inf
@@ -36,11 +36,11 @@ def test_grid_covers_all_steps_with_few_buckets(last: int, most: int) -> None:
 def test_grid_of_a_growing_run_keeps_its_edges() -> None:
     small, large = grid_over(0, 4_100, most=400), grid_over(0, 7_900, most=400)
     assert small.width == large.width
-    assert set(small.starts) <= set(large.starts)
+    assert set(small.edges) <= set(large.edges)
 
 
 def test_single_steps_are_shown_as_they_are() -> None:
-    found = bucketed(columns_of([3.0, None, NAN, 1.0]), ["loss"], grid_over(0, 3, most=10))
+    found = buckets_of(columns_of([3.0, None, NAN, 1.0]), ["loss"], grid_over(0, 3, most=10))
     assert found["loss"] == {"mid": [3.0, None, None, 1.0], "bad": [0, 0, 1, 0]}
 
 
@@ -50,8 +50,8 @@ def test_buckets_match_a_plain_count() -> None:
     for at in make.integers(0, 5_000, 400):
         values[at] = [None, NAN, INF, -INF][int(at) % 4]
     grid = grid_over(0, 4_999, most=60)
-    found = bucketed(columns_of(values), ["loss"], grid)["loss"]
-    for at, start in enumerate(grid.starts):
+    found = buckets_of(columns_of(values), ["loss"], grid)["loss"]
+    for at, start in enumerate(grid.edges[:-1]):
         inside = [v for v in values[start : start + grid.width] if v is not None]
         finite = np.array([v for v in inside if math.isfinite(v)], np.float32)
         assert found["low"][at] == pytest.approx(finite.min(), rel=1e-5)
@@ -63,7 +63,7 @@ def test_buckets_match_a_plain_count() -> None:
 def test_one_spike_in_a_million_is_seen() -> None:
     losses = [1.0] * 1_000_000
     losses[654_321] = 50.0
-    found = bucketed(columns_of(losses), ["loss"], grid_over(0, 999_999, most=800))["loss"]
+    found = buckets_of(columns_of(losses), ["loss"], grid_over(0, 999_999, most=800))["loss"]
     assert max(found["high"]) == 50.0
 
 
@@ -83,7 +83,7 @@ def test_term_that_comes_late_stands_at_its_steps() -> None:
     columns = columns_of([1.0, 2.0])
     line = {name: [2, 3] if name == "step" else [None, None] for name in COLUMNS}
     columns.add_steps(line, {"box": [5.0, 6.0]})
-    found = bucketed(columns, ["term:box"], grid_over(0, 3, most=10))
+    found = buckets_of(columns, ["term:box"], grid_over(0, 3, most=10))
     assert found["term:box"]["mid"] == [None, None, 5.0, 6.0]
 
 

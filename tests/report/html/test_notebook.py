@@ -63,6 +63,6 @@ def test_asking_draws_no_random_number() -> None:
 
 def test_report_is_of_the_moment_it_was_asked_for() -> None:
     incidents: list[stayfinite.Incident] = []
-    report = GuardReport(incidents, steps=1, causes={})
+    report = GuardReport(incidents, steps=1)
     incidents.append(stayfinite.Incident(step=1))
     assert repr(report) == "1 step, finite"

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from recorded_runs import record
 
-from stayfinite.causes import CAUSES
 from stayfinite.records import Incident, Outcome
 from stayfinite.recover.advice import recommended
-from stayfinite.report.html.notebook import scrubbed
+from stayfinite.report.html.notebook import scrub
 from stayfinite.report.html.page import page_of
 from stayfinite.report.store.reading import read_run
 
@@ -22,7 +21,7 @@ Incidents = dict[str, Incident]
 
 def hidden(path: Path) -> str:
     run = read_run(path)
-    return page_of(run, causes=CAUSES, advice=recommended(run), with_source=False)
+    return page_of(run, advice=recommended(run), with_source=False)
 
 
 def talkative(incident: Incident, folder: Path) -> Incident:
@@ -86,4 +85,4 @@ def test_what_is_said_in_general_stays(folder: Path, incidents: Incidents) -> No
     ],
 )
 def test_code_and_files_are_left_out_of_a_text(text: str, left: str) -> None:
-    assert scrubbed(text, []) == left
+    assert scrub(text, []) == left

@@ -28,7 +28,7 @@ Incidents = dict[str, Incident]
 
 def page_at(path: Path, *, with_source: bool = True) -> str:
     run = read_run(path)
-    return page_of(run, causes=CAUSES, advice=recommended(run), with_source=with_source)
+    return page_of(run, advice=recommended(run), with_source=with_source)
 
 
 def text_of(page: str) -> str:

@@ -12,13 +12,15 @@ import pytest
 from payloads import PAYLOADS, vicious, vicious_run
 from recorded_runs import record
 
-from stayfinite.causes import CAUSES
 from stayfinite.records import (
     Incident,
 )
 from stayfinite.recover.advice import recommended
 from stayfinite.report.html.page import incidents_fragment, page_of
 from stayfinite.report.store.reading import read_run
+
+# One browser and one server for all of them, on one worker.
+pytestmark = pytest.mark.xdist_group("browser")
 
 ATTRIBUTES = (
     "lang charset name content http-equiv class id aria-labelledby aria-label aria-hidden role "
@@ -28,9 +30,7 @@ ATTRIBUTES = (
 
 def vicious_page(folder: Path, texts: list[str], *, with_source: bool = True) -> str:
     read = read_run(vicious_run(folder, texts))
-    return page_of(
-        read, causes=CAUSES, advice=[*recommended(read), *texts], with_source=with_source
-    )
+    return page_of(read, advice=[*recommended(read), *texts], with_source=with_source)
 
 
 class Elements(HTMLParser):
@@ -80,7 +80,7 @@ def test_fragment_has_the_elements_of_a_harmless_one(half: int) -> None:
         [vicious(text, step) for step, text in enumerate(words)]
         for words in (texts, [f"name {at}" for at in range(len(texts))])
     ]
-    bad, good = (incidents_fragment(each, steps=9, causes=CAUSES) for each in made)
+    bad, good = (incidents_fragment(each, steps=9) for each in made)
     assert_same_elements(bad, good)
 
 
@@ -143,7 +143,7 @@ def test_page_fits_and_can_be_read(
     bad = [replace(each, step=10 * at) for at, each in enumerate(incidents.values())]
     run = read_run(record(folder / "run", incidents=bad, script=str(folder / "train.py")))
     file = folder / "page.html"
-    file.write_text(page_of(run, causes=CAUSES), encoding="utf-8")
+    file.write_text(page_of(run), encoding="utf-8")
     context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab = context.new_page()
     said: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -27,7 +28,7 @@ _MOST_OPEN = 8  # runs whose steps are kept
 
 @dataclass
 class Entry:
-    """One run of the shelf; `live` when a page has asked for its steps."""
+    """One run of the index; `live` when a page has asked for its steps."""
 
     path: Path
     glance: GlancedRun
@@ -41,7 +42,7 @@ class Entry:
 
 
 @dataclass
-class Shelf:
+class RunIndex:
     """The runs in some places; a place is a run directory, or a folder with several."""
 
     places: Sequence[Path]
@@ -74,7 +75,8 @@ class Shelf:
 
     def look(self) -> None:
         """Find new runs, and read on in all; in open ones, all steps."""
-        found = [path for place in self.places for path in _runs_at(place)]
+        at_places = [[place] if is_run(place) else runs_in(place) for place in self.places]
+        found = [path for paths in at_places for path in paths]
         for gone in set(self.entries) - {id_of(path) for path in found}:
             del self.entries[gone]
         for path in sorted(found, key=lambda each: each.name, reverse=True):
@@ -86,9 +88,6 @@ class Shelf:
             if entry.live is not None:
                 entry.live.refresh()
                 entry.is_read = True
-        self._close_some()
-
-    def _close_some(self) -> None:
         opened = [entry for entry in self.entries.values() if entry.live is not None]
         for entry in sorted(opened, key=lambda each: -each.asked)[_MOST_OPEN:]:
             entry.live, entry.is_read = None, False
@@ -109,10 +108,6 @@ class Shelf:
 def id_of(path: Path) -> str:
     """What a page calls the run; no path comes from a page."""
     return hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]
-
-
-def _runs_at(place: Path) -> list[Path]:
-    return [place] if is_run(place) else runs_in(place)
 
 
 _STEPS = b'{"kind":"steps"'
@@ -143,7 +138,7 @@ class Glance(RankFile):
 class GlancedRun(Run):
     """A run for the list: what it was, how far it is, how it ended."""
 
-    _seen: tuple[Any, ...] = ()
+    _seen: object = ()  # of its files: name, size and time of change; None when it is gone
 
     def rank_file(self, path: Path) -> RankFile:
         return Glance(path)
@@ -155,8 +150,7 @@ class GlancedRun(Run):
 
     @property
     def last(self) -> dict[str, Any]:
-        first = self.ranks[0] if self.ranks else None
-        return first.last if isinstance(first, Glance) else {}
+        return self.ranks[0].last if self.ranks and isinstance(self.ranks[0], Glance) else {}
 
     @property
     def has_begun(self) -> bool:
@@ -182,7 +176,12 @@ class GlancedRun(Run):
 
     def refresh(self) -> bool:
         """Read on, if a file has changed."""
-        seen = _signature(self.path)
+        try:
+            with os.scandir(self.path) as entries:
+                stats = [(entry.name, entry.stat()) for entry in entries]
+            seen = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+        except OSError:
+            seen = None  # it is gone
         if seen == self._seen:
             return False
         self._seen = seen
@@ -203,34 +202,21 @@ class LiveRun(GlancedRun):
     def columns(self, optimizer: int | None = None) -> Columns:
         """Of one optimizer, by default the first; without steps if there is none."""
         found = self.optimizers
-        if optimizer is None and found:
-            optimizer = min(found)
-        return found.get(optimizer or 0) or Columns()
+        return found.get(min(found, default=0) if optimizer is None else optimizer) or Columns()
 
     @property
     def steps(self) -> int:
-        lasts = [columns["step"][-1] + 1 for columns in self.optimizers.values() if len(columns)]
+        lasts = (columns["step"][-1] + 1 for columns in self.optimizers.values() if len(columns))
         return max(lasts, default=0)
 
     @property
     def progress(self) -> float:
         """How much of the first rank's file was read."""
-        if not self.ranks:
-            return 0.0
         try:
-            size = self.ranks[0].path.stat().st_size
+            size = self.ranks[0].path.stat().st_size if self.ranks else 0
         except OSError:
-            return 1.0
-        return min(1.0, self.ranks[0].read / size) if size else 1.0
-
-
-def _signature(folder: Path) -> tuple[Any, ...]:
-    try:
-        with os.scandir(folder) as entries:
-            stats = [(entry.name, entry.stat()) for entry in entries]
-    except OSError:
-        return ("gone",)
-    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+            size = 0
+        return min(1.0, self.ranks[0].read / size) if size else float(bool(self.ranks))
 
 
 _KINDS = {"step": "q", "skipped": "b"}
@@ -268,9 +254,8 @@ class Columns:
             self.lasted = next((t for t in reversed(columns["time"]) if t is not None), self.lasted)
 
     def add_norms(self, step: int, norms: list[Any], headroom: list[Any]) -> None:
-        sampled = np.array(_packed(norms)), np.array(_packed(headroom))
         with self.lock:
-            self.heat.add(step, self.layers, *sampled)
+            self.heat.add(step, self.layers, _packed(norms), _packed(headroom))
 
     def view(self, name: str) -> np.ndarray[Any, Any]:
         """The column itself, not a copy: only under `lock`, and gone before it is given back."""
@@ -287,7 +272,7 @@ def _packed(values: list[Any], name: str = "") -> array[Any]:
         return array(kind, [missing if value is None else value for value in values])
 
 
-Row = np.ndarray[Any, np.dtype[np.float32]]
+Column = np.ndarray[Any, np.dtype[np.float32]]
 
 MOST = 512  # columns; when there are more, two become one
 UNKNOWN = float(np.finfo(np.float32).min)
@@ -297,99 +282,69 @@ UNKNOWN = float(np.finfo(np.float32).min)
 class Heat:
     """Columns of samples, each the worst of as many samples as the others have.
 
-    The worst norm is the largest, NaN before Inf before any number; the worst headroom the least.
+    A column has two rows, norms and headroom, with a value for each layer that was known then.
     """
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
         self.steps: list[int] = []
-        self.norms: list[Row] = []
-        self.headroom: list[Row] = []
+        self._columns: list[Column] = []
         self._each = 1  # samples in a column
         self._inside = 0  # samples in the last one
 
-    def add(self, step: int, layers: list[str], norms: Row, headroom: Row) -> None:
+    def add(self, step: int, layers: list[str], norms: Any, headroom: Any) -> None:
         places = [self.names.setdefault(name, len(self.names)) for name in layers]
-        rows = [_spread(values, places, len(self.names)) for values in (norms, headroom)]
+        column = np.full((2, len(self.names)), UNKNOWN, np.float32)
+        column[:, places] = norms, headroom
         if self.steps and self._inside < self._each:
-            self.norms[-1] = worst_norm(self.norms[-1], rows[0])
-            self.headroom[-1] = least(self.headroom[-1], rows[1])
+            self._columns[-1] = _worst(self._columns[-1], column)
             self._inside += 1
             return
         self.steps.append(step)
-        self.norms.append(rows[0])
-        self.headroom.append(rows[1])
+        self._columns.append(column)
         self._inside = 1
         if len(self.steps) > MOST:
-            self._halve()
+            self._inside += self._each if len(self.steps) % 2 == 0 else 0
+            self._columns = self._merged(list(range(len(self.steps))), 2)
+            self.steps = self.steps[::2]
+            self._each *= 2
 
-    def table(self, kind: str, *, most: int, first: int = 0, last: int = 1 << 62) -> Table:
+    def table(
+        self, kind: str, *, most: int, first: int = 0, last: int = 1 << 62
+    ) -> tuple[list[int], Column]:
         """Steps and values (layers x steps), at most so many columns; headroom if kind says so."""
-        rows, pick = (self.headroom, least) if kind == "headroom" else (self.norms, worst_norm)
-        chosen = [n for n, step in enumerate(self.steps) if first <= step <= last]
+        chosen = [at for at, step in enumerate(self.steps) if first <= step <= last]
         each = -(-len(chosen) // max(most, 1)) or 1
-        groups = [chosen[start : start + each] for start in range(0, len(chosen), each)]
-        merged = [_fold([self._full(rows[n]) for n in group], pick) for group in groups]
-        steps = [self.steps[group[0]] for group in groups]
-        if not merged:
-            return steps, np.empty((len(self.names), 0), np.float32)
-        return steps, np.stack(merged, axis=1).astype(np.float32)
+        values = np.empty((len(self.names), -(-len(chosen) // each)), np.float32)
+        for at, column in enumerate(self._merged(chosen, each)):
+            values[:, at] = _widened(column, len(self.names))[int(kind == "headroom")]
+        return [self.steps[at] for at in chosen[::each]], values
 
     def history(self, name: str) -> dict[str, list[Any]] | None:
         """One layer at every column; None if there is no such layer."""
-        place = self.names.get(name)
-        if place is None:
+        at = self.names.get(name)
+        if at is None:
             return None
-        return {
-            "steps": list(self.steps),
-            "norms": [float(self._full(row)[place]) for row in self.norms],
-            "headroom": [float(self._full(row)[place]) for row in self.headroom],
-        }
+        values = [_widened(column, at + 1)[:, at].tolist() for column in self._columns]
+        norms, headroom = zip(*values, strict=True)
+        return {"steps": list(self.steps), "norms": list(norms), "headroom": list(headroom)}
 
-    def _full(self, row: Row) -> Row:
-        return _lengthened(row, len(self.names))
-
-    def _halve(self) -> None:
-        pairs = range(0, len(self.steps), 2)
-        self._inside += self._each if len(self.steps) % 2 == 0 else 0
-        self.norms = [_fold(self.norms[n : n + 2], worst_norm) for n in pairs]
-        self.headroom = [_fold(self.headroom[n : n + 2], least) for n in pairs]
-        self.steps = self.steps[::2]
-        self._each *= 2
+    def _merged(self, chosen: list[int], each: int) -> list[Column]:
+        """So many columns become one."""
+        groups = [chosen[start : start + each] for start in range(0, len(chosen), each)]
+        return [functools.reduce(_worst, [self._columns[at] for at in group]) for group in groups]
 
 
-Table = tuple[list[int], Row]
+def _worst(one: Column, other: Column) -> Column:
+    """The larger norm, NaN before Inf before any number, and the smaller headroom."""
+    size = max(one.shape[1], other.shape[1])
+    (norm, room), (other_norm, other_room) = _widened(one, size), _widened(other, size)
+    room = np.where(room == UNKNOWN, other_room, room)
+    rooms = np.minimum(room, np.where(other_room == UNKNOWN, room, other_room))
+    return np.stack([np.maximum(norm, other_norm), rooms])  # UNKNOWN is the least number
 
 
-def worst_norm(one: Row, other: Row) -> Row:
-    one, other = _alike(one, other)
-    return np.maximum(one, other)  # NaN wins, and what is unknown is the least number
-
-
-def least(one: Row, other: Row) -> Row:
-    one, other = _alike(one, other)
-    known = np.where(one == UNKNOWN, other, one)
-    return np.minimum(known, np.where(other == UNKNOWN, known, other))
-
-
-def _fold(rows: list[Row], pick: Any) -> Row:
-    found = rows[0]
-    for row in rows[1:]:
-        found = pick(found, row)
-    return found
-
-
-def _alike(one: Row, other: Row) -> tuple[Row, Row]:
-    size = max(len(one), len(other))
-    return _lengthened(one, size), _lengthened(other, size)
-
-
-def _lengthened(row: Row, size: int) -> Row:
-    missing = size - len(row)
-    return np.pad(row, (0, missing), constant_values=UNKNOWN) if missing else row
-
-
-def _spread(values: Row, places: list[int], size: int) -> Row:
-    row = np.full(size, UNKNOWN, np.float32)
-    row[places] = values
-    return row
+def _widened(column: Column, size: int) -> Column:
+    """With room for layers that came later."""
+    missing = max(size - column.shape[1], 0)
+    return np.pad(column, ((0, 0), (0, missing)), constant_values=UNKNOWN) if missing else column

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from http.cookies import CookieError, SimpleCookie
 from importlib import metadata, resources
 from pathlib import Path
@@ -21,13 +21,15 @@ from urllib.parse import parse_qs
 
 from stayfinite.errors import ConfigError, PackageError, RecordError
 from stayfinite.report.dashboard import views
-from stayfinite.report.dashboard.live_runs import Shelf
-from stayfinite.report.dashboard.views import compare_view, incident_view, incidents_view
+from stayfinite.report.dashboard.live_runs import RunIndex
+from stayfinite.report.terminal import as_text
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
+Query = Mapping[str, str]
 
 
 _TICK = 0.2  # seconds between two looks at what is new
@@ -48,155 +50,141 @@ _KINDS = {
 
 
 def make_app(
-    shelf: Shelf,
+    index: RunIndex,
     *,
     report_of: Callable[[Path], str] | None = None,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> Starlette:
     """The app without its guard, which is `Access`.
 
-    `report_of` gives the report of a run as a page, `is_ending` ends the streams.
+    `report_of` gives the report of a run as a page, `is_ending` ends the streams. What is not
+    `async` here runs in threads.
     """
     from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    pages = _Pages(shelf, report_of, is_ending)
+    assets = dict(_assets())
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[None]:
-        shelf.start()
-        yield
-        await asyncio.to_thread(shelf.stop)
+    def nothing() -> Response:
+        return PlainTextResponse("stayfinite: there is nothing here\n", status_code=404)
 
-    paths = {
-        "/": pages.page,
-        "/assets/{name:path}": pages.asset,
-        "/api/events": pages.events,
-        "/api/series": pages.series,
-        "/api/heat": pages.heat,
-        "/api/layer": pages.layer,
-        "/api/incidents": pages.incidents,
-        "/api/incident": pages.incident,
-        "/api/compare": pages.compare,
-        "/runs/{run}/report": pages.report,
-    }
-    routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in paths.items()]
-    return Starlette(routes=routes, lifespan=lifespan)
+    def file(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in assets:
+            return nothing()
+        kind = _KINDS.get(Path(name).suffix, "text/plain")
+        return Response(assets[name], media_type=f"{kind}; charset=utf-8")
 
+    async def events(request: Request) -> Response:
+        stream = _events(index, _ids(request.query_params), is_ending)
+        return StreamingResponse(stream, media_type="text/event-stream")
 
-class _Pages:
-    """One method for each address. Those that are not `async` run in threads."""
+    def data_from(view: Callable[[RunIndex, Query], Any]) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:
+            found = view(index, request.query_params)
+            if found is None:
+                return nothing()
+            return Response(views.as_json(found), media_type="application/json")
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        report_of: Callable[[Path], str] | None,
-        is_ending: Callable[[], bool],
-    ) -> None:
-        self._shelf, self._report_of, self._is_ending = shelf, report_of, is_ending
-        self._assets = dict(_assets())
+        return answer
 
-    def page(self, request: Request) -> Response:
-        return self._file("index.html")
-
-    def asset(self, request: Request) -> Response:
-        return self._file(request.path_params["name"])
-
-    async def events(self, request: Request) -> Response:
-        from starlette.responses import StreamingResponse
-
-        return StreamingResponse(self._stream(_ids(request)), media_type="text/event-stream")
-
-    async def _stream(self, opened: list[str]) -> AsyncIterator[bytes]:
-        """The list of runs, again whenever it has changed."""
-        said, silent = b"", 0.0
-        while not self._is_ending():
-            for identity in opened:
-                self._shelf.open(identity)
-            now = views.as_json(views.shelf_view(self._shelf))
-            silent = 0.0 if now != said else silent + _TICK
-            if now != said:
-                said = now
-                yield b"event: runs\ndata: " + now + b"\n\n"
-            elif silent > _ALIVE:
-                silent = 0.0
-                yield b": here\n\n"
-            await asyncio.sleep(_TICK)
-
-    def series(self, request: Request) -> Response:
-        view = views.series_view(
-            views.chosen(self._shelf, _ids(request)),
-            first=_number(request, "first"),
-            last=_number(request, "last"),
-            points=_number(request, "points") or 800,
-            optimizer=_number(request, "optimizer"),
-        )
-        return _json(view)
-
-    def heat(self, request: Request) -> Response:
-        run = self._shelf.open(request.query_params.get("run", ""))
-        if run is None:
-            return _nothing()
-        first, last = _number(request, "first"), _number(request, "last")
-        view = views.heat_view(
-            run,
-            kind=request.query_params.get("kind", "norm"),
-            first=0 if first is None else first,
-            last=1 << 62 if last is None else last,
-            optimizer=_number(request, "optimizer"),
-        )
-        return _json(view)
-
-    def layer(self, request: Request) -> Response:
-        run = self._shelf.open(request.query_params.get("run", ""))
-        name = request.query_params.get("name", "")
-        found = run and views.layer_view(run, name, _number(request, "optimizer"))
-        return _json(found) if found else _nothing()
-
-    def incidents(self, request: Request) -> Response:
-        runs = views.glanced(self._shelf, _ids(request))
-        view = {"incidents": incidents_view(runs), "forecasts": views.forecasts_view(runs)}
-        return _json(view)
-
-    def incident(self, request: Request) -> Response:
-        runs = views.glanced(self._shelf, [request.query_params.get("run", "")])
-        number = _number(request, "number")
-        chosen = -1 if number is None else number
-        found = next((incident_view(run, chosen) for run in runs.values()), None)
-        return _json(found) if found else _nothing()
-
-    def compare(self, request: Request) -> Response:
-        runs = views.chosen(self._shelf, _ids(request))
-        return _json(compare_view(runs))
-
-    def report(self, request: Request) -> Response:
+    def report(request: Request) -> Response:
         """The whole report; of a very long run, which would take much memory, the incidents."""
-        from starlette.responses import HTMLResponse, PlainTextResponse
-
-        from stayfinite.report.terminal import as_text
-
-        runs = views.glanced(self._shelf, [request.path_params["run"]])
-        if not runs:
-            return _nothing()
-        (run,) = runs.values()
-        if self._report_of is not None and run.steps <= _MOST_REPORTED:
+        run = views.known_run(index, request.path_params["run"])
+        if run is None:
+            return nothing()
+        if report_of is not None and run.steps <= _MOST_REPORTED:
             with contextlib.suppress(RecordError):
-                page = self._report_of(run.path)
+                page = report_of(run.path)
                 return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
         texts = [as_text(incident, verbose=True) for incident in run.incidents]
         return PlainTextResponse("\n\n".join(texts) or "No incident was recorded.\n")
 
-    def _file(self, name: str) -> Response:
-        from starlette.responses import Response
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        index.start()
+        yield
+        await asyncio.to_thread(index.stop)
 
-        found = self._assets.get(name)
-        if found is None:
-            return _nothing()
-        kind = _KINDS.get(name[name.rfind(".") :], "text/plain")
-        return Response(found, media_type=f"{kind}; charset=utf-8")
+    paths: dict[str, Any] = {"/": file, "/assets/{name:path}": file, "/api/events": events}
+    paths |= {f"/api/{name}": data_from(view) for name, view in _DATA.items()}
+    paths["/runs/{run}/report"] = report
+    routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in paths.items()]
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
-def _assets() -> Any:
+async def _events(
+    index: RunIndex, opened: list[str], is_ending: Callable[[], bool]
+) -> AsyncIterator[bytes]:
+    """The list of runs, again whenever it has changed."""
+    said, silent = b"", 0.0
+    while not is_ending():
+        for identity in opened:
+            index.open(identity)
+        now = views.as_json(views.runs_view(index))
+        silent = 0.0 if now != said else silent + _TICK
+        if now != said:
+            said = now
+            yield b"event: runs\ndata: " + now + b"\n\n"
+        elif silent > _ALIVE:
+            silent = 0.0
+            yield b": here\n\n"
+        await asyncio.sleep(_TICK)
+
+
+def _series(index: RunIndex, query: Query) -> Any:
+    return views.series_view(
+        views.opened_runs(index, _ids(query)),
+        first=_number(query, "first"),
+        last=_number(query, "last"),
+        points=_number(query, "points") or 800,
+        optimizer=_number(query, "optimizer"),
+    )
+
+
+def _heat(index: RunIndex, query: Query) -> Any:
+    run = index.open(query.get("run", ""))
+    first, last = _number(query, "first"), _number(query, "last")
+    return run and views.heat_view(
+        run,
+        kind=query.get("kind", "norm"),
+        first=0 if first is None else first,
+        last=1 << 62 if last is None else last,
+        optimizer=_number(query, "optimizer"),
+    )
+
+
+def _layer(index: RunIndex, query: Query) -> Any:
+    run = index.open(query.get("run", ""))
+    return run and views.layer_view(run, query.get("name", ""), _number(query, "optimizer"))
+
+
+def _incidents(index: RunIndex, query: Query) -> Any:
+    found = {identity: views.known_run(index, identity) for identity in _ids(query)}
+    return {"incidents": views.incidents_view({id_: run for id_, run in found.items() if run})}
+
+
+def _incident(index: RunIndex, query: Query) -> Any:
+    run, number = views.known_run(index, query.get("run", "")), _number(query, "number")
+    return None if run is None or number is None else views.incident_view(run, number)
+
+
+def _compare(index: RunIndex, query: Query) -> Any:
+    return views.compare_view(views.opened_runs(index, _ids(query)))
+
+
+_DATA: dict[str, Callable[[RunIndex, Query], Any]] = {
+    "series": _series,
+    "heat": _heat,
+    "layer": _layer,
+    "incidents": _incidents,
+    "incident": _incident,
+    "compare": _compare,
+}
+
+
+def _assets() -> Iterator[tuple[str, bytes]]:
     """Name and content of every file of the page: nothing else can be asked for."""
     waiting = [("", resources.files("stayfinite.report.dashboard") / "assets")]
     while waiting:
@@ -208,26 +196,14 @@ def _assets() -> Any:
                 yield f"{prefix}{each.name}", each.read_bytes()
 
 
-def _ids(request: Request) -> list[str]:
-    return [each for each in request.query_params.get("runs", "").split(",") if each][:16]
+def _ids(query: Query) -> list[str]:
+    return [each for each in query.get("runs", "").split(",") if each][:16]
 
 
-def _number(request: Request, name: str) -> int | None:
-    text = request.query_params.get(name, "")
+def _number(query: Query, name: str) -> int | None:
+    text = query.get(name, "")
     is_number = text.removeprefix("-").isdecimal() and text.isascii() and len(text) < 16
     return int(text) if is_number else None
-
-
-def _json(data: Any) -> Response:
-    from starlette.responses import Response
-
-    return Response(views.as_json(data), media_type="application/json")
-
-
-def _nothing() -> Response:
-    from starlette.responses import PlainTextResponse
-
-    return PlainTextResponse("stayfinite: there is nothing here\n", status_code=404)
 
 
 PORT = 8642
@@ -258,9 +234,9 @@ def serve(
 
     listening = _listen(port)
     chosen, token = listening.getsockname()[1], secrets.token_urlsafe(24)
-    shelf = Shelf([place.absolute() for place in places])
+    index = RunIndex([place.absolute() for place in places])
     server: uvicorn.Server
-    app = make_app(shelf, report_of=report_of, is_ending=lambda: server.should_exit)
+    app = make_app(index, report_of=report_of, is_ending=lambda: server.should_exit)
     guarded = Access(app, token=token, secret=kept_secret(), port=chosen)
     config = uvicorn.Config(
         guarded,
@@ -323,7 +299,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Scope = MutableMapping[str, Any]
+Scope = dict[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
@@ -344,68 +320,54 @@ class Access:
             await self._app(scope, receive, send)
             return
         refusal = self._refusal(scope)
-        if refusal:
-            await _answer(send, *refusal)
+        if refusal is not None:
+            status, text = refusal
+            body = f"stayfinite: {text}\n".encode()
+            kinds = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(body))}
+            headers = [(k.lower().encode(), v.encode()) for k, v in {**HEADERS, **kinds}.items()]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
             return
         cookie = f"{self._name}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
-        extra = {"Set-Cookie": cookie} if self._has_token(scope) else {}
-        await self._app(scope, receive, _adding(send, {**HEADERS, **extra}))
+        extra = {**HEADERS, "Set-Cookie": cookie} if self._has_token(scope) else HEADERS
+
+        async def send_with_headers(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                given = list(message.get("headers", []))
+                present = {name.lower() for name, _ in given}
+                ours = [(name.lower().encode(), value.encode()) for name, value in extra.items()]
+                message["headers"] = given + [each for each in ours if each[0] not in present]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
+        # The name without the port, which may be another behind a tunnel.
+        host, colon, port = headers.get("host", "").rpartition(":")
+        host = host if colon and port.isdigit() else headers.get("host", "")
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "This page only shows; it takes no changes."
-        if _host(headers.get("host", "")) not in LOOPBACK:
+        if host.lower() not in LOOPBACK:
             return 421, "This page answers to localhost only."
         if headers.get("sec-fetch-site", "none") == "cross-site" and not self._has_token(scope):
             return 403, "Another site may not read this page."
         if scope["path"].startswith("/assets/") or self._has_token(scope):
             return None
-        if hmac.compare_digest(self._sent(headers.get("cookie", "")), self._cookie):
+        try:
+            found = SimpleCookie(headers.get("cookie", "")).get(self._name)
+        except CookieError:
+            found = None
+        sent = found.value if found and found.value.isascii() else ""
+        if hmac.compare_digest(sent, self._cookie):
             return None
         return 403, "Open the address that `stayfinite ui` printed: it has the token of this page."
 
     def _has_token(self, scope: Scope) -> bool:
         sent = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         return scope["path"] == "/" and hmac.compare_digest(sent.encode(), self._token.encode())
-
-    def _sent(self, header: str) -> str:
-        try:
-            found = SimpleCookie(header).get(self._name)
-        except CookieError:
-            return ""
-        return found.value if found and found.value.isascii() else ""
-
-
-def _host(header: str) -> str:
-    """The name without the port, which may be another behind a tunnel."""
-    name, colon, port = header.rpartition(":")
-    return (name if colon and port.isdigit() else header).lower()
-
-
-def _adding(send: Any, extra: dict[str, str]) -> Any:
-    async def sending(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            present = {name.lower() for name, _ in message.get("headers", [])}
-            message["headers"] = [*message.get("headers", [])] + [
-                (name.lower().encode(), value.encode())
-                for name, value in extra.items()
-                if name.lower().encode() not in present
-            ]
-        await send(message)
-
-    return sending
-
-
-async def _answer(send: Any, status: int, text: str) -> None:
-    body = f"stayfinite: {text}\n".encode()
-    headers = {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}
-    lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    lines.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": lines})
-    await send({"type": "http.response.body", "body": body})
 
 
 def kept_secret() -> bytes:
@@ -414,23 +376,15 @@ def kept_secret() -> bytes:
     Where it cannot be kept, it is new, and a page must be opened again after a restart.
     """
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    path = Path(base) / "stayfinite" / "ui-key"
+    path, key = Path(base) / "stayfinite" / "ui-key", secrets.token_bytes(32)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(key)
     except FileExistsError:
-        return _read(path) or secrets.token_bytes(32)
+        with contextlib.suppress(OSError):
+            kept = path.read_bytes()
+            return kept if len(kept) == 32 else key
     except (OSError, RuntimeError):
-        return secrets.token_bytes(32)
-    with open(file, "wb") as out:
-        key = secrets.token_bytes(32)
-        out.write(key)
+        return key
     return key
-
-
-def _read(path: Path) -> bytes:
-    try:
-        key = path.read_bytes()
-    except OSError:
-        return b""
-    return key if len(key) == 32 else b""

@@ -12,40 +12,63 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.cells import cell_len
 
 from stayfinite import text as wording
-from stayfinite.records import Incident, Origin, TensorSummary, to_data
+from stayfinite.records import Incident, to_data
 from stayfinite.report.dashboard.live_runs import (
     UNKNOWN,
     Columns,
     Entry,
     GlancedRun,
     LiveRun,
-    Shelf,
+    RunIndex,
 )
-from stayfinite.report.excerpt import SourceLine, excerpt
-from stayfinite.report.run_summary import Range, RunSummary, compare, summarised
+from stayfinite.report.incident_view import IncidentView, view_of
+from stayfinite.report.run_summary import Range, RunSummary, compare, summary_from
 from stayfinite.report.store.reading import Run
-from stayfinite.text import FULL, plain, remark
+from stayfinite.text import FULL, plain
 
 METRICS = ("loss", "norm", "lr", "scale", "seconds")
 _MOST_POINTS = 2000
 _MOST_CELLS = 400_000
 _MOST_COLUMNS = 400
+_WIDTH = 96  # cells of a source line
 
 
-def shelf_view(shelf: Shelf) -> dict[str, Any]:
+def as_json(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _plain(value: Any) -> Any:
+    """A number for JSON, with the digits that it has; not finite ones are words."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else to_data(value)
+    return value
+
+
+def opened_runs(index: RunIndex, identities: Sequence[str]) -> dict[str, LiveRun]:
+    """The open runs of these names; names that are not there are passed over."""
+    found = {identity: index.open(identity) for identity in identities if identity}
+    return {identity: run for identity, run in found.items() if run is not None}
+
+
+def known_run(index: RunIndex, identity: str) -> GlancedRun | None:
+    """What the list knows of this run: its incidents, while its steps are still read."""
+    entry = index.entries.get(identity)
+    return entry.glance if entry is not None else None
+
+
+def runs_view(index: RunIndex) -> dict[str, Any]:
     """The list of runs, newest first."""
-    entries = sorted(shelf.entries.values(), key=lambda each: each.path.name, reverse=True)
+    entries = sorted(index.entries.values(), key=lambda each: each.path.name, reverse=True)
     return {
-        "places": [str(place) for place in shelf.places],
-        "looked": shelf.has_looked,
-        "runs": [run_view(entry) for entry in entries],
+        "places": [str(place) for place in index.places],
+        "looked": index.has_looked,
+        "runs": [_run_view(entry) for entry in entries],
     }
 
 
-def run_view(entry: Entry) -> dict[str, Any]:
+def _run_view(entry: Entry) -> dict[str, Any]:
     """One run in the list; `state` is how it ended, or "running", "starting", "unreadable"."""
     run, problem = entry.glance, entry.glance.problem
     view: dict[str, Any] = {
@@ -96,87 +119,25 @@ def series_view(
     high = max((end[1] for end in ends), default=-1) if last is None else last
     grid = grid_over(low, high, most=max(2, min(points, _MOST_POINTS)))
     return {
-        "steps": [int(step) for step in grid.starts],
+        "steps": [int(step) for step in grid.edges[:-1]],
         "width": grid.width,
         "runs": {identity: _curves(each, grid) for identity, each in columns.items()},
         "optimizers": sorted({n for run in runs.values() for n in run.optimizers}),
     }
 
 
-def _curves(columns: Columns, grid: Any) -> dict[str, Any]:
-    names = [*METRICS, *(f"term:{name}" for name in columns.terms)]
+def _curves(columns: Columns, grid: Grid) -> dict[str, Any]:
     if not len(columns):
         return {"count": 0, "curves": {}, "skipped": []}
-    found = bucketed(columns, names, grid)
     skipped = totals(columns, "skipped", grid)
     return {
         "count": len(columns),
-        "curves": found,
+        "curves": buckets_of(
+            columns, [*METRICS, *(f"term:{name}" for name in columns.terms)], grid
+        ),
         "skipped": skipped if any(skipped) else [],
         "skips": int(sum(skipped)),
     }
-
-
-def heat_view(
-    run: LiveRun, *, kind: str, first: int, last: int, optimizer: int | None = None
-) -> dict[str, Any]:
-    """Layers x sampled steps; the values are float32 in base64, layer by layer."""
-    columns = run.columns(optimizer)
-    with columns.lock:
-        heat = columns.heat
-        most = max(50, min(_MOST_COLUMNS, _MOST_CELLS // max(len(heat.names), 1)))
-        steps, values = heat.table(kind, most=most, first=first, last=last)
-        names = list(heat.names)
-    data = base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()
-    return {"layers": names, "steps": steps, "values": data, "unknown": UNKNOWN}
-
-
-def layer_view(run: LiveRun, name: str, optimizer: int | None = None) -> dict[str, Any] | None:
-    columns = run.columns(optimizer)
-    with columns.lock:
-        found = columns.heat.history(name)
-    if found is None:
-        return None
-    shown = {key: [_known(value) for value in found[key]] for key in ("norms", "headroom")}
-    return {"layer": name, "steps": found["steps"], **shown}
-
-
-def forecasts_view(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
-    """Forecasts as they were recorded, the newest first."""
-    found = [
-        {"run": identity, "forecast": to_data(each)}
-        for identity, run in runs.items()
-        for rank in run.ranks
-        for each in rank.forecasts
-    ]
-    return found[::-1]
-
-
-def as_json(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
-
-
-def chosen(shelf: Shelf, identities: Sequence[str]) -> dict[str, LiveRun]:
-    """The open runs of these names; names that are not there are passed over."""
-    found = {identity: shelf.open(identity) for identity in identities if identity}
-    return {identity: run for identity, run in found.items() if run is not None}
-
-
-def glanced(shelf: Shelf, identities: Sequence[str]) -> dict[str, GlancedRun]:
-    """What the list knows of these runs: their incidents, while their steps are still read."""
-    found = {identity: shelf.entries.get(identity) for identity in identities}
-    return {identity: entry.glance for identity, entry in found.items() if entry is not None}
-
-
-def _known(value: float) -> float | str | None:
-    return None if value == UNKNOWN else _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    """A number for JSON, with the digits that it has; not finite ones are words."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else to_data(value)
-    return value
 
 
 Values = np.ndarray[Any, Any]
@@ -193,8 +154,9 @@ class Grid:
     count: int
 
     @property
-    def starts(self) -> Values:
-        return self.first + self.width * np.arange(self.count, dtype=np.int64)
+    def edges(self) -> Values:
+        """Where each bucket begins, and where the last one ends."""
+        return self.first + self.width * np.arange(self.count + 1, dtype=np.int64)
 
 
 def grid_over(first: int, last: int, *, most: int) -> Grid:
@@ -202,44 +164,29 @@ def grid_over(first: int, last: int, *, most: int) -> Grid:
 
     So the buckets stay the same while a run grows, and the picture does not shiver.
     """
-    least, width = max(1, -(-(last - first + 1) // max(most - 1, 1))), 1
-    for factor in _round_numbers():
-        width = factor
-        if width >= least:
-            break
+    least = max(1, -(-(last - first + 1) // max(most - 1, 1)))
+    rounds = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
+    width = next(number for number in rounds if number >= least)
     start = first // width * width
     return Grid(first=start, width=width, count=max(0, (last - start) // width + 1))
 
 
-def _round_numbers() -> Any:
-    power = 1
-    while True:
-        yield from (power, 2 * power, 5 * power)
-        power *= 10
-
-
-def bucketed(columns: Columns, names: list[str], grid: Grid) -> dict[str, dict[str, Any]]:
+def buckets_of(columns: Columns, names: list[str], grid: Grid) -> dict[str, dict[str, Any]]:
     """For each column, `mid`, `low` and `high` of the finite values, and the `bad` ones' count.
 
     None where nothing finite is known. `low` and `high` are left out where buckets are single
     steps.
     """
     with columns.lock:
-        cuts = _cuts(columns.view("step"), grid)
+        cuts = np.searchsorted(columns.view("step"), grid.edges)
         return {name: _column(columns.view(name), cuts, grid) for name in names}
 
 
 def totals(columns: Columns, name: str, grid: Grid) -> list[int]:
     """The sum of a column of whole numbers in each bucket."""
     with columns.lock:
-        values, cuts = columns.view(name), _cuts(columns.view("step"), grid)
+        values, cuts = columns.view(name), np.searchsorted(columns.view("step"), grid.edges)
         return [int(values[start:end].sum()) for start, end in itertools.pairwise(cuts)]
-
-
-def _cuts(steps: Values, grid: Grid) -> Values:
-    """Where each bucket begins in the columns, and where the last one ends."""
-    edges = grid.first + grid.width * np.arange(grid.count + 1, dtype=np.int64)
-    return np.searchsorted(steps, edges)
 
 
 def _column(values: Values, cuts: Values, grid: Grid) -> dict[str, Any]:
@@ -275,7 +222,32 @@ def _listed(values: Values) -> list[float | None]:
     return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]
 
 
-_WIDTH = 96
+def heat_view(
+    run: LiveRun, *, kind: str, first: int, last: int, optimizer: int | None = None
+) -> dict[str, Any]:
+    """Layers x sampled steps; the values are float32 in base64, layer by layer."""
+    columns = run.columns(optimizer)
+    with columns.lock:
+        heat = columns.heat
+        most = max(50, min(_MOST_COLUMNS, _MOST_CELLS // max(len(heat.names), 1)))
+        steps, values = heat.table(kind, most=most, first=first, last=last)
+        names = list(heat.names)
+    data = base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()
+    return {"layers": names, "steps": steps, "values": data, "unknown": UNKNOWN}
+
+
+def layer_view(run: LiveRun, name: str, optimizer: int | None = None) -> dict[str, Any] | None:
+    columns = run.columns(optimizer)
+    with columns.lock:
+        found = columns.heat.history(name)
+    if found is None:
+        return None
+    steps = found.pop("steps")
+    shown = {
+        key: [None if value == UNKNOWN else _plain(value) for value in values]
+        for key, values in found.items()
+    }
+    return {"layer": name, "steps": steps, **shown}
 
 
 def incidents_view(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
@@ -292,18 +264,16 @@ def incident_view(run: Run, number: int) -> dict[str, Any] | None:
     """All that is known of one incident; None if there is none of this number."""
     if not 0 <= number < len(run.incidents):
         return None
-    incident = run.incidents[number]
-    script = run.info.script
+    incident, script = run.incidents[number], run.info.script
     folder = Path(script).parent if script else Path(run.info.cwd or ".")
+    view, diagnosis = view_of(incident, folder=folder, width=_WIDTH), incident.diagnosis
     return {
         **_line(incident),
-        "first": _first_operation(incident, folder),
-        "tensors": _tensors(incident.origin),
-        "fix": plain(incident.diagnosis.fix) if incident.diagnosis else "",
-        "patch": _patch(incident),
-        "evidence": [plain(each) for each in incident.diagnosis.evidence]
-        if incident.diagnosis
-        else [],
+        "first": _first_operation(view),
+        "tensors": _tensors(view),
+        "fix": plain(diagnosis.fix) if diagnosis else "",
+        "patch": [plain(line) for line in view.patch],
+        "evidence": [plain(each) for each in diagnosis.evidence] if diagnosis else [],
         "noticed": [
             f"{wording.KINDS[report.nan_type]} in {wording.place(report)}"
             for report in incident.reports
@@ -314,6 +284,7 @@ def incident_view(run: Run, number: int) -> dict[str, Any] | None:
 
 def _line(incident: Incident) -> dict[str, Any]:
     diagnosis, outcome = incident.diagnosis, incident.outcome
+    done = (plain(outcome.strategy), plain(outcome.detail)) if outcome else ()
     return {
         "step": incident.step,
         "rank": incident.rank,
@@ -323,68 +294,46 @@ def _line(incident: Incident) -> dict[str, Any]:
         "cause": plain(diagnosis.cause) if diagnosis else "",
         "why": plain(diagnosis.why) if diagnosis else "",
         "confidence": wording.CONFIDENCE[diagnosis.confidence] if diagnosis else "",
-        "done": ": ".join(filter(None, (plain(outcome.strategy), plain(outcome.detail))))
-        if outcome
-        else "",
+        "done": ": ".join(filter(None, done)),
     }
 
 
-def _first_operation(incident: Incident, folder: Path) -> dict[str, Any] | None:
-    origin = incident.origin
+def _first_operation(view: IncidentView) -> dict[str, Any] | None:
+    origin = view.incident.origin
     if origin is None:
         return None
-    lines = excerpt(origin, folder=folder, width=_WIDTH)
     return {
-        "spot": wording.spot(origin),
-        "source": [{"number": line.number, "parts": _marked(line)} for line in lines],
-        "birth": wording.birth(incident, origin) if origin.op else "",
-        "op": wording.full_op(origin),
+        "spot": view.spot,
+        "source": [{"number": line.number, "parts": line.parts} for line in view.source],
+        "birth": view.birth if origin.op else "",
+        "op": view.op,
         "exact": origin.exact,
         "path": [
             {"kind": hop.kind, "words": wording.hop_words(hop, first=n == 0)}
             for n, hop in enumerate(origin.lineage)
         ],
-        "reached": wording.noticed(incident),
+        "reached": wording.noticed(view.incident),
     }
 
 
-def _marked(line: SourceLine) -> list[str]:
-    """The text before the marked part, in it, and after it."""
-    start, end = (_characters(line.text, cells) for cells in (line.start, line.end))
-    return [line.text[:start], line.text[start:end], line.text[end:]]
-
-
-def _characters(text: str, cells: int) -> int:
-    """How many characters fill so many cells."""
-    return next((n for n in range(len(text)) if cell_len(text[:n]) >= cells), len(text))
-
-
-def _tensors(origin: Origin | None) -> dict[str, Any] | None:
-    if origin is None or not (origin.inputs or origin.outputs):
+def _tensors(view: IncidentView) -> dict[str, Any] | None:
+    if not view.tensors:
         return None
-    rows = [("input", each) for each in origin.inputs]
-    rows += [("output", each) for each in origin.outputs]
-    return {"columns": [*FULL], "rows": [_tensor(role, tensor) for role, tensor in rows]}
-
-
-def _tensor(role: str, tensor: TensorSummary) -> dict[str, Any]:
-    return {
-        "role": role,
-        "name": plain(tensor.name),
-        "cells": [column(tensor) for column in FULL.values()],
-        "remark": remark(tensor),
-        "bad": bool(tensor.bad_count),
-        "histogram": [[_finite(limit), count] for limit, count in tensor.histogram],
-    }
-
-
-def _finite(limit: float) -> float | None:
-    return float(limit) if abs(limit) < float("inf") else None
-
-
-def _patch(incident: Incident) -> list[str]:
-    patch = incident.diagnosis.patch if incident.diagnosis else None
-    return [plain(line) for line in (patch or "").split("\n") if line]
+    rows = [
+        {
+            "role": each.role,
+            "name": each.name,
+            "cells": list(each.facts.values()),
+            "remark": each.remark,
+            "bad": bool(each.tensor.bad_count),
+            "histogram": [
+                [float(limit) if abs(limit) < math.inf else None, count]
+                for limit, count in each.tensor.histogram
+            ],
+        }
+        for each in view.tensors
+    ]
+    return {"columns": [*FULL], "rows": rows}
 
 
 def compare_view(runs: dict[str, LiveRun]) -> dict[str, Any]:
@@ -394,34 +343,30 @@ def compare_view(runs: dict[str, LiveRun]) -> dict[str, Any]:
         return {"before": None, "pairs": []}
     (first, before), *others = readable.items()
     pairs = [
-        {"run": name, **to_data(compare(before, after, summarise=summary_of))}
+        {"run": name, **to_data(compare(before, after, summarise=_summary_of))}
         for name, after in others
     ]
     return {"before": first, "pairs": pairs}
 
 
-def summary_of(run: Run) -> RunSummary:
+def _summary_of(run: Run) -> RunSummary:
     """As of `stayfinite show`, from packed columns; without the worst layers."""
     columns = run.series if isinstance(run.series, Columns) else Columns()
+
+    def range_of(name: str) -> Range | None:
+        values = columns.view(name)
+        known = values[np.isfinite(values) & (values != UNKNOWN)]
+        if not len(known):
+            return None
+        ends = {"first": known[0], "last": known[-1], "low": known.min(), "high": known.max()}
+        found = {part: float(value) for part, value in ends.items()}
+        return Range(**found, median=float(np.median(known)))
+
     with columns.lock:
-        return summarised(
+        return summary_from(
             run,
-            spread_of=lambda name: _spread(columns, name),
-            terms={name: _spread(columns, f"term:{name}") for name in columns.terms},
+            range_of=range_of,
+            terms={name: range_of(f"term:{name}") for name in columns.terms},
             skipped=int(columns.view("skipped").sum()) if len(columns) else 0,
             seconds=columns.lasted,
         )
-
-
-def _spread(columns: Columns, name: str) -> Range | None:
-    values = columns.view(name)
-    known = values[np.isfinite(values) & (values != UNKNOWN)]
-    if not len(known):
-        return None
-    return Range(
-        first=float(known[0]),
-        last=float(known[-1]),
-        low=float(known.min()),
-        high=float(known.max()),
-        median=float(np.median(known)),
-    )

@@ -1,30 +1,15 @@
-"""Texts for the page: code in them is set apart, and control characters are shown."""
+"""Texts for the page: every one is escaped, and control characters are shown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from markupsafe import Markup, escape
 
 from stayfinite.text import visible
 
 _CODE = re.compile(r"`([^`]+)`")
-
-
-class CauseWords(Protocol):
-    """What is said of a cause in general."""
-
-    @property
-    def title(self) -> str: ...
-    @property
-    def why(self) -> str: ...
-    @property
-    def fix(self) -> str: ...
-
-
-Causes = Mapping[str, CauseWords]
 
 
 def shown(value: Any) -> Any:
@@ -38,14 +23,16 @@ def shown(value: Any) -> Any:
 
 def with_code(text: str) -> Markup:
     """The text, with `this` as code."""
-    pieces = _CODE.split(shown(text))
-    made = [
-        Markup("<code>{}</code>").format(piece) if at % 2 else escape(piece)
-        for at, piece in enumerate(pieces)
-    ]
-    return Markup("").join(made)
+    pieces = enumerate(_CODE.split(shown(text)))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if at % 2 else escape(piece) for at, piece in pieces
+    )
 
 
-def title_of(slug: str, causes: Causes) -> str:
-    """The title of a cause, or its name in words."""
-    return causes[slug].title if slug in causes else slug.replace("_", " ").capitalize()
+def tag(name: str, content: Markup | str = "", **attributes: object) -> Markup:
+    """An element; `class_` is `class`, and `stroke_width` is `stroke-width`."""
+    words = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), shown(value))
+        for key, value in attributes.items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(name, words, shown(content))

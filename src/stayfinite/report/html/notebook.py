@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stayfinite.records import Diagnosis, Hop, Incident, Origin, Outcome
-from stayfinite.report.html.markup import Causes
+from stayfinite.causes import CAUSES
+from stayfinite.records import Hop, Incident, Origin
 from stayfinite.report.store.writer import RunInfo
 
 
@@ -23,33 +23,26 @@ class GuardReport:
     """What a guard has seen up to now; later incidents do not change it."""
 
     def __init__(
-        self,
-        incidents: Sequence[Incident],
-        *,
-        steps: int,
-        causes: Causes,
-        folder: Path | None = None,
+        self, incidents: Sequence[Incident], *, steps: int, folder: Path | None = None
     ) -> None:
         """`folder` is what the files of the incidents are named relative to."""
         self.incidents = tuple(incidents)
         self.steps = steps
-        self._causes, self._folder = causes, folder
+        self._folder = folder
 
     def _repr_html_(self) -> str:
         with _unchanged_random():
             from stayfinite.report.html.page import incidents_fragment
 
-            return incidents_fragment(
-                self.incidents, steps=self.steps, causes=self._causes, folder=self._folder
-            )
+            return incidents_fragment(self.incidents, steps=self.steps, folder=self._folder)
 
     def __repr__(self) -> str:
         with _unchanged_random():
-            from stayfinite.report.html.page import alike, counted
+            from stayfinite.report.html.page import groups_of, verdict_of
             from stayfinite.report.terminal import as_text
 
-            told = [as_text(first, folder=self._folder) for first, _ in alike(self.incidents)]
-        return "\n".join([counted(len(self.incidents), self.steps).text, *told]).rstrip()
+            texts = [as_text(first, folder=self._folder) for first, _ in groups_of(self.incidents)]
+        return "\n".join([verdict_of(len(self.incidents), self.steps).text, *texts]).rstrip()
 
 
 @contextmanager
@@ -68,60 +61,45 @@ _FILE = re.compile(r"[^\s'\"(]*(?:[/\\][^\s'\"(]*|\.py\b[^\s'\")]*)")
 _NO_PLACE: dict[str, Any] = {"file": None, "line": None, "code": ""}
 
 
-def without_source(incident: Incident, causes: Causes) -> Incident:
+def without_source(incident: Incident) -> Incident:
     """The incident, told in general words where its own would quote the code."""
-    secrets = sorted(set(_secrets(incident)), key=len, reverse=True)
-    return replace(
-        incident,
-        origin=incident.origin and _origin(incident.origin),
-        diagnosis=incident.diagnosis and _diagnosis(incident.diagnosis, causes, secrets),
-        outcome=incident.outcome and _outcome(incident.outcome, secrets),
-    )
+    origin, diagnosis, outcome = incident.origin, incident.diagnosis, incident.outcome
+    secrets = _secrets(origin) if origin else []
+    if origin is not None:
+        hops = tuple(replace(hop, **_NO_PLACE) for hop in origin.lineage)
+        unmarked = replace(origin, end_line=None, columns=None, function=None, facts={})
+        origin = replace(unmarked, lineage=hops, **_NO_PLACE)
+    if diagnosis is not None:
+        words = CAUSES.get(diagnosis.cause, diagnosis)
+        diagnosis = replace(
+            diagnosis,
+            why=scrub(words.why, secrets) if words is diagnosis else words.why,
+            fix=scrub(words.fix, secrets) if words is diagnosis else words.fix,
+            patch=None,
+            evidence=tuple(scrub(text, secrets) for text in diagnosis.evidence),
+        )
+    if outcome is not None:
+        outcome = replace(outcome, detail=scrub(outcome.detail, secrets))
+    return replace(incident, origin=origin, diagnosis=diagnosis, outcome=outcome)
 
 
 def info_without_source(info: RunInfo) -> RunInfo:
     """What the run was made with, less script, command and folders."""
-    config = {key: value for key, value in info.config.items() if not _has_path(value)}
+    config = {key: value for key, value in info.config.items() if not _FILE.search(str(value))}
     return replace(info, script="", command=(), cwd="", sources={}, config=config)
 
 
-def scrubbed(text: str, secrets: list[str]) -> str:
+def scrub(text: str, secrets: Sequence[str]) -> str:
     """The text without quoted code, without files, and without these strings."""
     for secret in secrets:
         text = text.replace(secret, LEFT_OUT)
     return _FILE.sub(LEFT_OUT, _CODE.sub(LEFT_OUT, text))
 
 
-def _secrets(incident: Incident) -> Iterator[str]:
-    origin = incident.origin
-    if origin is None:
-        return
+def _secrets(origin: Origin) -> list[str]:
+    """Lines of code and names of files, the longest first."""
     places: list[Origin | Hop] = [origin, *origin.lineage]
     texts = [text for place in places for text in (place.code, place.file or "")]
     texts += [origin.function or "", str(origin.facts.get("expression", ""))]
-    yield from (line.strip() for text in texts for line in text.split("\n") if len(line) > 3)
-
-
-def _origin(origin: Origin) -> Origin:
-    hops = tuple(replace(hop, **_NO_PLACE) for hop in origin.lineage)
-    unmarked = replace(origin, end_line=None, columns=None, function=None, facts={})
-    return replace(unmarked, lineage=hops, **_NO_PLACE)
-
-
-def _diagnosis(diagnosis: Diagnosis, causes: Causes, secrets: list[str]) -> Diagnosis:
-    known = causes.get(diagnosis.cause)
-    return replace(
-        diagnosis,
-        why=known.why if known else scrubbed(diagnosis.why, secrets),
-        fix=known.fix if known else scrubbed(diagnosis.fix, secrets),
-        patch=None,
-        evidence=tuple(scrubbed(text, secrets) for text in diagnosis.evidence),
-    )
-
-
-def _outcome(outcome: Outcome, secrets: list[str]) -> Outcome:
-    return replace(outcome, detail=scrubbed(outcome.detail, secrets))
-
-
-def _has_path(value: Any) -> bool:
-    return bool(_FILE.search(str(value)))
+    lines = {line.strip() for text in texts for line in text.split("\n") if len(line) > 3}
+    return sorted(lines, key=len, reverse=True)

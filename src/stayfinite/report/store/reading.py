@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,6 @@ class RankFile:
     info: RunInfo = field(default_factory=lambda: RunInfo(started=0.0))
     series: dict[int, Any] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
-    forecasts: list[dict[str, Any]] = field(default_factory=list)
     end: End | None = None
     broken: int = 0
     read: int = 0
@@ -79,39 +79,28 @@ class RankFile:
     def more(self) -> bool:
         """Read on; whether there was anything new."""
         before = self.read
-        for line in self._new_lines():
-            self.take(line)
-        return self.read > before
-
-    def _new_lines(self) -> Iterator[bytes]:
-        try:
-            with open(self.path, "rb") as file:
-                if os.fstat(file.fileno()).st_size <= self.read:
-                    return
-                file.seek(self.read)
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size > before:
+                file.seek(before)
                 for line in file:
                     if not line.endswith(b"\n"):
-                        return
+                        break
                     self.read += len(line)
-                    yield line
-        except OSError:
-            return
+                    self.take(line)
+        return self.read > before
 
     def take(self, line: bytes) -> None:
         """Keep what one line says."""
         try:
             data = json.loads(line)
             kind = data["kind"]
-            if kind == "steps":
-                self._take_steps(data)
-            elif kind == "layers":
-                self._series(data).layers = list(data["names"])
-            elif kind == "norms":
-                self._take_norms(data)
+            if kind in ("steps", "layers", "norms"):
+                optimizer = int(data.get("optimizer", 0))
+                if optimizer not in self.series:
+                    self.series[optimizer] = self.new_series()
+                _add_to(self.series[optimizer], data)
             elif kind == "incident":
                 self.incidents.append(from_data(Incident, data["incident"]))
-            elif kind == "forecast":
-                self.forecasts.append(dict(data["forecast"]))
             elif kind == "begin":
                 self.schema = int(data["schema"])
                 self.info = from_data(RunInfo, data["run"])
@@ -120,23 +109,19 @@ class RankFile:
         except (KeyError, TypeError, ValueError, AttributeError, RecordError):
             self.broken += 1
 
-    def _series(self, data: dict[str, Any]) -> Any:
-        optimizer = int(data.get("optimizer", 0))
-        if optimizer not in self.series:
-            self.series[optimizer] = self.new_series()
-        return self.series[optimizer]
 
-    def _take_steps(self, data: dict[str, Any]) -> None:
-        count = len(data["step"])
-        columns = {name: _numbers(data.get(name), count) for name in COLUMNS}
-        terms = {name: _numbers(values, count) for name, values in data.get("terms", {}).items()}
-        self._series(data).add_steps(columns, terms)
-
-    def _take_norms(self, data: dict[str, Any]) -> None:
-        series = self._series(data)
+def _add_to(series: Any, data: dict[str, Any]) -> None:
+    if data["kind"] == "layers":
+        series.layers = list(data["names"])
+    elif data["kind"] == "norms":
         count = len(series.layers)
         norms, headroom = _numbers(data["norms"], count), _numbers(data["headroom"], count)
         series.add_norms(int(data["step"]), norms, headroom)
+    else:
+        count = len(data["step"])
+        columns = {name: _numbers(data.get(name), count) for name in COLUMNS}
+        terms = {name: _numbers(values, count) for name, values in data.get("terms", {}).items()}
+        series.add_steps(columns, terms)
 
 
 def _numbers(values: Any, count: int) -> list[Any]:
@@ -172,8 +157,13 @@ class Run:
         """Those of the result, which are explained best; else as they were recorded."""
         if self.result is not None and self.result.incidents:
             return list(self.result.incidents)
+        known: dict[Any, Incident] = {}
         everyone = [incident for rank in self.ranks for incident in rank.incidents]
-        return sorted(_once(everyone), key=lambda incident: incident.step)
+        for number, each in enumerate(everyone):
+            # A rank records an incident of another one, too, as that has told it.
+            key = (each.step, each.rank, each.time) if each.world > 1 else number
+            known.setdefault(key, each)
+        return sorted(known.values(), key=lambda incident: incident.step)
 
     @property
     def exit(self) -> str:
@@ -187,13 +177,8 @@ class Run:
 
     @property
     def steps(self) -> int:
-        counts = [
-            series["step"][-1] + 1
-            for rank in self.ranks
-            for series in rank.series.values()
-            if len(series)
-        ]
-        return max(counts, default=0)
+        everyone = [series for rank in self.ranks for series in rank.series.values()]
+        return max((each["step"][-1] + 1 for each in everyone if len(each)), default=0)
 
     def rank_file(self, path: Path) -> RankFile:
         """Begins to read a file; others keep less of it."""
@@ -206,29 +191,23 @@ class Run:
         self.ranks += map(self.rank_file, new)
         self.ranks.sort(key=lambda rank: _by_rank(rank.path.name))
         news = [rank.more() for rank in self.ranks]
-        before, self.result = self.result, _result(self.path)
+        try:
+            result = from_json(RunResult, (self.path / RESULT).read_text(encoding="utf-8"))
+        except (OSError, RecordError):
+            result = None
+        before, self.result = self.result, result
         return any(news) or before != self.result
-
-
-def _once(incidents: list[Incident]) -> list[Incident]:
-    """Without those that a rank has recorded as another rank has told them."""
-    known: dict[Any, Incident] = {}
-    for number, each in enumerate(incidents):
-        key = (each.step, each.rank, each.time) if each.world > 1 else number
-        known.setdefault(key, each)
-    return list(known.values())
 
 
 def _may_live(info: RunInfo) -> bool:
     """Whether the process may be there still; of another machine's nothing is known."""
-    if info.host != socket.gethostname() or not info.pid or sys.platform == "win32":
-        return True
-    try:
-        os.kill(info.pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    if info.host == socket.gethostname() and info.pid and sys.platform != "win32":
+        try:
+            os.kill(info.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # it is another user's
+            return True
     return True
 
 
@@ -273,10 +252,3 @@ def _rank_files(folder: Path) -> list[Path]:
 def _by_rank(name: str) -> tuple[int, str]:
     rank, _, process = name.removeprefix("rank-").removesuffix(".jsonl").partition("-")
     return (int(rank) if rank.isdigit() else 1 << 30), process
-
-
-def _result(folder: Path) -> RunResult | None:
-    try:
-        return from_json(RunResult, (folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, RecordError):
-        return None

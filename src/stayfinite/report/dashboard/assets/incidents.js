@@ -1,4 +1,4 @@
-// Incidents as they come, and forecasts if a run recorded any.
+// Incidents as they come.
 
 import { byId, el, fill, prose } from "./dom.js";
 import { count, whole } from "./format.js";
@@ -51,33 +51,4 @@ function item(each, state, runs, open) {
     each.done ? el("span", { class: "muted small-text", text: each.done }) : null,
     el("span", { class: "open-hint", text: "Open the report" })));
   return el("li", {}, button);
-}
-
-export function drawForecasts(forecasts, runs) {
-  const panel = byId("forecasts");
-  panel.hidden = !forecasts.length;
-  if (!forecasts.length) return;
-  const items = forecasts.slice(0, MOST).map(({ run, forecast }) => forecastItem(run, forecast, runs));
-  fill(panel, el("h2", { id: "forecasts-title", text: count(forecasts.length, "forecast") }),
-    el("ul", { class: "forecast-list" }, ...items));
-}
-
-const SAID = new Set(["message", "text", "step", "eta", "steps_left", "layer"]);
-
-function forecastItem(id, forecast, runs) {
-  const run = runs.find((each) => each.id === id);
-  const eta = forecast.steps_left ?? forecast.eta;
-  const others = Object.entries(forecast)
-    .filter(([name, value]) => !SAID.has(name) && value !== null && typeof value !== "object")
-    .map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
-  const title = forecast.message ?? forecast.text ?? forecast.layer ?? "Forecast";
-  const when = [
-    forecast.step === undefined ? "" : `at step ${whole(forecast.step)}`,
-    eta === undefined || eta === null ? "" : `in about ${count(Math.round(eta), "step")}`,
-    forecast.layer && title !== forecast.layer ? forecast.layer : "",
-    ...others,
-    runs.length > 1 && run ? run.name : "",
-  ];
-  return el("li", {}, el("strong", { text: String(title) }), " ",
-    el("span", { class: "muted", text: when.filter(Boolean).join(" · ") }));
 }

@@ -6,7 +6,7 @@ import { drawCompare } from "./compare.js";
 import { byId, el, fill } from "./dom.js";
 import { count } from "./format.js";
 import { HeatMap } from "./heat.js";
-import { drawForecasts, drawIncidents } from "./incidents.js";
+import { drawIncidents } from "./incidents.js";
 import { openLayer } from "./layer.js";
 import { drawHead, drawNotices } from "./overview.js";
 import { openReport } from "./report.js";
@@ -21,7 +21,7 @@ const MOST_SHOWN = 6;
 
 const state = {
   runs: [], places: [], selected: [], view: "live", zoom: null, optimizer: null,
-  series: null, incidents: [], forecasts: [], known: null, ...readAddress(),
+  series: null, incidents: [], known: null, ...readAddress(),
 };
 const charts = new Charts((zoom) => change({ zoom }));
 const heat = new HeatMap({
@@ -134,7 +134,7 @@ async function round() {
     asked.series = view;
   }
   const noted = runs.map((run) => `${run.incidents}${run.state}${run.progress}`).join() + ids;
-  if (asked.incidents !== noted || state.forecasts.length) {
+  if (asked.incidents !== noted) {
     const found = await ask("incidents", { runs: ids });
     asked.incidents = noted;
     takeIncidents(found, ids);
@@ -182,7 +182,6 @@ function drawAll() {
   drawHead(main, state.series);
   drawOptimizers(state.series.optimizers);
   drawIncidents(state, runs, openReport);
-  drawForecasts(state.forecasts, runs);
   charts.draw(state.series, runs, {
     steps: state.incidents.map((each) => each.step), isZoomed: Boolean(state.zoom),
   });

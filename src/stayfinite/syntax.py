@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Container, Iterator
+from typing import TypeGuard
 
 # A method can be called on these as they are written.
 PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
@@ -18,10 +19,15 @@ def called(node: ast.AST) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
+def is_call(node: ast.AST | None, *names: str) -> TypeGuard[ast.Call]:
+    """Whether it calls a function of one of these names."""
+    return isinstance(node, ast.Call) and called(node) in names
+
+
 def calls_in(node: ast.AST, names: Collection[str]) -> Iterator[ast.Call]:
     """Calls of functions with these names, outermost first."""
     for each in ast.walk(node):
-        if isinstance(each, ast.Call) and called(each) in names:
+        if is_call(each, *names):
             yield each
 
 
@@ -53,6 +59,11 @@ def operand(call: ast.Call, modules: Container[str]) -> ast.expr | None:
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """The value of a keyword argument."""
     return next((item.value for item in call.keywords if item.arg == name), None)
+
+
+def is_operation(node: ast.AST | None, *operators: type[ast.operator]) -> TypeGuard[ast.BinOp]:
+    """Whether it is a + b and its like, with one of these operators."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, operators)
 
 
 def constant(node: ast.expr | None) -> float | None:

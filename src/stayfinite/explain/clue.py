@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from stayfinite.records import Confidence, Diagnosis, Origin, TensorSummary
-from stayfinite.syntax import called, in_brackets, operand
+from stayfinite.syntax import called, in_brackets, is_operation, operand
 from stayfinite.text import bare_name, count, node_name
 
 SMALLEST = {"float16": 6e-8, "bfloat16": 9.2e-41, "float32": 1.4e-45, "float64": 4.9e-324}
@@ -316,7 +316,7 @@ def argument(expression: str | None, name: str = "") -> str | None:
 def operands(expression: str | None, operator: type[ast.operator]) -> tuple[str, str] | None:
     """Left and right of the outermost such operator."""
     for node in _nodes(expression):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
+        if is_operation(node, operator):
             return ast.unparse(node.left), _text(node.right)
     return None
 

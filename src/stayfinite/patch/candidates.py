@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from stayfinite.patch import arithmetic, log_space, masks, precision, training_loop
-from stayfinite.patch.code import Site, site_of
+from stayfinite.patch.code import Spot, spot_of
 from stayfinite.patch.edit import Patch, Rewrite
 from stayfinite.records import Incident
 
@@ -14,7 +14,7 @@ _MOST = 6
 _log = logging.getLogger("stayfinite")
 
 # What says what was meant comes before what only keeps a number away from an edge.
-REWRITES: tuple[Callable[[Site], Iterator[Rewrite]], ...] = (
+REWRITES: tuple[Callable[[Spot], Iterator[Rewrite]], ...] = (
     *training_loop.STARTS,
     *training_loop.BATCHES,
     *training_loop.OPTIMIZER,
@@ -45,9 +45,9 @@ def patches_for(incident: Incident, *, folder: str, files: Sequence[str] = ()) -
     `folder` is what file names in the incident are relative to, `files` the user's own source
     files (script first). Each must be tried before it is called a fix.
     """
-    site = site_of(incident, folder=folder, files=files)
+    spot = spot_of(incident, folder=folder, files=files)
     found: dict[tuple[str, str], Patch] = {}
-    for rewrite in _rewrites(site) if site else ():
+    for rewrite in _rewrites(spot) if spot else ():
         patch = rewrite.patch()
         if patch is not None:
             found.setdefault((patch.file, patch.after), patch)
@@ -56,10 +56,10 @@ def patches_for(incident: Incident, *, folder: str, files: Sequence[str] = ()) -
     return list(found.values())
 
 
-def _rewrites(site: Site) -> Iterator[Rewrite]:
+def _rewrites(spot: Spot) -> Iterator[Rewrite]:
     for rewrites_of in REWRITES:
         try:
-            yield from rewrites_of(site)
+            yield from rewrites_of(spot)
         except Exception:
             # A rewrite that our code cannot make must not cost the others.
             _log.debug("%s failed", rewrites_of.__name__, exc_info=True)

@@ -34,7 +34,7 @@ def quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class Code:
     """One file of the user's."""
 
     path: str
@@ -257,28 +257,28 @@ def _parameters(scope: Scope) -> set[str]:
     return {each.arg for each in plain if each is not None}
 
 
-def read(path: str) -> Source | None:
+def read(path: str) -> Code | None:
     """The file, or None when it is not Python in UTF-8 (or far too long)."""
     try:
         if os.path.getsize(path) > _LARGEST:
             return None
         with open(path, encoding="utf-8", newline="") as file:
-            source = Source(os.path.abspath(path), file.read())
+            source = Code(os.path.abspath(path), file.read())
         return source if source.tree else None
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class Spot:
     """What rewrites look at: the incident, its expression, and the user's other files."""
 
     incident: Incident
     origin: Origin
-    source: Source
+    source: Code
     node: ast.expr | ast.stmt
     """The expression that ran the operation, or its statement where no columns are known."""
-    others: tuple[Source, ...] = ()
+    others: tuple[Code, ...] = ()
 
     @cached_property
     def op(self) -> str:
@@ -314,7 +314,7 @@ class Site:
         return self.statement.targets[0] if isinstance(self.statement, ast.Assign) else None
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[Code, ...]:
         """All files of the user's, that of the operation first."""
         return (self.source, *self.others)
 
@@ -357,7 +357,7 @@ class Site:
         return ast.walk(self.source.scope(self.node))
 
 
-def site_of(incident: Incident, *, folder: str, files: Sequence[str]) -> Site | None:
+def spot_of(incident: Incident, *, folder: str, files: Sequence[str]) -> Spot | None:
     """Where the incident began; None when that is no line of the user's, or it has changed."""
     origin = incident.origin
     if origin is None or origin.file is None or origin.line is None:
@@ -375,4 +375,4 @@ def site_of(incident: Incident, *, folder: str, files: Sequence[str]) -> Site | 
         node = source.expression_at(source.offset(line, start), source.offset(last, end))
     node = node or source.statement_at(line)
     others = tuple(found for file in allowed if file != path and (found := read(file)))
-    return Site(incident, origin, source, node, others) if node is not None else None
+    return Spot(incident, origin, source, node, others) if node is not None else None

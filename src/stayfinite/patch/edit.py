@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stayfinite.errors import PatchError
-from stayfinite.patch.code import Site, Source, quiet
-from stayfinite.syntax import PRIMARY, constant, names_in
+from stayfinite.patch.code import Code, Spot, quiet
+from stayfinite.syntax import PRIMARY, constant, is_operation, names_in
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Edit:
 class Rewrite:
     """Edits of one file that belong together, and the imports that they need."""
 
-    source: Source
+    source: Code
     what: str
     edits: tuple[Edit, ...]
     imports: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ def _with_edits(text: str, edits: Iterable[Edit]) -> str:
     return "".join([*pieces, text[done:]])
 
 
-def _import_edits(source: Source, lines: Iterable[str]) -> Iterator[Edit]:
+def _import_edits(source: Code, lines: Iterable[str]) -> Iterator[Edit]:
     """Import lines that are not there yet: after those of torch, or of others, or the docstring."""
     body = source.tree.body
     for line in lines:
@@ -114,18 +114,18 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _LATER = (ast.Lambda, ast.IfExp, ast.BoolOp, *_COMPREHENSIONS)
 
 
-def replace(source: Source, node: ast.expr | ast.stmt, text: str) -> Edit:
+def replace(source: Code, node: ast.expr | ast.stmt, text: str) -> Edit:
     """Write `text` where the node stands."""
     return Edit(source.start(node), source.end(node), text)
 
 
-def rename(source: Source, call: ast.Call, name: str, to: str) -> Edit:
+def rename(source: Code, call: ast.Call, name: str, to: str) -> Edit:
     """Write `to` for the last part of the function's name, which is `name`."""
     end = source.end(call.func)
     return Edit(end - len(name), end, to)
 
 
-def swap(source: Source, node: ast.expr, text: str) -> Edit:
+def swap(source: Code, node: ast.expr, text: str) -> Edit:
     """Write `text` for the expression, in brackets where it needs them and only there."""
     start, end = source.start(node), source.end(node)
     parent = source.parents.get(node)
@@ -150,12 +150,12 @@ def swap(source: Source, node: ast.expr, text: str) -> Edit:
 
 def _binds(node: ast.expr | None, parent: ast.AST) -> bool:
     """Whether its operator binds more tightly than the sum that it is part of."""
-    is_sum = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub))
+    is_sum = is_operation(parent, ast.Add, ast.Sub)
     products = (ast.Mult, ast.Div, ast.Pow, ast.MatMult)
     return is_sum and isinstance(node, ast.BinOp) and isinstance(node.op, products)
 
 
-def place(source: Source, node: ast.expr, text: str, *, name: str) -> tuple[Edit, ...]:
+def place(source: Code, node: ast.expr, text: str, *, name: str) -> tuple[Edit, ...]:
     """The text for the expression; where that makes the line too long, by a name before it."""
     edit, statement = swap(source, node, text), source.statement(node)
     line = source.line(node.lineno)
@@ -174,14 +174,14 @@ def place(source: Source, node: ast.expr, text: str, *, name: str) -> tuple[Edit
     return insert_before(source, statement, f"{name} = {text}"), swap(source, node, name)
 
 
-def insert_before(source: Source, statement: ast.stmt, *lines: str) -> Edit:
+def insert_before(source: Code, statement: ast.stmt, *lines: str) -> Edit:
     """New lines before the statement, indented like it."""
     indent, end = source.indent(statement), source.newline
     at = source.offset(statement.lineno, 0)
     return Edit(at, at, "".join(break_line(indent + line + end, end) for line in lines))
 
 
-def insert_after(source: Source, statement: ast.stmt, *lines: str) -> Edit:
+def insert_after(source: Code, statement: ast.stmt, *lines: str) -> Edit:
     """New lines after the statement, indented like it."""
     indent, end = source.indent(statement), source.newline
     last = statement.end_lineno or statement.lineno
@@ -218,18 +218,18 @@ def break_line(whole: str, newline: str, longest: int = _LONGEST_LINE) -> str:
     return newline.join([f"{indent}{head}(", *inside, f"{indent})"]) + whole[len(line) :]
 
 
-def rewrite(site: Site, node: ast.expr, text: str, what: str, *imports: str) -> Rewrite:
+def rewrite(spot: Spot, node: ast.expr, text: str, what: str, *imports: str) -> Rewrite:
     """Other text in place of the expression."""
     name = f"safe_{node.id}" if isinstance(node, ast.Name) else "safe"
-    return Rewrite(site.source, what, place(site.source, node, text, name=name), imports)
+    return Rewrite(spot.source, what, place(spot.source, node, text, name=name), imports)
 
 
-def call_method(site: Site, node: ast.expr, suffix: str, what: str) -> Rewrite:
+def call_method(spot: Spot, node: ast.expr, suffix: str, what: str) -> Rewrite:
     """The expression with a method called on it: x to x.clamp_min(1e-8)."""
-    return rewrite(site, node, site.source.in_brackets(node) + suffix, what)
+    return rewrite(spot, node, spot.source.in_brackets(node) + suffix, what)
 
 
-def call_methods(source: Source, nodes: Iterable[ast.expr | None], suffix: str) -> tuple[Edit, ...]:
+def call_methods(source: Code, nodes: Iterable[ast.expr | None], suffix: str) -> tuple[Edit, ...]:
     """The same for several expressions, but for numbers."""
     return tuple(
         swap(source, node, source.in_brackets(node) + suffix)
@@ -238,17 +238,17 @@ def call_methods(source: Source, nodes: Iterable[ast.expr | None], suffix: str) 
     )
 
 
-def guard_rest(site: Site, node: ast.expr, suffix: str) -> Iterator[Rewrite]:
+def guard_rest(spot: Spot, node: ast.expr, suffix: str) -> Iterator[Rewrite]:
     """A name that is used again: guarded once, before the statement, for all uses from there."""
     if not isinstance(node, ast.Name):
         return
-    here = [each for each in names_in(site.statement) if each.id == node.id]
-    if len(here) > 1 or any(site.source.readers(node.id, after=site.statement)):
-        edit = insert_before(site.source, site.statement, f"{node.id} = {node.id}{suffix}")
-        yield Rewrite(site.source, f"Keep {node.id} away from 0 for all that follows.", (edit,))
+    here = [each for each in names_in(spot.statement) if each.id == node.id]
+    if len(here) > 1 or any(spot.source.readers(node.id, after=spot.statement)):
+        edit = insert_before(spot.source, spot.statement, f"{node.id} = {node.id}{suffix}")
+        yield Rewrite(spot.source, f"Keep {node.id} away from 0 for all that follows.", (edit,))
 
 
-def set_keyword(source: Source, call: ast.Call, name: str, value: str) -> Edit:
+def set_keyword(source: Code, call: ast.Call, name: str, value: str) -> Edit:
     """The call with a keyword argument set to the value."""
     for item in call.keywords:
         if item.arg == name:

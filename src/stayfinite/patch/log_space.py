@@ -7,29 +7,29 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from stayfinite.patch.code import Site, Source, Written
+from stayfinite.patch.code import Code, Spot, Written
 from stayfinite.patch.edit import Edit, Rewrite, place, rename, replace, rewrite
-from stayfinite.syntax import called, calls_in, constant, keyword, names_in
+from stayfinite.syntax import called, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _OPS = ("log", "exp", "div", "softmax", "sigmoid", "sum", "mul", "add", "log1p")
 _NODES = ("Log", "Exp", "Div", "Softmax", "Sigmoid", "Sum", "Mul", "Log1P", "Pow")
 
 
-def log_space(site: Site) -> Iterator[Rewrite]:
+def log_space(spot: Spot) -> Iterator[Rewrite]:
     """log(sum(exp(x))) to logsumexp(x), log(softmax(x)) to log_softmax(x), and their kin."""
-    if site.op not in _OPS and site.autograd not in _NODES:
+    if spot.op not in _OPS and spot.autograd not in _NODES:
         return
-    for call in calls_in(site.source.scope(site.node), ("log", "log1p")):
-        written = _in_log_space(site.source, call)
+    for call in calls_in(spot.source.scope(spot.node), ("log", "log1p")):
+        written = _in_log_space(spot.source, call)
         if written is None:
             continue
         # Whether the operation that went wrong is part of this logarithm.
         here = {id(each) for root in (call, *written[0].seen) for each in ast.walk(root)}
-        if id(site.node) in here or any(each is call for each in ast.walk(site.node)):
-            yield _all_in_statement(site, call)
+        if id(spot.node) in here or any(each is call for each in ast.walk(spot.node)):
+            yield _all_in_statement(spot, call)
 
 
-def _in_log_space(source: Source, call: ast.Call) -> tuple[LogText, str] | None:
+def _in_log_space(source: Code, call: ast.Call) -> tuple[LogText, str] | None:
     """The text for the logarithm, and who wrote it; None if nothing is gained."""
     inner = source.operand(call)
     if inner is None:
@@ -41,20 +41,20 @@ def _in_log_space(source: Source, call: ast.Call) -> tuple[LogText, str] | None:
             writer.imports.add("import math")
         return (writer, text) if writer.gains else None
     # log1p(exp(x)) is softplus(x).
-    exponent = source.operand(inner) if isinstance(inner, ast.Call) else None
-    if exponent is None or called(inner) != "exp":
+    exponent = source.operand(inner) if is_call(inner, "exp") else None
+    if exponent is None:
         return None
     writer.seen.append(inner)
     return writer, f"{writer.use(source.functional)}.softplus({source.one_line(exponent)})"
 
 
-def _all_in_statement(site: Site, first: ast.Call) -> Rewrite:
+def _all_in_statement(spot: Spot, first: ast.Call) -> Rewrite:
     """The same for all logarithms of the statement, as they will fail in the same way."""
-    source = site.source
+    source = spot.source
     edits: list[Edit] = []
     inlined: list[ast.Assign] = []
     imports: set[str] = set()
-    for call in calls_in(source.statement(first) or site.statement, ("log", "log1p")):
+    for call in calls_in(source.statement(first) or spot.statement, ("log", "log1p")):
         written, inner = _in_log_space(source, call), source.operand(call)
         if written is None or inner is None:
             continue
@@ -68,7 +68,7 @@ def _all_in_statement(site: Site, first: ast.Call) -> Rewrite:
     return Rewrite(source, what, tuple(edits), tuple(sorted(imports)))
 
 
-def _removals(source: Source, inlined: list[ast.Assign], edits: list[Edit]) -> list[Edit]:
+def _removals(source: Code, inlined: list[ast.Assign], edits: list[Edit]) -> list[Edit]:
     """Lines of names that nobody reads any more."""
     gone: list[Edit] = []
     for each in sorted(set(inlined), key=lambda each: -each.lineno):
@@ -86,47 +86,43 @@ def _removals(source: Source, inlined: list[ast.Assign], edits: list[Edit]) -> l
     return gone
 
 
-def use_tanh(site: Site) -> Iterator[Rewrite]:
+def use_tanh(spot: Spot) -> Iterator[Rewrite]:
     """log(1 - a ** 2) with a = tanh(u) * scale: the correction is that of tanh(u)."""
-    if site.op != "log" and site.autograd != "Log":
+    if spot.op != "log" and spot.autograd != "Log":
         return
-    for call in site.calls(["log"]):
+    for call in spot.calls(["log"]):
         for node in ast.walk(call):
-            base = _squared(site.source, node)
-            value = site.source.value_of(base) if base is not None else None
-            if base is None or not isinstance(value, ast.BinOp):
+            base = _squared(spot.source, node)
+            value = spot.source.value_of(base) if base is not None else None
+            if base is None or not is_operation(value, ast.Mult):
                 continue
-            if not isinstance(value.op, ast.Mult):
-                continue
-            factors = [site.source.value_of(side) for side in (value.left, value.right)]
+            factors = [spot.source.value_of(side) for side in (value.left, value.right)]
             for tanh in [each for each in factors if called(each) == "tanh"][:1]:
                 what = "Use the output of tanh itself, which is between -1 and 1, in 1 - x ** 2."
-                yield rewrite(site, base, site.source.of(tanh), what)
+                yield rewrite(spot, base, spot.source.of(tanh), what)
 
 
-def _squared(source: Source, node: ast.AST) -> ast.expr | None:
+def _squared(source: Code, node: ast.AST) -> ast.expr | None:
     parent = source.parents.get(node)
-    if not isinstance(parent, ast.BinOp) or not isinstance(parent.op, ast.Sub):
+    if not is_operation(parent, ast.Sub):
         return None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+    if is_operation(node, ast.Pow):
         return node.left
-    return source.operand(node) if isinstance(node, ast.Call) and called(node) == "pow" else None
+    return source.operand(node) if is_call(node, "pow") else None
 
 
-def use_logits(site: Site) -> Iterator[Rewrite]:
+def use_logits(spot: Spot) -> Iterator[Rewrite]:
     """binary_cross_entropy(sigmoid(x), y) to the loss on logits."""
     name = "binary_cross_entropy"
-    for call in site.calls([name]) if site.op.startswith(name) else ():
+    for call in spot.calls([name]) if spot.op.startswith(name) else ():
         first = call.args[0] if call.args else keyword(call, "input")
-        if not isinstance(first, ast.Call) or called(first) != "sigmoid":
-            continue
-        logits = site.source.operand(first)
-        if logits is not None:
+        logits = spot.source.operand(first) if is_call(first, "sigmoid") else None
+        if first is not None and logits is not None:
             edits = (
-                rename(site.source, call, name, f"{name}_with_logits"),
-                replace(site.source, first, site.source.of(logits)),
+                rename(spot.source, call, name, f"{name}_with_logits"),
+                replace(spot.source, first, spot.source.of(logits)),
             )
-            yield Rewrite(site.source, "Use the loss that works on logits.", edits)
+            yield Rewrite(spot.source, "Use the loss that works on logits.", edits)
 
 
 LOGS = (log_space, use_tanh, use_logits)
@@ -147,7 +143,7 @@ _Text = tuple[str, bool]  # and whether a method can be called on it as it is
 class LogText:
     """Writes log(x) for expressions of one file; `gains` counts what it need not exponentiate."""
 
-    source: Source
+    source: Code
     gains: int = 0
     inlined: list[ast.Assign] = field(default_factory=list)
     seen: list[ast.expr] = field(default_factory=list)

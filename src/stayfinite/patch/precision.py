@@ -5,28 +5,28 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stayfinite.patch.code import Site, Source
+from stayfinite.patch.code import Code, Spot
 from stayfinite.patch.edit import Edit, Rewrite, call_methods, rename, replace, swap
-from stayfinite.syntax import PRIMARY, called, constant, names_in
+from stayfinite.syntax import PRIMARY, called, constant, is_call, is_operation, names_in
 
 _TENSOR_METHODS = ("matmul", "mm", "bmm", "mul", "pow", "square", "sum", "mean", "prod", "norm")
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, ast.AnnAssign)
 _CAUSES = ("low_precision_overflow", "low_precision_underflow", "loss_scale_collapse")
 
 
-def _is_precision(site: Site) -> bool:
-    return site.is_half and (site.cause in _CAUSES or site.op in ("mm", "bmm", "addmm"))
+def _is_precision(spot: Spot) -> bool:
+    return spot.is_half and (spot.cause in _CAUSES or spot.op in ("mm", "bmm", "addmm"))
 
 
-def scale_first(site: Site) -> Iterator[Rewrite]:
+def scale_first(spot: Spot) -> Iterator[Rewrite]:
     """(q @ k) / s to (q / s) @ k, which is smaller on the way."""
-    source, node, whole = site.source, site.node, site.source.parents.get(site.node)
-    if not _is_precision(site) or not isinstance(whole, ast.BinOp) or whole.left is not node:
+    source, node, whole = spot.source, spot.node, spot.source.parents.get(spot.node)
+    if not _is_precision(spot) or not isinstance(whole, ast.BinOp) or whole.left is not node:
         return
     factors: list[ast.expr | None] = []
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+    if is_operation(node, ast.MatMult):
         factors = [node.left, node.right]
-    elif isinstance(node, ast.Call) and called(node) in ("matmul", "bmm", "mm"):
+    elif is_call(node, "matmul", "bmm", "mm"):
         factors = [source.operand(node), *source.other_arguments(node)][:2]
     pair = [source.in_brackets(each) for each in factors if each is not None]
     if len(pair) < 2 or not isinstance(whole.op, (ast.Div, ast.Mult)):
@@ -40,22 +40,22 @@ def scale_first(site: Site) -> Iterator[Rewrite]:
     yield Rewrite(source, what, (swap(source, whole, text),))
 
 
-def float32_operands(site: Site) -> Iterator[Rewrite]:
+def float32_operands(spot: Spot) -> Iterator[Rewrite]:
     """a / b to a.float() / b.float(); then with the result in the type that it had."""
-    source, node = site.source, site.node
-    if not _is_precision(site):
+    source, node = spot.source, spot.node
+    if not _is_precision(spot):
         return
     given: list[ast.expr] = []
     if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
         given = [node.left, node.right]
-    elif isinstance(node, ast.Call) and not site.fact("inside"):
+    elif isinstance(node, ast.Call) and not spot.fact("inside"):
         given = [inner] if (inner := source.operand(node)) is not None else []
     narrow = [each for each in given if not source.of(each).endswith(".float()")]
     edits = call_methods(source, narrow, ".float()")
     if not edits:
         return
     yield Rewrite(source, "Compute it in float32.", edits)
-    value = getattr(site.statement, "value", None)
+    value = getattr(spot.statement, "value", None)
     names = [each.id for node in given for each in names_in(node)]
     names = [name for name in names if name not in source.imported]
     if isinstance(value, ast.expr) and names:
@@ -66,16 +66,16 @@ def float32_operands(site: Site) -> Iterator[Rewrite]:
         yield Rewrite(source, what, (*around, *edits))
 
 
-def float32_statement(site: Site) -> Iterator[Rewrite]:
+def float32_statement(spot: Spot) -> Iterator[Rewrite]:
     """The statement without autocast, on float32 inputs."""
-    source, statement = site.source, site.statement
-    if not _is_precision(site) or not isinstance(statement, _SIMPLE):
+    source, statement = spot.source, spot.statement
+    if not _is_precision(spot) or not isinstance(statement, _SIMPLE):
         return
     torch, imports = source.torch
-    device = (site.origin.inputs[0].device if site.origin.inputs else "cpu").split(":")[0]
+    device = (spot.origin.inputs[0].device if spot.origin.inputs else "cpu").split(":")[0]
     before: list[str] = []
     edits: list[Edit] = []
-    for at, node in enumerate(_arguments(site)):
+    for at, node in enumerate(_arguments(spot)):
         text = f"{source.in_brackets(node)}.float()"
         if any(isinstance(each, ast.Call) for each in ast.walk(node)):
             # It is computed before, as part of it may need autocast.
@@ -89,7 +89,7 @@ def float32_statement(site: Site) -> Iterator[Rewrite]:
     yield Rewrite(source, "Run it in float32, outside autocast.", tuple(edits), imports)
 
 
-def _indent_below(source: Source, statement: ast.stmt, heads: list[str]) -> Iterator[Edit]:
+def _indent_below(source: Code, statement: ast.stmt, heads: list[str]) -> Iterator[Edit]:
     """The statement one level deeper, below new lines."""
     indent, step = source.indent(statement), source.deeper(statement)
     first, last = statement.lineno, statement.end_lineno or statement.lineno
@@ -99,25 +99,25 @@ def _indent_below(source: Source, statement: ast.stmt, heads: list[str]) -> Iter
         yield Edit(at, at, new + step if line == first else step)
 
 
-def _arguments(site: Site) -> list[ast.expr]:
+def _arguments(spot: Spot) -> list[ast.expr]:
     """The tensors that the operation is given."""
-    node = site.node
+    node = spot.node
     given: list[ast.expr] = []
     if isinstance(node, ast.BinOp):
         given = [node.left, node.right]
     elif isinstance(node, ast.Call):
         given = [arg for arg in node.args[:3] if not isinstance(arg, ast.Starred)]
-        owner = site.source.owner_of(node)
+        owner = spot.source.owner_of(node)
         if owner is not None and called(node) in _TENSOR_METHODS:
             given = [owner, *given[:1]]
     return [each for each in given if constant(each) is None]
 
 
-def bfloat16(site: Site) -> Iterator[Rewrite]:
+def bfloat16(spot: Spot) -> Iterator[Rewrite]:
     """float16 to bfloat16, which has float32's range."""
-    if not _is_precision(site) or site.cause == "low_precision_underflow":
+    if not _is_precision(spot) or spot.cause == "low_precision_underflow":
         return
-    for source in site.sources:
+    for source in spot.sources:
         edits = [
             Edit(source.end(node) - len("float16"), source.end(node), "bfloat16")
             for node in ast.walk(source.tree)
@@ -126,34 +126,34 @@ def bfloat16(site: Site) -> Iterator[Rewrite]:
         edits += [
             rename(source, call, "half", "bfloat16")
             for call in ast.walk(source.tree)
-            if isinstance(call, ast.Call) and called(call) == "half" and not call.args
+            if is_call(call, "half") and not call.args
         ]
         if edits:
             yield Rewrite(source, "Use bfloat16, which has the range of float32.", tuple(edits))
 
 
-def larger_eps(site: Site) -> Iterator[Rewrite]:
+def larger_eps(spot: Spot) -> Iterator[Rewrite]:
     """An eps of 1e-8 is 0 in float16, and 1 - 1e-8 is 1 in float32."""
-    places: list[ast.AST] = [site.statement]
-    places += [site.source.value_of(name) for name in names_in(site.node)]
+    places: list[ast.AST] = [spot.statement]
+    places += [spot.source.value_of(name) for name in names_in(spot.node)]
     edits = {
-        replace(site.source, node, "1e-4" if site.is_half else "1e-6")
+        replace(spot.source, node, "1e-4" if spot.is_half else "1e-6")
         for place in places
         for node in ast.walk(place)
-        if isinstance(node, ast.Constant) and _vanishes(site, node)
+        if isinstance(node, ast.Constant) and _vanishes(spot, node)
     }
     if edits:
-        what = f"Use an eps that {site.dtype} can hold."
-        yield Rewrite(site.source, what, tuple(sorted(edits, key=lambda edit: edit.start)))
+        what = f"Use an eps that {spot.dtype} can hold."
+        yield Rewrite(spot.source, what, tuple(sorted(edits, key=lambda edit: edit.start)))
 
 
-def _vanishes(site: Site, node: ast.Constant) -> bool:
+def _vanishes(spot: Spot, node: ast.Constant) -> bool:
     if not 0 < (constant(node) or 0) < 6e-8:
         return False
-    parent = site.source.parents.get(node)
-    is_difference = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Sub)
+    parent = spot.source.parents.get(node)
+    is_difference = is_operation(parent, ast.Sub)
     from_one = is_difference and node is getattr(parent, "right", None)
-    return site.is_half or (from_one and site.dtype == "float32")
+    return spot.is_half or (from_one and spot.dtype == "float32")
 
 
 PRECISION = (scale_first, float32_operands, float32_statement, bfloat16)

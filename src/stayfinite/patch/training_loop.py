@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from stayfinite.causes import cause_of
 from stayfinite.patch.arithmetic import divisions
-from stayfinite.patch.code import Site, Source
+from stayfinite.patch.code import Code, Spot
 from stayfinite.patch.edit import (
     Edit,
     Rewrite,
@@ -23,7 +23,7 @@ from stayfinite.patch.edit import (
     set_keyword,
     swap,
 )
-from stayfinite.syntax import called, calls_in, constant, keyword, names_in
+from stayfinite.syntax import called, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _OPTIMIZERS = frozenset(
     ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adadelta"]
@@ -36,39 +36,39 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def _constructors(
-    site: Site, names: frozenset[str] | tuple[str, ...] = _OPTIMIZERS
-) -> Iterator[tuple[Source, ast.Call]]:
+    spot: Spot, names: frozenset[str] | tuple[str, ...] = _OPTIMIZERS
+) -> Iterator[tuple[Code, ast.Call]]:
     """Calls that make an optimizer of torch's, or what else has these names, in all files."""
-    return ((source, call) for source in site.sources for call in calls_in(source.tree, names))
+    return ((source, call) for source in spot.sources for call in calls_in(source.tree, names))
 
 
-def optimizer_eps(site: Site) -> Iterator[Rewrite]:
+def optimizer_eps(spot: Spot) -> Iterator[Rewrite]:
     """An eps that the type of the weights can hold."""
-    if site.cause not in ("optimizer_eps", "division_by_zero_optimizer"):
+    if spot.cause not in ("optimizer_eps", "division_by_zero_optimizer"):
         return
-    small = "1e-4" if site.is_half else "1e-8"
-    for source, call in _constructors(site, _WITH_EPS):
-        what = f"Give {called(call)} an eps that is not 0 in {site.dtype}."
+    small = "1e-4" if spot.is_half else "1e-8"
+    for source, call in _constructors(spot, _WITH_EPS):
+        what = f"Give {called(call)} an eps that is not 0 in {spot.dtype}."
         yield Rewrite(source, what, (set_keyword(source, call, "eps", small),))
 
 
-def line_search(site: Site) -> Iterator[Rewrite]:
+def line_search(spot: Spot) -> Iterator[Rewrite]:
     """LBFGS(...) to LBFGS(..., line_search_fn="strong_wolfe")."""
-    if site.cause != "lbfgs_no_line_search":
+    if spot.cause != "lbfgs_no_line_search":
         return
-    for source, call in _constructors(site, ("LBFGS",)):
+    for source, call in _constructors(spot, ("LBFGS",)):
         edit = set_keyword(source, call, "line_search_fn", source.quoted("strong_wolfe"))
         yield Rewrite(source, "Let LBFGS search along its direction.", (edit,))
 
 
-def divide_accumulated(site: Site) -> Iterator[Rewrite]:
+def divide_accumulated(spot: Spot) -> Iterator[Rewrite]:
     """Each micro-batch counts for its part: loss.backward() to (loss / n).backward()."""
-    if site.cause != "grad_accumulation_overflow":
+    if spot.cause != "grad_accumulation_overflow":
         return
-    for source, call in _constructors(site, ("backward",)):
+    for source, call in _constructors(spot, ("backward",)):
         loop = next((each for each in source.above(call) if isinstance(each, ast.For)), None)
         times = loop.iter if loop is not None else None  # the n of `for ... in range(n)`
-        if not isinstance(times, ast.Call) or called(times) != "range" or len(times.args) != 1:
+        if not is_call(times, "range") or len(times.args) != 1:
             continue
         if isinstance(call.func, ast.Attribute):
             loss = call.func.value
@@ -77,18 +77,18 @@ def divide_accumulated(site: Site) -> Iterator[Rewrite]:
             yield Rewrite(source, what, (swap(source, loss, text),))
 
 
-def orthogonal_recurrence(site: Site) -> Iterator[Rewrite]:
+def orthogonal_recurrence(spot: Spot) -> Iterator[Rewrite]:
     """A recurrent matrix that keeps lengths, and clipping to keep it so."""
-    if site.cause != "exploding_recurrence" or not isinstance(site.node, ast.BinOp):
+    if spot.cause != "exploding_recurrence" or not isinstance(spot.node, ast.BinOp):
         return
-    source = site.source
-    weight = source.of(site.node.right)
+    source = spot.source
+    weight = source.of(spot.node.right)
     torch, imports = source.torch
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and source.of(node.targets[0]) == weight:
             edit = insert_after(source, node, f"{torch}.nn.init.orthogonal_({weight})")
             what = "Start with a recurrent matrix that keeps lengths, and clip the gradients."
-            clips = next((c.edits for c in clip_gradients(site) if c.source is source), ())
+            clips = next((c.edits for c in clip_gradients(spot) if c.source is source), ())
             yield Rewrite(source, what, (edit, *clips), imports)
             return
 
@@ -96,19 +96,19 @@ def orthogonal_recurrence(site: Site) -> Iterator[Rewrite]:
 OPTIMIZER = (optimizer_eps, line_search, divide_accumulated, orthogonal_recurrence)
 
 
-def lower_rate(site: Site) -> Iterator[Rewrite]:
+def lower_rate(spot: Spot) -> Iterator[Rewrite]:
     """A tenth of the learning rate."""
-    if site.cause != "exploding_recurrence":
-        yield from _lower(site, 10, "a tenth")
+    if spot.cause != "exploding_recurrence":
+        yield from _lower(spot, 10, "a tenth")
 
 
-def lower_rate_much(site: Site) -> Iterator[Rewrite]:
+def lower_rate_much(spot: Spot) -> Iterator[Rewrite]:
     """A hundredth of the learning rate."""
-    yield from _lower(site, 100, "a hundredth")
+    yield from _lower(spot, 100, "a hundredth")
 
 
-def _lower(site: Site, factor: int, words: str) -> Iterator[Rewrite]:
-    for source in site.sources if cause_of(site.cause).cured_by_smaller_steps else ():
+def _lower(spot: Spot, factor: int, words: str) -> Iterator[Rewrite]:
+    for source in spot.sources if cause_of(spot.cause).cured_by_smaller_steps else ():
         found = dict.fromkeys([*_rate_arguments(source), *_named_rates(source)])
         edits = [
             replace(source, node, _number(value / factor, like=source.of(node)))
@@ -116,7 +116,9 @@ def _lower(site: Site, factor: int, words: str) -> Iterator[Rewrite]:
             if (value := constant(node))
         ]
         edits = edits or [
-            set_keyword(source, call, "lr", _number(_default_rate(call) / factor))
+            set_keyword(
+                source, call, "lr", _number(_DEFAULT_RATES.get(called(call), 1e-3) / factor)
+            )
             for call in calls_in(source.tree, _OPTIMIZERS)
             if keyword(call, "lr") is None and len(call.args) == 1
         ]
@@ -124,11 +126,7 @@ def _lower(site: Site, factor: int, words: str) -> Iterator[Rewrite]:
             yield Rewrite(source, f"Lower the learning rate to {words}.", tuple(edits))
 
 
-def _default_rate(call: ast.Call) -> float:
-    return _DEFAULT_RATES.get(called(call), 1e-3)
-
-
-def _rate_arguments(source: Source) -> Iterator[ast.expr]:
+def _rate_arguments(source: Code) -> Iterator[ast.expr]:
     for call in calls_in(source.tree, _OPTIMIZERS):
         given = keyword(call, "lr")
         if given is None and len(call.args) > 1:
@@ -137,7 +135,7 @@ def _rate_arguments(source: Source) -> Iterator[ast.expr]:
             yield given
 
 
-def _named_rates(source: Source) -> Iterator[ast.expr]:
+def _named_rates(source: Code) -> Iterator[ast.expr]:
     """Values of variables, parameters, options and keys that are called a rate."""
     pairs: list[tuple[object, ast.expr | None]] = []
     for node in ast.walk(source.tree):
@@ -156,7 +154,7 @@ def _named_rates(source: Source) -> Iterator[ast.expr]:
             pairs += [(key.value, value) for key, value in items if isinstance(key, ast.Constant)]
         elif isinstance(node, ast.keyword):
             pairs.append((node.arg or "", node.value))
-        elif isinstance(node, ast.Call) and called(node) == "add_argument" and node.args:
+        elif is_call(node, "add_argument") and node.args:
             flag = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
             name = str(flag).lstrip("-").replace("-", "_")
             pairs.append((name, keyword(node, "default")))
@@ -174,7 +172,7 @@ def _number(value: float, *, like: str = "") -> str:
     return f"{float(mantissa):g}e{int(power)}" if e else text
 
 
-class Update(NamedTuple):
+class UpdateCall(NamedTuple):
     """A statement `optimizer.step()` or `scaler.step(optimizer)`."""
 
     statement: ast.stmt
@@ -182,7 +180,7 @@ class Update(NamedTuple):
     scaler: str | None = None
 
 
-def _updates(source: Source) -> Iterator[Update]:
+def _updates(source: Code) -> Iterator[UpdateCall]:
     for call in calls_in(source.tree, ["step"]):
         statement = source.parents.get(call)
         if not isinstance(statement, ast.Expr) or not isinstance(call.func, ast.Attribute):
@@ -190,14 +188,14 @@ def _updates(source: Source) -> Iterator[Update]:
         owner = source.of(call.func.value)
         name = owner.lower()
         if len(call.args) == 1 and "scaler" in name:
-            yield Update(statement, source.of(call.args[0]), owner)
+            yield UpdateCall(statement, source.of(call.args[0]), owner)
         elif not call.args and "opt" in name and "sched" not in name:
-            yield Update(statement, owner)
+            yield UpdateCall(statement, owner)
 
 
-def clip_gradients(site: Site) -> Iterator[Rewrite]:
+def clip_gradients(spot: Spot) -> Iterator[Rewrite]:
     """Clip the norm of the gradients before each update, or to a tenth where they are clipped."""
-    for source in site.sources if cause_of(site.cause).cured_by_smaller_steps else ():
+    for source in spot.sources if cause_of(spot.cause).cured_by_smaller_steps else ():
         found, clips = list(_updates(source)), list(calls_in(source.tree, _CLIPS))
         if clips:
             given = [c.args[1] if len(c.args) > 1 else keyword(c, "max_norm") for c in clips]
@@ -214,7 +212,7 @@ def clip_gradients(site: Site) -> Iterator[Rewrite]:
             yield Rewrite(source, what, edits, source.torch[1])
 
 
-def _clip_before(source: Source, update: Update) -> Edit:
+def _clip_before(source: Code, update: UpdateCall) -> Edit:
     lines = []
     if update.scaler and not any(calls_in(source.tree, ["unscale_"])):
         lines.append(f"{update.scaler}.unscale_({update.optimizer})")
@@ -226,7 +224,7 @@ def _clip_before(source: Source, update: Update) -> Edit:
     return insert_before(source, update.statement, *lines)
 
 
-def _parameters(source: Source, update: Update) -> str | None:
+def _parameters(source: Code, update: UpdateCall) -> str | None:
     """model.parameters() as it was given to the optimizer, where that can be read here too."""
     for call in calls_in(source.tree, _OPTIMIZERS):
         made = source.parents.get(call)
@@ -244,9 +242,9 @@ def _parameters(source: Source, update: Update) -> str | None:
     return None
 
 
-def warm_up(site: Site) -> Iterator[Rewrite]:
+def warm_up(spot: Spot) -> Iterator[Rewrite]:
     """A learning rate that rises over the first steps."""
-    for source, call in _constructors(site) if site.cause == "lr_too_high" else ():
+    for source, call in _constructors(spot) if spot.cause == "lr_too_high" else ():
         made = source.parents.get(call)
         if not isinstance(made, ast.Assign) or called(call) == "LBFGS":
             continue
@@ -270,15 +268,16 @@ def warm_up(site: Site) -> Iterator[Rewrite]:
 
 
 _ZEROS = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}
+_WHAT_BUFFER = "Make {} a buffer, which is saved and restored with the model."
 _SCHEDULE = re.compile(r"lr|rate|warm|sched|decay|anneal|ramp", re.I)
 
 
-def initialise_memory(site: Site) -> Iterator[Rewrite]:
+def initialise_memory(spot: Spot) -> Iterator[Rewrite]:
     """nn.Parameter(torch.empty(a, b)), filled right after."""
-    if site.cause != "uninitialized_memory":
+    if spot.cause != "uninitialized_memory":
         return
-    source, statement, target = site.source, site.statement, site.target
-    for call in site.calls((*_ZEROS, "FloatTensor", "Tensor")):
+    source, statement, target = spot.source, spot.statement, spot.target
+    for call in spot.calls((*_ZEROS, "FloatTensor", "Tensor")):
         if target is not None and "Parameter" in source.of(statement):
             name, (torch, imports) = source.of(target), source.torch
             sizes = [arg for arg in call.args if not isinstance(arg, ast.Starred)]
@@ -292,13 +291,13 @@ def initialise_memory(site: Site) -> Iterator[Rewrite]:
         yield Rewrite(source, "Allocate memory that is filled with zeros.", (edit,))
 
 
-def initialise_smaller(site: Site) -> Iterator[Rewrite]:
+def initialise_smaller(spot: Spot) -> Iterator[Rewrite]:
     """nn.init with a spread that is far too large, or zeros where a direction is needed."""
-    if site.cause not in ("bad_init", "weight_norm_of_zero"):
+    if spot.cause not in ("bad_init", "weight_norm_of_zero"):
         return
-    is_large = site.cause == "bad_init"
+    is_large = spot.cause == "bad_init"
     names = ("normal_", "uniform_") if is_large else ("zeros_", "constant_")
-    for source in site.sources:
+    for source in spot.sources:
         nn = source.name_of("torch.nn") or f"{source.torch[0]}.nn"
         calls = ((call, source.operand(call)) for call in calls_in(source.tree, names))
         edits = tuple(
@@ -313,7 +312,7 @@ def initialise_smaller(site: Site) -> Iterator[Rewrite]:
             yield Rewrite(source, "Scale the first weights with their width.", edits)
 
 
-def _scaled_starts(source: Source) -> Iterator[Edit]:
+def _scaled_starts(source: Code) -> Iterator[Edit]:
     """nn.Parameter(torch.randn(a, b)) to one that is scaled with its width."""
     for call in calls_in(source.tree, ["randn", "rand"]):
         parent = source.parents.get(call)
@@ -323,30 +322,26 @@ def _scaled_starts(source: Source) -> Iterator[Edit]:
             yield replace(source, top, text)
 
 
-def register_divisor(site: Site) -> Iterator[Rewrite]:
+def register_divisor(spot: Spot) -> Iterator[Rewrite]:
     """self.x = torch.zeros(()) to self.register_buffer("x", ...), which is saved and restored."""
-    if site.cause not in ("checkpoint_incomplete", "division_by_zero"):
+    if spot.cause not in ("checkpoint_incomplete", "division_by_zero"):
         return
-    source = site.source
-    for _, _, below in divisions(site):
+    source = spot.source
+    for _, _, below in divisions(spot):
         if not isinstance(below, ast.Attribute) or source.of(below.value) != "self":
             continue
         owner = source.class_around(below)
         made = _made_in_init(source, owner, below.attr) if owner else None
         if made is not None:
             edit = replace(source, made, _buffer(source, below.attr, source.of(made.value)))
-            yield Rewrite(source, _what_buffer(below.attr), (edit,))
+            yield Rewrite(source, _WHAT_BUFFER.format(below.attr), (edit,))
 
 
-def _buffer(source: Source, name: str, value: str) -> str:
+def _buffer(source: Code, name: str, value: str) -> str:
     return f"self.register_buffer({source.quoted(name)}, {value})"
 
 
-def _what_buffer(name: str) -> str:
-    return f"Make {name} a buffer, which is saved and restored with the model."
-
-
-def _made_in_init(source: Source, owner: ast.ClassDef, name: str) -> ast.Assign | None:
+def _made_in_init(source: Code, owner: ast.ClassDef, name: str) -> ast.Assign | None:
     makers = ("zeros", "ones", "tensor", "full", "empty")
     for function in owner.body:
         if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
@@ -357,13 +352,13 @@ def _made_in_init(source: Source, owner: ast.ClassDef, name: str) -> ast.Assign 
     return None
 
 
-def register_statistic(site: Site) -> Iterator[Rewrite]:
+def register_statistic(spot: Spot) -> Iterator[Rewrite]:
     """self.x = None that is measured once: a buffer, so that it is not measured after loading."""
-    source, target = site.source, site.target
+    source, target = spot.source, spot.target
     if not isinstance(target, ast.Attribute) or "load_state_dict" not in source.text:
         return
-    name, owner = source.of(target), source.class_around(site.statement)
-    around = source.parents.get(site.statement)
+    name, owner = source.of(target), source.class_around(spot.statement)
+    around = source.parents.get(spot.statement)
     if owner is None or not isinstance(around, ast.If):
         return
     if source.of(around.test) != f"{name} is None":
@@ -376,26 +371,26 @@ def register_statistic(site: Site) -> Iterator[Rewrite]:
     ]
     if edits:
         edits.append(replace(source, around.test, f"{name} == 0"))
-        yield Rewrite(source, _what_buffer(target.attr), tuple(edits), imports)
+        yield Rewrite(source, _WHAT_BUFFER.format(target.attr), tuple(edits), imports)
 
 
-def save_unnarrowed(site: Site) -> Iterator[Rewrite]:
+def save_unnarrowed(spot: Spot) -> Iterator[Rewrite]:
     """torch.save of v.half() to torch.save of v."""
-    if not site.cause.startswith("checkpoint_"):
+    if not spot.cause.startswith("checkpoint_"):
         return
     what = "Save the state in the precision that it is trained in."
-    for source, save in _constructors(site, ("save",)):
+    for source, save in _constructors(spot, ("save",)):
         for call in calls_in(save, ("half", "bfloat16")):
             if isinstance(call.func, ast.Attribute):
                 text = source.of(call.func.value)
                 yield Rewrite(source, what, (swap(source, call, text),))
 
 
-def repair_schedule(site: Site) -> Iterator[Rewrite]:
+def repair_schedule(spot: Spot) -> Iterator[Rewrite]:
     """step / warm_up to step / max(warm_up, 1), in the code that computes the rate."""
-    for source in site.sources if site.cause == "bad_lr_schedule" else ():
+    for source in spot.sources if spot.cause == "bad_lr_schedule" else ():
         for node in ast.walk(source.tree):
-            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+            if not is_operation(node, ast.Div):
                 continue
             statement = source.statement(node)
             words = getattr(source.scope(node), "name", "")
@@ -419,14 +414,14 @@ STARTS = (
 _MOVES = ("to", "cuda", "float", "long", "view", "reshape", "unsqueeze", "from_numpy", "next")
 
 
-def leave_out_batch(site: Site) -> Iterator[Rewrite]:
+def leave_out_batch(spot: Spot) -> Iterator[Rewrite]:
     """Leave out a batch that is not finite."""
-    source = site.source
-    if site.cause not in ("bad_input_data", "bad_label") or site.origin.phase != "data":
+    source = spot.source
+    if spot.cause not in ("bad_input_data", "bad_label") or spot.origin.phase != "data":
         return
     if any("distributed" in each for each in source.imported.values()):
         return  # a rank that leaves out a step lets the others wait for it
-    found = _use_in_loop(site)
+    found = _use_in_loop(spot)
     if found is None or not found[1]:
         return
     statement, names = found
@@ -440,12 +435,12 @@ def leave_out_batch(site: Site) -> Iterator[Rewrite]:
     yield Rewrite(source, what, (Edit(at, at, text),), imports)
 
 
-def _use_in_loop(site: Site) -> tuple[ast.stmt, list[str]] | None:
+def _use_in_loop(spot: Spot) -> tuple[ast.stmt, list[str]] | None:
     """The statement of a loop that uses the batch, and the batch's names there."""
-    source = site.source
-    if _loop_around(source, site.statement) is not None:
-        return site.statement, _batch_names(site)
-    name = getattr(source.scope(site.node), "name", None)
+    source = spot.source
+    if _loop_around(source, spot.statement) is not None:
+        return spot.statement, _batch_names(spot)
+    name = getattr(source.scope(spot.node), "name", None)
     for call in calls_in(source.tree, [name] if name else []):
         statement = source.statement(call)
         loop = _loop_around(source, statement)
@@ -456,7 +451,7 @@ def _use_in_loop(site: Site) -> tuple[ast.stmt, list[str]] | None:
     return None
 
 
-def _loop_around(source: Source, statement: ast.stmt | None) -> ast.For | ast.While | None:
+def _loop_around(source: Code, statement: ast.stmt | None) -> ast.For | ast.While | None:
     """The loop that a `continue` before the statement would belong to."""
     if statement is None or isinstance(statement, (ast.For, ast.While)):
         return None
@@ -465,7 +460,7 @@ def _loop_around(source: Source, statement: ast.stmt | None) -> ast.For | ast.Wh
     return found if isinstance(found, (ast.For, ast.While)) else None
 
 
-def _finite_test(source: Source, text: str, torch: str) -> str:
+def _finite_test(source: Code, text: str, torch: str) -> str:
     """The test of one argument, which may be a dict or a tuple of tensors."""
     has_keys = any(
         isinstance(node, ast.Subscript)
@@ -479,12 +474,12 @@ def _finite_test(source: Source, text: str, torch: str) -> str:
     return f"{torch}.isfinite({text}).all()"
 
 
-def _batch_names(site: Site) -> list[str]:
+def _batch_names(spot: Spot) -> list[str]:
     """What goes into the calls of the expression and is not their result: names, parts of them."""
     found = []
-    for node in ast.walk(site.node):
+    for node in ast.walk(spot.node):
         for arg in node.args if isinstance(node, ast.Call) else ():
-            text, value = site.source.of(arg), site.source.value_of(arg)
+            text, value = spot.source.of(arg), spot.source.value_of(arg)
             is_plain = isinstance(arg, (ast.Name, ast.Subscript, ast.Attribute))
             is_result = isinstance(value, ast.Call) and called(value) not in _MOVES
             if is_plain and not is_result and not text.startswith("self."):
@@ -492,14 +487,14 @@ def _batch_names(site: Site) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def bound_input(site: Site) -> Iterator[Rewrite]:
+def bound_input(spot: Spot) -> Iterator[Rewrite]:
     """An input that does not fit into float16 is bounded before it is cast."""
-    if site.cause not in ("bn_stats_poisoned", "low_precision_overflow") or site.op != "to_copy":
+    if spot.cause not in ("bn_stats_poisoned", "low_precision_overflow") or spot.op != "to_copy":
         return
-    if isinstance(site.node, ast.Call) and site.node.args:
-        first = site.node.args[0]
-        text = f"{site.source.of(first)}.clamp(-1e4, 1e4)"
-        yield rewrite(site, first, text, "Bound the input before it is cast to float16.")
+    if isinstance(spot.node, ast.Call) and spot.node.args:
+        first = spot.node.args[0]
+        text = f"{spot.source.of(first)}.clamp(-1e4, 1e4)"
+        yield rewrite(spot, first, text, "Bound the input before it is cast to float16.")
 
 
 BATCHES = (leave_out_batch, bound_input)
@@ -511,12 +506,12 @@ _WEIGHTS = ("probs", "concentration", "concentration0", "concentration1", "rate"
 _SCALE_AT = {"HalfNormal": 0, "HalfCauchy": 0, "StudentT": 2}
 
 
-def clamp_scale(site: Site) -> Iterator[Rewrite]:
+def clamp_scale(spot: Spot) -> Iterator[Rewrite]:
     """Normal(mu, std) to Normal(mu, std.clamp_min(eps))."""
-    if site.cause != "zero_scale_distribution":
+    if spot.cause != "zero_scale_distribution":
         return
-    small = site.eps("1e-4", half="1e-2")
-    for source, call in _constructors(site, _SCALED):
+    small = spot.eps("1e-4", half="1e-2")
+    for source, call in _constructors(spot, _SCALED):
         at = _SCALE_AT.get(called(call), 1)
         scale = keyword(call, "scale") or (call.args[at] if len(call.args) > at else None)
         edits = call_methods(source, [scale], f".clamp_min({small})")
@@ -524,28 +519,28 @@ def clamp_scale(site: Site) -> Iterator[Rewrite]:
             yield Rewrite(source, "Keep the scale of the distribution away from 0.", edits)
 
 
-def clamp_value(site: Site) -> Iterator[Rewrite]:
+def clamp_value(spot: Spot) -> Iterator[Rewrite]:
     """d.log_prob(x) to d.log_prob(x.clamp(eps, 1 - eps))."""
-    if site.cause != "support_boundary":
+    if spot.cause != "support_boundary":
         return
-    edge = site.eps("1e-6", half="1e-3")
+    edge = spot.eps("1e-6", half="1e-3")
     limits = [f".clamp({edge}, 1 - {edge})", f".clamp_min({edge})"]
-    if any((item.max or 0.0) > 1 for item in site.origin.inputs if item.zero_count):
+    if any((item.max or 0.0) > 1 for item in spot.origin.inputs if item.zero_count):
         limits.reverse()
-    if site.op == "atanh":  # the inverse of a tanh transform
+    if spot.op == "atanh":  # the inverse of a tanh transform
         limits = [f".clamp(-1 + {edge}, 1 - {edge})"]
     what = "Keep the value inside the support of the distribution."
-    for call in site.calls(["log_prob"]):
+    for call in spot.calls(["log_prob"]):
         for limit in limits if call.args else ():
-            yield call_method(site, call.args[0], limit, what)
+            yield call_method(spot, call.args[0], limit, what)
 
 
-def clamp_weights(site: Site) -> Iterator[Rewrite]:
+def clamp_weights(spot: Spot) -> Iterator[Rewrite]:
     """Probabilities and concentrations of 0."""
-    if site.cause not in ("zero_scale_distribution", "support_boundary"):
+    if spot.cause not in ("zero_scale_distribution", "support_boundary"):
         return
-    small = site.eps("1e-6", half="1e-3")
-    for source, call in _constructors(site, _WEIGHTED):
+    small = spot.eps("1e-6", half="1e-3")
+    for source, call in _constructors(spot, _WEIGHTED):
         given = [arg for arg in call.args if not isinstance(arg, ast.Starred)]
         given += [item.value for item in call.keywords if item.arg in _WEIGHTS]
         edits = call_methods(source, given, f".clamp_min({small})")
@@ -553,13 +548,13 @@ def clamp_weights(site: Site) -> Iterator[Rewrite]:
             yield Rewrite(source, f"Keep what {called(call)} is given away from 0.", edits)
 
 
-def angle_at_origin(site: Site) -> Iterator[Rewrite]:
+def angle_at_origin(spot: Spot) -> Iterator[Rewrite]:
     """atan2(y, x) with x moved off the origin where both are almost 0."""
-    if site.autograd != "Atan2" and site.cause != "atan2_grad_at_zero":
+    if spot.autograd != "Atan2" and spot.cause != "atan2_grad_at_zero":
         return
-    source, (torch, imports) = site.source, site.source.torch
-    small = site.eps("1e-12", half="1e-6")
-    for call in site.calls(("atan2", "arctan2")):
+    source, (torch, imports) = spot.source, spot.source.torch
+    small = spot.eps("1e-12", half="1e-6")
+    for call in spot.calls(("atan2", "arctan2")):
         pair = call.args
         if len(pair) == 1 and isinstance(call.func, ast.Attribute):
             pair = [call.func.value, *pair]
@@ -569,7 +564,7 @@ def angle_at_origin(site: Site) -> Iterator[Rewrite]:
         near = f"{x} ** 2 + {y} ** 2 < {small}"
         text = f"{torch}.where({near}, {torch}.ones_like({source.of(pair[1])}), {x})"
         what = "Take the angle at a fixed point where both sides are almost 0."
-        yield rewrite(site, pair[1], text, what, *imports)
+        yield rewrite(spot, pair[1], text, what, *imports)
 
 
 SAMPLES = (clamp_scale, clamp_value, clamp_weights, angle_at_origin)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
 class Budget:
-    """Seconds that may be spent in all, from now on; `clock` gives the time."""
+    """Seconds that may be spent in all, from the first time that it is asked."""
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
-    began: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.began = self.clock()
+    _end: float | None = None
 
     @property
     def left(self) -> float:
-        return self.began + self.seconds - self.clock()
+        if self._end is None:
+            self._end = self.clock() + self.seconds
+        return self._end - self.clock()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from stayfinite.budget import Budget
 from stayfinite.errors import SandboxError
 from stayfinite.records import Incident, RunResult
 from stayfinite.runner.options import Scene
@@ -36,20 +37,6 @@ GRACE = 15.0  # seconds to unwind after the incident was seen
 TAIL_LINES = 8
 UNHELD = "unheld"  # the file with the reason why a run of ours was not made
 UNHELD_CODE = 4
-
-
-@dataclass
-class Budget:
-    """Seconds that may be spent in all, from the first time that it is asked."""
-
-    seconds: float
-    _end: float | None = None
-
-    @property
-    def left(self) -> float:
-        if self._end is None:
-            self._end = time.monotonic() + self.seconds
-        return self._end - time.monotonic()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from stayfinite.budget import Budget
 from stayfinite.errors import ConfigError, SandboxError
 from stayfinite.records import Exit, Incident, RunResult, to_json
 from stayfinite.report.store.writer import RESULT
 from stayfinite.runner import processes, sandbox, script
 from stayfinite.runner.capsules import ORDER, run_ordered, wish_of
-from stayfinite.runner.case import UNHELD, UNHELD_CODE, Budget, Case, Stage, run_stages
+from stayfinite.runner.case import UNHELD, UNHELD_CODE, Case, Stage, run_stages
 from stayfinite.runner.options import RunOptions, Scene, first_settings
 from stayfinite.runner.plan import (
     MAIN,

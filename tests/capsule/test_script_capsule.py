@@ -13,11 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 import stayfinite
+from stayfinite.budget import Budget
 from stayfinite.capsule import read_capsule
 from stayfinite.cli import main
 from stayfinite.records import Incident, RunResult, TensorSummary
 from stayfinite.runner.capsules import deliver, wish_of
-from stayfinite.runner.case import Budget, Case
+from stayfinite.runner.case import Case
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Plan, ProcessRecord
 from stayfinite.runner.script import Target

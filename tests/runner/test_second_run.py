@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from stayfinite.budget import Budget
 from stayfinite.records import Diagnosis, Incident, Origin, Outcome, RunResult
 from stayfinite.runner import second_run
-from stayfinite.runner.case import Budget, Case, Replayed, why_not_again
+from stayfinite.runner.case import Case, Replayed, why_not_again
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Effect, Plan, ProcessRecord
 from stayfinite.runner.script import Target

@@ -54,7 +54,7 @@ def terminal() -> Sink:
         is_known = incident.diagnosis is not None and incident.origin is not None
         with beside_bars():
             if is_known and incident.fingerprint in seen:
-                print(f"stayfinite: {_again(incident)}", file=sys.stderr)
+                print(_again(incident), file=sys.stderr)
                 return
             state = random.getstate()  # which rich draws from, even when it is loaded
             from stayfinite.report.terminal import show
@@ -72,7 +72,8 @@ def _again(incident: Incident) -> str:
     place = source_line(incident.origin)
     at = f", at {place}" if place else ""
     done = f"; {what_was_done(incident)}" if incident.outcome is not None else ""
-    return f"step {incident.step}{on_rank(incident)}: {cause} again{at}{done}"
+    where = f"step {incident.step}{on_rank(incident)}"
+    return f"stayfinite: {where}: {cause} again{at}{done}"
 
 
 def tell_trackers(incident: Incident) -> None:

@@ -88,14 +88,16 @@ def shape_of(thing: Any) -> Any:
     return members
 
 
-def help_of(command: click.Command, name: str) -> dict[str, str]:
-    context = click.Context(command, info_name=name, max_content_width=80, terminal_width=80)
-    found = {name: command.get_help(context)}
+def help_of(command: click.Command, above: click.Context | None = None) -> dict[str, str]:
+    settings: dict[str, Any] = {**command.context_settings, "terminal_width": 80}
+    name = command.name if above else "stayfinite"
+    context = click.Context(command, info_name=name, parent=above, **settings)
+    found = {context.command_path: command.get_help(context)}
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
             made = command.get_command(context, inner)
             assert made is not None
-            found |= help_of(made, f"{name} {inner}")
+            found |= help_of(made, context)
     return found
 
 
@@ -109,7 +111,7 @@ def surface() -> dict[str, Any]:
     return {
         "names": {name: public_part(name) for name in stayfinite.__all__},
         "paths": PATHS,
-        "help": help_of(main, "stayfinite"),
+        "help": help_of(main),
         "json": {
             name: {each.name: str(each.type) for each in dataclasses.fields(getattr(records, name))}
             for name in RECORDS

@@ -25,7 +25,7 @@ from workloads import workload
 import stayfinite
 from stayfinite.guard.guard import Guard
 
-BARS = {"gpt": 1.0, "cnn": 1.0, "mlp": 8.0}
+BARS = {"gpt": 1.0, "cnn": 1.0, "mlp": 15.0}
 ENTRIES = (
     (Guard, "judge"),
     (Guard, "stepped"),

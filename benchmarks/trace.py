@@ -18,7 +18,6 @@ import contextlib
 import importlib.util
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,28 +246,22 @@ def table(results: dict[str, Any]) -> Table:
     rows = list(results.values())
     shown.add_row("plain step, us", *(f"{r['step_us']:,.0f}" for r in rows))
     for key in rows[0]["ratio"]:
-        cells = [f"{r['ratio'][key]:.2f}x" for r in rows]
+        shown.add_row(key, *(f"{r['ratio'][key]:.2f}x" for r in rows))
         if key == TRACED:
-            cells = [f"{c} (bar {r['trace_bar']}x)" for c, r in zip(cells, rows, strict=True)]
-        shown.add_row(key, *cells)
-    shown.add_row("watching, timed directly", *map(_watching, rows))
-    shown.add_row("watching, from the second step on", *map(_life, rows))
+            shown.add_row("  its bar", *(f"{r['trace_bar']}x" for r in rows))
+    shown.add_row("watching, us", *(f"{r['watching_us']:.0f}" for r in rows))
+    shown.add_row("  of a step", *(f"{r['watching_percent']:.2f}%" for r in rows))
+    shown.add_row("  of so many steps", *(str(r["life_steps"]) for r in rows))
+    shown.add_row("  from the second on", *(f"{r['watching_life_percent']:.2f}%" for r in rows))
+    lives = [r["watch_bar_percent"] for r in rows]
+    shown.add_row("  its bar", *("" if bar is None else f"{bar}%" for bar in lives))
+    shown.add_row("  longest, ms", *(f"{r['watching_longest_ms']:.0f}" for r in rows))
     memories = [r["memory_mib"] for r in rows]
     shown.add_row("peak of tensors, plain", *(f"{m['plain']:.2f} MiB" for m in memories))
     shown.add_row("peak of tensors, traced", *(f"{m['traced']:.2f} MiB" for m in memories))
     left = (r["left_behind_bytes"] for r in rows)
     shown.add_row("left behind by a traced step", *(f"{x['traced'] - x['plain']} B" for x in left))
     return shown
-
-
-def _watching(row: dict[str, Any]) -> str:
-    return f"{row['watching_us']:.0f} us, {row['watching_percent']:.2f}%"
-
-
-def _life(row: dict[str, Any]) -> str:
-    bar = f" (bar {row['watch_bar_percent']}%)" if row["watch_bar_percent"] else ""
-    longest = f"longest {row['watching_longest_ms']:.0f} ms"
-    return f"{row['watching_life_percent']:.2f}% of {row['life_steps']} steps{bar}, {longest}"
 
 
 def main() -> None:
@@ -282,8 +275,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.cpu_time else time.perf_counter
     results = {name: measure(name, options.rounds, clock) for name in options.only}
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(table(results))
+    Console().print(table(results))
     data: dict[str, Any] = {"threads": options.threads, "steps": results}
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n")

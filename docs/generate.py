@@ -1,4 +1,4 @@
-"""Writes what comes from the code: docs/api.md, and the options in docs/cli.md.
+"""Writes what comes from the code: docs/api.md, the options in docs/cli.md, the list of causes.
 
     python docs/generate.py [--check]
 
@@ -20,6 +20,7 @@ from typing import Any
 import click
 
 import stayfinite
+from stayfinite.causes import CAUSES
 from stayfinite.cli import main as command_line
 
 DOCS = Path(__file__).resolve().parent
@@ -57,8 +58,24 @@ GENERATED = re.compile(r"(<!-- options of (?P<name>\w+) -->\n).*?(<!-- end -->)"
 
 def pages() -> dict[Path, str]:
     """What each page with a generated part is to hold."""
-    cli = DOCS / "cli.md"
-    return {DOCS / "api.md": api_page(), cli: cli_page(cli.read_text(encoding="utf-8"))}
+    cli, index, site = DOCS / "cli.md", DOCS / "causes" / "index.md", DOCS.parent / "mkdocs.yml"
+    return {
+        DOCS / "api.md": api_page(),
+        cli: cli_page(old(cli)),
+        index: with_new_causes(old(index), "| [`{0.slug}`]({0.slug}.md) | {0.title} |"),
+        site: with_new_causes(old(site), "          - causes/{0.slug}.md"),
+    }
+
+
+def with_new_causes(text: str, row: str) -> str:
+    """The text with a row for each cause that it lacks, below the last one of the same kind."""
+    lines = text.splitlines()
+    for cause in CAUSES.values():
+        if row.format(cause) not in lines:
+            kin = [row.format(each) for each in CAUSES.values() if each.kind == cause.kind]
+            last = max(number for number, line in enumerate(lines) if line in kin)
+            lines.insert(last + 1, row.format(cause))
+    return "\n".join(lines) + "\n"
 
 
 def cli_page(text: str) -> str:

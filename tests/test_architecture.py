@@ -31,7 +31,7 @@ FLOORS = (
     {"clip", "snapshot"},
     {"detect"},
     {"distributed", "living", "nested", "training"},
-    {"causes", "files", "safely", "text"},
+    {"budget", "causes", "domains", "files", "safely", "syntax", "text"},
     {"records", "settings"},
     {"errors"},
 )
@@ -47,8 +47,10 @@ UPWARD = {
 DOORS = {"", "__main__"}
 
 TORCH_FREE = (
+    "budget",
     "causes",
     "cli",
+    "domains",
     "errors",
     "explain",
     "files",
@@ -58,6 +60,7 @@ TORCH_FREE = (
     "runner",
     "safely",
     "settings",
+    "syntax",
     "text",
 )
 

@@ -1,10 +1,15 @@
-"""The catalogue of causes: slug to title, why, fix and docs page."""
+"""The catalogue of causes: slug to title, why, fix, docs page, and what of it holds for all."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
+
+Kind = Literal["data", "domain", "precision", "dynamics", "init", "other"]
 
 
 @dataclass(frozen=True)
@@ -12,18 +17,46 @@ class Cause:
     """One way in which training stops being finite; `why` and `fix` hold for every case of it."""
 
     slug: str
-    title: str
-    why: str
-    fix: str
+    title: str = ""
+    why: str = ""
+    fix: str = ""
+    kind: Kind = "other"
+    provable: bool = False
+    """The values at one operation show it, so that taking them away proves it."""
+    cured_by_float32: bool = False
+    cured_by_smaller_steps: bool = False
+    """A lower learning rate, or clipping, is worth trying in the script."""
+    due_to_history: bool = False
+    """The steps before it may decide, so that they are replayed in gentler ways."""
+    due_to_samples: bool = False
+    """Which samples of the batch it came from is worth saying."""
 
     @property
     def page(self) -> str:
         return f"docs/causes/{self.slug}.md"
 
 
-def _read() -> dict[str, Cause]:
-    text = Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")
-    return {slug: Cause(slug, **entry) for slug, entry in tomllib.loads(text).items()}
+class _Catalogue(Mapping[str, Cause]):
+    """Read from causes.toml when it is first asked for anything."""
+
+    @cached_property
+    def _causes(self) -> dict[str, Cause]:
+        text = Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")
+        return {slug: Cause(slug, **entry) for slug, entry in tomllib.loads(text).items()}
+
+    def __getitem__(self, slug: str) -> Cause:
+        return self._causes[slug]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._causes)
+
+    def __len__(self) -> int:
+        return len(self._causes)
 
 
-CAUSES: dict[str, Cause] = _read()
+CAUSES: Mapping[str, Cause] = _Catalogue()
+
+
+def cause_of(slug: str | None) -> Cause:
+    """The cause of that name; one that says nothing where the catalogue has none."""
+    return CAUSES.get(slug or "") or Cause(slug or "")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.optim import Optimizer
 
 from stayfinite.detect.finite import all_finite, note_finite
@@ -17,8 +18,18 @@ from stayfinite.errors import ConfigError, InputError
 from stayfinite.nested import Named
 from stayfinite.training import params_of
 
-Allowed = Callable[[float, bool], float]
-"""From a norm, and whether it is of sound gradients, to the norm that they may have at most."""
+Drop = Literal["elements", "tensors", "nothing"]
+Target = nn.Module | Optimizer | Tensor | Iterable[Tensor]
+
+WIDENED = 1 << 20
+"""Elements that are widened together."""
+
+_SHORT = 1 << 13  # elements that are widened and added up; more are by rows
+_ROW = 512
+_HALF = {torch.float16, torch.bfloat16}
+# For other powers, and for smaller norms of these, a term may underflow.
+_QUICK_POWERS = {1.0, 2.0, math.inf}
+_SAFE_NORM = 1e-15
 
 
 @torch.no_grad()
@@ -46,32 +57,6 @@ def clip_gradients(
     >>> weight.grad
     tensor([1.0000e+00, 0.0000e+00, 1.3333e-08])
     """
-    _check_options(max_norm, norm_type)
-    check_drop(drop)
-    gradients = gradients_in(target, None if names is None else list(names))
-    return clip_whole(gradients, lambda norm, is_sound: max_norm, norm_type=norm_type, drop=drop)
-
-
-def clip_whole(
-    gradients: Sequence[Gradient], allowed: Allowed, *, norm_type: float = 2.0, drop: Drop
-) -> ClipResult:
-    """Scale all gradients together; the norm decides what is allowed, and is asked about once."""
-    parts = [part for gradient in gradients for part in gradient.memory]
-    elements = sum(part.numel() for part in parts)
-    norm, dropped = quick_norm(parts, norm_type), dict[str, int]()
-    if norm is None:
-        found = drop_bad(gradients, drop)
-        if found is None:
-            return left_alone(elements)
-        norm, dropped = true_norm(parts, norm_type), found
-    max_norm = allowed(float(norm), not dropped)
-    if norm > max_norm:
-        scale_down(parts, norm, max_norm)
-    note_finite([gradient.tensor for gradient in gradients], min(norm, max_norm))
-    return result_of(float(norm), dropped, elements, was_clipped=norm > max_norm, max_norm=max_norm)
-
-
-def _check_options(max_norm: float, norm_type: float) -> None:
     if not max_norm > 0:
         raise ConfigError(
             f"max_norm is {max_norm}; it must be greater than 0. "
@@ -79,12 +64,41 @@ def _check_options(max_norm: float, norm_type: float) -> None:
         )
     if not norm_type >= 1:
         raise ConfigError(f"norm_type is {norm_type}; it must be at least 1, or inf.")
+    check_drop(drop)
+    gradients = gradients_in(target, None if names is None else list(names))
+    return clip_whole(gradients, lambda norm, is_sound: max_norm, norm_type=norm_type, drop=drop)
 
 
 def check_drop(drop: str) -> None:
     """ConfigError unless it is one of the choices."""
     if drop not in get_args(Drop):
         raise ConfigError(f"drop is {drop!r}; it must be one of {', '.join(get_args(Drop))}.")
+
+
+def clip_whole(
+    gradients: Sequence[Gradient],
+    allowed: Callable[[float, bool], float],
+    *,
+    norm_type: float = 2.0,
+    drop: Drop,
+) -> ClipResult:
+    """Scale all gradients together to what is `allowed` for their norm, which is asked once.
+
+    It gets the norm, and whether it is of sound gradients, of which nothing was dropped.
+    """
+    parts = [part for gradient in gradients for part in gradient.memory]
+    elements = sum(part.numel() for part in parts)
+    norm, dropped = quick_norm(parts, norm_type), dict[str, int]()
+    if norm is None:
+        found = drop_bad(gradients, drop)
+        if found is None:
+            return result_of(math.nan, {}, elements, was_clipped=False)
+        norm, dropped = true_norm(parts, norm_type), found
+    max_norm = allowed(float(norm), not dropped)
+    if norm > max_norm:
+        scale_down(parts, norm, max_norm)
+    note_finite([gradient.tensor for gradient in gradients], min(norm, max_norm))
+    return result_of(float(norm), dropped, elements, was_clipped=norm > max_norm, max_norm=max_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +150,6 @@ def result_of(
     )
 
 
-def left_alone(elements: int) -> ClipResult:
-    """The result where something is bad, and nothing may be dropped."""
-    return result_of(math.nan, {}, elements, was_clipped=False)
-
-
-Target = nn.Module | Optimizer | Tensor | Iterable[Tensor]
-
-
 class Gradient(NamedTuple):
     """A gradient, its parameter, and dense views of all that is in it, to be read and written."""
 
@@ -155,24 +161,25 @@ class Gradient(NamedTuple):
 
 def gradients_in(target: Target, names: Sequence[str] | None = None) -> list[Gradient]:
     """Each gradient once, by the name of its parameter."""
-    found = {
-        id(gradient): Gradient(name, param, gradient, _memory(gradient))
-        for name, param in _parameters(target, names)
-        if (gradient := param.grad) is not None
-    }
+    if isinstance(target, nn.Module) and names is None:
+        params: Iterable[Named] = target.named_parameters()
+    else:
+        if isinstance(target, Optimizer) and names is None:
+            names = [name for group in target.param_groups for name in group.get("param_names", ())]
+        listed = list_parameters(target)
+        params = zip(names or map(str, range(len(listed))), listed, strict=True)
+    found: dict[int, Gradient] = {}
+    for name, param in params:
+        if (gradient := param.grad) is None:
+            continue
+        if gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
+            gradient.copy_(gradient.coalesce())  # repeated entries are added; only sums have a norm
+        parts = [p for p in plain_parts(gradient) if p.is_floating_point() or p.is_complex()]
+        found[id(gradient)] = Gradient(name, param, gradient, parts)
     return list(found.values())
 
 
-def _parameters(target: Target, names: Sequence[str] | None) -> Iterable[Named]:
-    if isinstance(target, nn.Module) and names is None:
-        return target.named_parameters()
-    if isinstance(target, Optimizer) and names is None:
-        names = [name for group in target.param_groups for name in group.get("param_names", ())]
-    params = listed(target)
-    return zip(names or map(str, range(len(params))), params, strict=True)
-
-
-def listed(target: Target) -> list[Tensor]:
+def list_parameters(target: Target) -> list[Tensor]:
     """The parameters of the target; InputError where it is none."""
     if isinstance(target, nn.Module):
         return list(target.parameters())
@@ -186,23 +193,6 @@ def listed(target: Target) -> list[Tensor]:
             "it accepts a module, an optimizer, a parameter or several of them."
         )
     return params
-
-
-def _memory(gradient: Tensor) -> list[Tensor]:
-    if gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
-        gradient.copy_(gradient.coalesce())  # repeated entries are added; only sums have a norm
-    return [part for part in plain_parts(gradient) if part.is_floating_point() or part.is_complex()]
-
-
-WIDENED = 1 << 20
-"""Elements that are widened together."""
-
-_SHORT = 1 << 13  # elements that are widened and added up; more are by rows
-_ROW = 512
-_HALF = {torch.float16, torch.bfloat16}
-# For other powers, and for smaller norms of these, a term may underflow.
-_QUICK_POWERS = {1.0, 2.0, math.inf}
-_SAFE_NORM = 1e-15
 
 
 class Norm(float):
@@ -221,7 +211,7 @@ def quick_norm(parts: list[Tensor], power: float) -> Norm | None:
     """The norm if it is finite and exact, which says that all elements are finite; else None."""
     if power not in _QUICK_POWERS or any(part.is_complex() for part in parts):
         return None
-    norms = [_joint(_each(group, power), power).to(parts[0].device) for group in by_kind(parts)]
+    norms = [_joint(_each(group, power), power).to(parts[0].device) for group in _by_kind(parts)]
     if not norms:
         return Norm(0.0)
     total = float(norms[0] if len(norms) == 1 else _joint(norms, power))  # host sync
@@ -233,7 +223,7 @@ def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
     """The same for each list of parts by itself, with power 2; one host read for each dtype."""
     norms = [0.0] * len(memories)
     owners = {id(part): number for number, parts in enumerate(memories) for part in parts}
-    for group in by_kind([part for parts in memories for part in parts]):
+    for group in _by_kind([part for parts in memories for part in parts]):
         is_complex = group[0].is_complex()
         own = [math.nan] * len(group) if is_complex else torch.stack(_each(group, 2.0)).tolist()
         for part, norm in zip(group, own, strict=True):
@@ -243,30 +233,26 @@ def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
 
 def true_norm(parts: list[Tensor], power: float) -> Norm:
     """The norm of finite elements of any size: taken of quotients by the largest, widened."""
-    largest = max((float(_largest(part)) for part in parts), default=0.0)  # host sync
+    largest = 0.0
+    for part in parts:
+        real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        largest = max(largest, float(vector_norm(compact(real), math.inf)))  # host sync
     if largest == 0:
         return Norm(0.0)
-    ratios = [value for part in parts for value in _ratios(part, largest, power)]
-    together = torch.tensor([float(ratio) for ratio in ratios], dtype=torch.float64)  # host sync
-    return Norm(largest, float(vector_norm(together, power)))
+    ratios = [
+        float(vector_norm(piece.to(wide(part)) / largest, power))  # host sync
+        for part in parts
+        for _, piece in pieces(part, WIDENED)
+    ]
+    return Norm(largest, float(vector_norm(torch.tensor(ratios, dtype=torch.float64), power)))
 
 
-def joint(norms: Sequence[Norm]) -> Norm:
+def joint_norm(norms: Sequence[Norm]) -> Norm:
     """The norm of all from the norm of each, with power 2."""
     largest = max((norm.largest for norm in norms), default=0.0)
     if largest == 0:
         return Norm(0.0)
     return Norm(largest, math.hypot(*(norm.largest / largest * norm.ratio for norm in norms)))
-
-
-def by_kind(parts: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Grouped by what torch's fused calls need to have in common."""
-    if parts and all(part.is_cpu and part.dtype is parts[0].dtype for part in parts):
-        return (parts,)  # the usual case, in less time
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for part in parts:
-        groups.setdefault((part.device, part.dtype), []).append(part)
-    return groups.values()
 
 
 def exact_dtype(part: Tensor) -> torch.dtype:
@@ -281,18 +267,25 @@ def wide(part: Tensor) -> torch.dtype:
     return torch.complex128 if part.is_complex() else torch.float64
 
 
-def vector_norm(tensor: Tensor, power: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, power)
-    return norm
+def _by_kind(parts: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Grouped by what torch's fused calls need to have in common."""
+    if parts and all(part.is_cpu and part.dtype is parts[0].dtype for part in parts):
+        return (parts,)  # the usual case, in less time
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    return groups.values()
 
 
 def _joint(norms: list[Tensor], power: float) -> Tensor:
     together = torch.stack(norms)
-    return vector_norm(together.to(wide(together)), power)
+    norm: Tensor = vector_norm(together.to(wide(together)), power)
+    return norm
 
 
 def _each(group: list[Tensor], power: float) -> list[Tensor]:
     """The norm of each part, as 0-d tensors on their device."""
+    # _foreach_norm is one kernel for all parts; torch.linalg has only one call for each.
     if not group[0].is_cpu:
         return list(torch._foreach_norm(group, power, exact_dtype(group[0])))
     long = {n: _by_rows(part, power) for n, part in enumerate(group) if part.numel() > _SHORT}
@@ -308,24 +301,11 @@ def _by_rows(part: Tensor, power: float) -> Tensor:
         return _joint([vector_norm(p.double(), power) for _, p in pieces(part, _SHORT)], power)
     flat, short = flat.view(-1), exact_dtype(part)
     count = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:count].view(-1, _ROW), power, dim=1, dtype=short)
-    norm: Tensor = torch.linalg.vector_norm(rows, power, dtype=torch.float64)
+    rows = vector_norm(flat[:count].view(-1, _ROW), power, dim=1, dtype=short)
+    norm: Tensor = vector_norm(rows, power, dtype=torch.float64)
     if count == flat.numel():
         return norm
     return _joint([norm, vector_norm(flat[count:].double(), power)], power)
-
-
-def _largest(part: Tensor) -> Tensor:
-    real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-    return vector_norm(compact(real), math.inf)
-
-
-def _ratios(part: Tensor, largest: float, power: float) -> Iterator[Tensor]:
-    for _, piece in pieces(part, WIDENED):
-        yield vector_norm(piece.to(wide(part)) / largest, power)
-
-
-Drop = Literal["elements", "tensors", "nothing"]
 
 
 def drop_bad(gradients: Sequence[Gradient], drop: Drop) -> dict[str, int] | None:
@@ -337,21 +317,18 @@ def drop_bad(gradients: Sequence[Gradient], drop: Drop) -> dict[str, int] | None
         return {}
     if drop == "nothing":
         return None
-    zero = _zero_all if drop == "tensors" else _zero_bad
     return {
-        gradient.name: sum(map(zero, gradient.memory))
+        gradient.name: sum(_zero(part, drop) for part in gradient.memory)
         for gradient in gradients
         if not all_finite(gradient.memory)
     }
 
 
-def _zero_all(part: Tensor) -> int:
-    compact(part).zero_()
-    return part.numel()
-
-
-def _zero_bad(part: Tensor) -> int:
+def _zero(part: Tensor, drop: Drop) -> int:
     memory, count = compact(part), 0
+    if drop == "tensors":
+        memory.zero_()
+        return part.numel()
     for _, piece in pieces(memory, WIDENED):
         bad = ~piece.isfinite()
         count += int(bad.sum())  # host sync
@@ -362,33 +339,29 @@ def _zero_bad(part: Tensor) -> int:
 def scale_down(parts: list[Tensor], norm: Norm, max_norm: float) -> None:
     """Bring the norm down to `max_norm`."""
     first, second = _factors(norm, max_norm)
-    for group in by_kind(parts):
-        memory = [compact(part) for part in group]
-        for factor in _steps(first, second, group[0]):
+    for group in _by_kind(parts):
+        memory, dtype = [compact(part) for part in group], exact_dtype(group[0])
+        fits = first * second > torch.finfo(dtype).tiny  # else in two steps
+        for factor in (first * second,) if fits else (first, second):
             # As a tensor: a plain number would be rounded to float16 first.
-            dtype, device = exact_dtype(group[0]), group[0].device
-            torch._foreach_mul_(memory, torch.tensor(factor, dtype=dtype, device=device))
+            factor_tensor = torch.tensor(factor, dtype=dtype, device=group[0].device)
+            torch._foreach_mul_(memory, factor_tensor)  # public mul_ is one call for each part
 
 
 def scale_each(parts: Sequence[tuple[list[Tensor], Norm, float]]) -> None:
     """Bring the norm of each list of parts down to its own limit, in few calls."""
     factors: dict[int, float] = {}
-    plain: list[Tensor] = []
+    plain: list[Tensor] = []  # what can be multiplied by a plain number
     for own, norm, max_norm in parts:
-        first, second = _factors(norm, max_norm)
-        if all(_is_plain(part, first * second) for part in own):
+        factor = math.prod(_factors(norm, max_norm))
+        if all(exact_dtype(p) is p.dtype and factor > torch.finfo(p.dtype).tiny for p in own):
             plain += own
-            factors.update((id(part), first * second) for part in own)
+            factors.update((id(part), factor) for part in own)
         else:
             scale_down(own, norm, max_norm)
-    for group in by_kind(plain):
-        memory = [compact(part) for part in group]
-        torch._foreach_mul_(memory, [factors[id(part)] for part in group])
-
-
-def _is_plain(part: Tensor, factor: float) -> bool:
-    """Whether it can be multiplied by a plain number."""
-    return exact_dtype(part) is part.dtype and factor > torch.finfo(part.dtype).tiny
+    for group in _by_kind(plain):
+        # One kernel for all of them, each with its own factor.
+        torch._foreach_mul_([compact(part) for part in group], [factors[id(p)] for p in group])
 
 
 def _factors(norm: Norm, max_norm: float) -> tuple[float, float]:
@@ -396,9 +369,3 @@ def _factors(norm: Norm, max_norm: float) -> tuple[float, float]:
     _, exponent = math.frexp(norm.largest)
     first = math.ldexp(1.0, -exponent)  # a power of two: multiplying by it is exact
     return first, max_norm / norm.ratio / (norm.largest * first)
-
-
-def _steps(first: float, second: float, part: Tensor) -> Iterable[float]:
-    """Both in one where that is not too small for the dtype."""
-    fits = first * second > torch.finfo(exact_dtype(part)).tiny
-    return (first * second,) if fits else (first, second)

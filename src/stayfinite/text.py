@@ -284,3 +284,13 @@ FULL: dict[str, Column] = {
     "negative": lambda tensor: whole(tensor.negative_count),
     "device": lambda tensor: plain(tensor.device),
 }
+
+
+def in_words(names: list[str]) -> str:
+    """ "3", "3 and 5", "3, 5 and 8"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def node_name(node: str | None) -> str:
+    """ "Sqrt" of the autograd node "SqrtBackward0"; "" where there is none."""
+    return (node or "").rstrip("0123456789").removesuffix("Backward")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from moments import memory_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from training import (
@@ -431,7 +432,7 @@ def test_reset_loads_from_disk_where_the_snapshot_has_gone_bad(tmp_path: Path) -
         saved = raw(model)
         (job,) = trainer.guard.jobs.values()
         snapshot = job.ring.back(0)
-        snapshot.memory_of("parameters.0.weight")[0].fill_(math.nan)  # a fault of memory
+        memory_of(snapshot, "parameters.0.weight").fill_(math.nan)  # a fault of memory
         all_steps(trainer, batches(2, seed=5))
         assert trainer.training_step(batches(1, bad=(0,))[0]) is None
         assert raw(model) == saved

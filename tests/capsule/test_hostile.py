@@ -189,7 +189,7 @@ def header_with(**entries: Any) -> Callable[[dict[str, Any]], None]:
         header_with(odd=[]),
         lambda header: header["__metadata__"].update(capsule="2"),
         lambda header: header["__metadata__"].update(capsule=1),
-        lambda header: header["__metadata__"].update(stayfinite="2"),
+        lambda header: header["__metadata__"].update(stayfinite="3"),
         lambda header: header["__metadata__"].update(contents="[" * 100_000),
         lambda header: header["__metadata__"].update(contents='{"a":1,"a":2}'),
         lambda header: header["__metadata__"].update(contents="9" * 100_000),

@@ -17,10 +17,12 @@ from stayfinite.capsule import read_capsule
 from stayfinite.cli import main
 from stayfinite.records import Incident, RunResult, TensorSummary
 from stayfinite.runner.capsules import deliver, wish_of
+from stayfinite.runner.case import Budget, Case
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Plan, ProcessRecord
 from stayfinite.runner.script import Target
 from stayfinite.runner.seeds import write_seeds
+from stayfinite.settings import GuardSettings
 
 CASES = Path(__file__).parents[1] / "cases"
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
@@ -102,14 +104,15 @@ def test_without_a_second_run_it_still_replays_the_script(tmp_path: Path) -> Non
     target = Target(name=str(work / "train.py"), args=("--lr", "1"))
     plan = Plan(
         folder=str(tmp_path / "plan"),
-        guard={"folder": str(work)},
+        guard=GuardSettings(folder=str(work)),
         command=tuple(target.command),
         capsule=wish_of(options, str(tmp_path)),
     )
     scene = Scene(target=target, options=options, plan=plan, cwd=str(tmp_path))
     incident = Incident(step=3)
     record = ProcessRecord(pid=1, result=RunResult(incidents=(incident,)), seconds=30.0, arm_at=40)
-    notes = deliver(scene, [record], record.result)
+    case = Case(scene=scene, records=[record], result=record.result, budget=Budget(0.0))
+    notes = deliver(case).notes
     assert "stayfinite replay a.capsule" in notes[0]
     capsule = read_capsule(tmp_path / "a.capsule")
     assert capsule.code.command == ("work/train.py", "--lr", "1")

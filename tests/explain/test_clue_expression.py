@@ -21,6 +21,7 @@ from stayfinite.explain.clue import argument, operands
         ("F.cosine_similarity(a, b)", "", "a"),
         ("-torch.log(-torch.log(u))", "log", "(-torch.log(u))"),
         ("self.head(x).log()", "log", "self.head(x)"),
+        ("torch.softmax(x, -1).log()", "log", "torch.softmax(x, -1)"),
         ("torch.exp(x) + torch.log(y)", "log", "y"),
         ("sqrt(x)", "sqrt", "x"),
         ("torch.log(x)", "exp", None),

@@ -296,3 +296,11 @@ def test_learning_rate_that_is_not_a_number_is_named_before_all_else() -> None:
     origin = Origin(phase="optimizer", op="aten.add_.Tensor", outputs=(summary(nan_count=4),))
     rate = OptimizerFacts(kind="SGD", learning_rate=math.nan)
     assert diagnose(origin, Context(optimizer=rate)).cause == "bad_lr_schedule"
+
+
+def test_of_an_operation_that_was_not_seen_no_place_is_said_to_be_found() -> None:
+    found = diagnose(Origin(phase="forward"), Context(step=3))
+    assert found.cause == "unknown"
+    assert "not seen" in found.why
+    assert "place was found" not in found.why
+    assert "named operation" not in found.fix

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stayfinite.causes import CAUSES
 from stayfinite.patch.candidates import REWRITES, patches_for
-from stayfinite.patch.code import Site, Source, site_of
+from stayfinite.patch.code import Code, Spot, spot_of
 from stayfinite.records import Diagnosis, Incident, Origin, TensorSummary
 
 CASES = Path(__file__).parents[1]
@@ -181,13 +181,13 @@ def test_rate_and_clipping_are_changed_in_the_script(tmp_path: Path) -> None:
 
 
 SOURCES = [
-    Source(str(path), path.read_text(encoding="utf-8"))
+    Code(str(path), path.read_text(encoding="utf-8"))
     for path in sorted(CASES.glob("cases*/*/train.py"))
 ]
 
 
 @st.composite
-def sites(draw: st.DrawFn) -> Site:
+def spots(draw: st.DrawFn) -> Spot:
     """Any operation with any cause at any expression of a real script."""
     source = draw(st.sampled_from(SOURCES))
     node = draw(st.sampled_from(source.expressions))
@@ -218,22 +218,22 @@ def sites(draw: st.DrawFn) -> Site:
     cause = draw(st.sampled_from(sorted(CAUSES)))
     diagnosis = Diagnosis(cause=cause, why="", fix="")
     bad = Incident(step=1, origin=origin, diagnosis=diagnosis)
-    return Site(bad, origin, source, node)
+    return Spot(bad, origin, source, node)
 
 
-@given(sites())
-def test_every_patch_is_python_and_no_rewrite_fails(site: Site) -> None:
+@given(spots())
+def test_every_patch_is_python_and_no_rewrite_fails(spot: Spot) -> None:
     for rewrite in REWRITES:
-        for change in rewrite(site):
+        for change in rewrite(spot):
             patch = change.patch()
             if patch is not None:
                 ast.parse(patch.after)
-                assert patch.before == site.source.text != patch.after
+                assert patch.before == spot.source.text != patch.after
                 assert patch.what.endswith(".")
 
 
 def test_place_is_the_smallest_expression(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    site = site_of(incident(), folder=str(tmp_path), files=())
-    assert site is not None
-    assert ast.unparse(site.node) == "torch.log(mix)"
+    spot = spot_of(incident(), folder=str(tmp_path), files=())
+    assert spot is not None
+    assert ast.unparse(spot.node) == "torch.log(mix)"

@@ -88,7 +88,7 @@ def sequence(random: Random) -> Floats:
     return np.concatenate([MOTIFS[motif](random, size) for motif in motifs])
 
 
-class Bench:
+class ClippedParameter:
     """A parameter under a clipper, and the norms that count: finite ones, of sound gradients.
 
     In float64, since a spike above the largest norms of float32 must be possible.
@@ -127,37 +127,37 @@ class Bench:
 def test_spike_after_a_hostile_sequence_is_clipped_to_the_usual(rule: Robust) -> None:
     random = np.random.default_rng(7)
     for _ in range(SEQUENCES):
-        bench = Bench(rule)
+        clipped = ClippedParameter(rule)
         norms = sequence(random)
         poisons = np.where(random.random(len(norms)) < 0.1, NAN, 0.0)
         for norm, poison in zip(norms.tolist(), poisons.tolist(), strict=True):
-            bench.step(norm, poison=poison)
-        bench.check()
+            clipped.step(norm, poison=poison)
+        clipped.check()
 
 
 @given(st.lists(st.floats(width=32), max_size=40), st.sampled_from(LEARNING))
 def test_any_floats_leave_a_limit(norms: list[float], rule: Robust) -> None:
-    bench = Bench(rule)
+    clipped = ClippedParameter(rule)
     for norm in norms:
-        bench.step(abs(norm))
-    bench.check()
+        clipped.step(abs(norm))
+    clipped.check()
 
 
 @pytest.mark.parametrize("rule", LEARNING, ids=lambda rule: rule.mode)
 def test_training_that_becomes_much_larger_for_good_is_not_held_down(rule: Robust) -> None:
     """The published z-score clipper, for one, holds it down for ever."""
-    bench = Bench(rule)
+    clipped = ClippedParameter(rule)
     for norm in [1e-6] * 300 + [1e-3] * 400:
-        bench.step(norm)
-    assert bench.left() >= 1e-3 / 5
+        clipped.step(norm)
+    assert clipped.left() >= 1e-3 / 5
 
 
 @pytest.mark.parametrize("rule", LEARNING, ids=lambda rule: rule.mode)
 def test_training_that_becomes_much_smaller_for_good_is_followed(rule: Robust) -> None:
-    bench = Bench(rule)
+    clipped = ClippedParameter(rule)
     for norm in [1.0] * 300 + [1e-6] * 400:
-        bench.step(norm)
-    bench.check()
+        clipped.step(norm)
+    clipped.check()
 
 
 @pytest.mark.parametrize("value", EDGES)

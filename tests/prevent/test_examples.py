@@ -7,13 +7,7 @@ import importlib
 
 import pytest
 
-MODULES = (
-    "losses",
-    "clamp",
-    "clipping",
-    "init",
-    "ops",
-)
+MODULES = ("losses", "clamp", "clipping", "init", "ops", "risks", "data.check")
 
 
 @pytest.mark.parametrize("name", MODULES)

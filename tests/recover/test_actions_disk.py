@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import NAN, SmallJob, report
+from moments import memory_of
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
@@ -86,7 +87,7 @@ def test_file_is_loaded_where_the_snapshot_cannot_be_used(tmp_path: Path) -> Non
     save_checkpoint(file, model=job.model, optimizer=job.optimizer)
     good, manager = job.state(), manager_at(file)
     kept = manager.snapshot(job.model, job.optimizer)
-    kept.memory_of("parameters.0.weight")[0].fill_(NAN)
+    memory_of(kept, "parameters.0.weight").fill_(NAN)
     poison(job)
     assert recovered(manager, job)
     assert job.state() == good

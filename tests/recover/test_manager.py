@@ -321,4 +321,4 @@ def test_graph_of_a_recorded_loss_is_not_kept_alive() -> None:
     job, manager = SmallJob(), NaNRecoveryManager()
     loss = job.model(torch.ones(1, 3)).sum()
     manager.record_good_step(loss=loss, grad_norm=torch.tensor(2.0), lr=0.1)
-    assert all(value.grad_fn is None for value in manager._losses._values)
+    assert all(value.grad_fn is None for value in manager._losses)

@@ -65,7 +65,7 @@ def test_forked_ranks_are_stopped_together_and_traced_again(scripts):
 def test_spawned_ranks_end_without_the_words_of_the_machinery(scripts):
     scripts.write(GROUP)
     options = ["--json", "out.json", "--second-run", "never"]
-    done = scripts.watched("train.py", "mp.spawn", options=options)
+    done = scripts.warm("train.py", "mp.spawn", options=options)
     assert (done.code, done.out) == (3, b""), done.err.decode()
     assert b"Traceback" not in done.err
     assert b"ProcessRaisedException" not in done.err
@@ -118,7 +118,7 @@ POOL = """
 def test_stop_in_a_pool_is_the_stop_of_the_run(scripts, method):
     scripts.write(POOL)
     options = ["--json", "out.json", "--second-run", "never"]
-    done = scripts.watched("train.py", method, options=options)
+    done = scripts.warm("train.py", method, options=options)
     assert (done.code, done.out) == (3, b"1\n"), done.err.decode()
     assert b"Traceback" not in done.err
     assert json.loads((scripts.folder / "out.json").read_text())["incidents"]

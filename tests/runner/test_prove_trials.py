@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import stayfinite
-
-SOURCE = str(Path(stayfinite.__file__).parents[1])
 
 SCRIPT = """
 import torch
@@ -38,39 +32,41 @@ def entropy(share):
 """
 
 
-def _run(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "losses.py").write_text(LOSSES)
-    command = [sys.executable, "-m", "stayfinite", "run", "--no-record", "--json", "out.json"]
-    done = subprocess.run(
-        [*command, *options, "train.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": SOURCE},
-        capture_output=True,
-        text=True,
+NO_EXPERIMENTS = "import stayfinite.runner.prove as p; p.experiment = lambda case: case"
+
+
+def _run(scripts: Any, *options: str) -> tuple[dict[str, Any], str]:
+    scripts.write(SCRIPT)
+    scripts.write(LOSSES, "losses.py")
+    done = scripts.warm(
+        "train.py",
+        options=["--no-record", "--json", "out.json", *options],
+        env={"PYTHONDONTWRITEBYTECODE": ""},
+        first=NO_EXPERIMENTS,
     )
-    assert done.returncode == 3, done.stderr
-    return json.loads((folder / "out.json").read_text())["incidents"][0], done.stderr
+    assert done.code == 3, done.err.decode()
+    return scripts.result()["incidents"][0], done.err.decode()
 
 
-def test_a_change_of_an_imported_file_is_tried_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    incident, said = _run(tmp_path)
+def test_a_change_of_an_imported_file_is_tried_and_nothing_is_left_behind(scripts: Any) -> None:
+    incident, said = _run(scripts, "--prove", "30")
     diagnosis = incident["diagnosis"]
     assert diagnosis["patch"].startswith("--- a/losses.py\n+++ b/losses.py\n")
     assert "finite for all its 40 steps" in diagnosis["evidence"][-1]
     assert diagnosis["confidence"] == "proven"
     assert "With this change" in said
-    assert (tmp_path / "losses.py").read_text() == LOSSES
-    compiled = list((tmp_path / "__pycache__").glob("losses*.pyc"))
+    folder = scripts.folder
+    assert (folder / "losses.py").read_text() == LOSSES
+    compiled = list((folder / "__pycache__").glob("losses*.pyc"))
     again = "import losses, inspect, torch; print(losses.entropy(torch.tensor([0.0, 1.0])))"
     shown = subprocess.run(
-        [sys.executable, "-c", again], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", again], cwd=folder, capture_output=True, text=True, check=True
     )
     assert shown.stdout == "tensor(inf)\n", compiled
 
 
-def test_nothing_is_tried_when_that_is_not_wanted(tmp_path: Path) -> None:
-    incident, said = _run(tmp_path, "--prove", "0")
+def test_nothing_is_tried_when_that_is_not_wanted(scripts: Any) -> None:
+    incident, said = _run(scripts, "--prove", "0")
     assert incident["diagnosis"]["patch"] is None
     assert incident["diagnosis"]["confidence"] != "proven"
     assert "trying changes" not in said
@@ -103,27 +99,19 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_script_that_writes_is_explained_and_its_files_stay_as_its_own_run_left_them(
-    tmp_path: Path,
+    scripts: Any, tmp_path: Path
 ) -> None:
     def run(name: str, *options: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.py").write_text(WRITES)
-        (folder / "model.pt").write_bytes(b"of another day")
-        command = [sys.executable, "-m", "stayfinite", "run", "--no-record"]
-        done = subprocess.run(
-            [*command, "--json", str(tmp_path / f"{name}.json"), *options, "train.py"],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": SOURCE, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 3, done.stderr
-        result = json.loads((tmp_path / f"{name}.json").read_text())
-        return result["incidents"][0], _files(folder)
+        scripts.folder = tmp_path / name
+        scripts.write(WRITES)
+        (scripts.folder / "model.pt").write_bytes(b"of another day")
+        options = ("--no-record", "--json", str(tmp_path / f"{name}.json"), *options)
+        done = scripts.warm("train.py", options=options, first=NO_EXPERIMENTS)
+        assert done.code == 3, done.err.decode()
+        return scripts.result(f"../{name}.json")["incidents"][0], _files(scripts.folder)
 
     _, alone = run("alone", "--second-run", "never", "--prove", "0")
-    incident, files = run("whole")
+    incident, files = run("whole", "--prove", "30")
     assert files == alone
     assert files["model.pt"] == b"of another day"
     assert sorted(files) == sorted(["train.py", "model.pt", "log.txt", *_saved(5)])
@@ -135,19 +123,18 @@ def _saved(count: int) -> list[str]:
     return [f"out/{step}.pt" for step in range(count)]
 
 
-def test_where_writes_are_refused_a_trial_counts_up_to_the_first(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WRITES.split("os.makedirs")[0] + QUIET)
-    (tmp_path / "model.pt").write_bytes(b"of another day")
-    command = [sys.executable, "-m", "stayfinite", "run", "--no-record", "--json", "out.json"]
-    subprocess.run(
-        [*command, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": SOURCE, "STAYFINITE_SANDBOX": "landlock"},
-        capture_output=True,
+def test_where_writes_are_refused_a_trial_counts_up_to_the_first(scripts: Any) -> None:
+    scripts.write(WRITES.split("os.makedirs")[0] + QUIET)
+    (scripts.folder / "model.pt").write_bytes(b"of another day")
+    scripts.warm(
+        "train.py",
+        options=["--no-record", "--json", "out.json", "--prove", "30"],
+        env={"STAYFINITE_SANDBOX": "landlock"},
+        first=NO_EXPERIMENTS,
     )
-    (incident,) = json.loads((tmp_path / "out.json").read_text())["incidents"]
+    (incident,) = scripts.result()["incidents"]
     assert "finite for 12 steps so far" in incident["diagnosis"]["evidence"][-1]
-    assert (tmp_path / "model.pt").read_bytes() == b"of another day"
+    assert (scripts.folder / "model.pt").read_bytes() == b"of another day"
 
 
 QUIET = "\n".join(

@@ -26,7 +26,7 @@ SPIKES = """
 def test_words_are_those_of_a_run_that_went_on(scripts) -> None:
     scripts.write(SPIKES)
     options = ["--on-nan", "recover", "--json", "out.json", "--prove", "0"]
-    done = scripts.watched("train.py", options=options)
+    done = scripts.warm("train.py", options=options)
     assert done.out == b"True\n"
     first, later = scripts.result()["incidents"]
     assert (first["step"], first["diagnosis"]["cause"]) == (3, "bn_stats_poisoned")

@@ -18,10 +18,10 @@ import pytest
 from stayfinite.errors import ConfigError, SandboxError
 from stayfinite.runner import plan as plan_module
 from stayfinite.runner import sandbox
+from stayfinite.runner.case import refusal, run_child
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.script import Target
-from stayfinite.runner.second_run import end, refusal, start, why_unheld
 
 # Each changes something in the working folder, in the temporary one, or elsewhere.
 WRITERS = {
@@ -131,7 +131,6 @@ class Ours:
         folder = self.root / f"plan-{self.runs}"
         folder.mkdir()
         made = Plan(folder=str(folder), repeat=str(folder), sandboxes=(kind,), **plan)
-        made.save()
         environment = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[2])}
         scene = Scene(
             target=Target(name="train.py", args=args),
@@ -140,11 +139,7 @@ class Ours:
             cwd=str(self.project),
             environment=environment,
         )
-        process = start(scene, made)
-        try:
-            process.wait(timeout=120)
-        finally:
-            end(process)
+        run_child(scene, made, seconds=120.0)
         return (folder / "output.txt").read_text(), made
 
 
@@ -262,10 +257,9 @@ def test_without_the_interpreter_alone_a_library_of_native_code_is_not_loaded(ou
 
 
 def test_a_run_that_nothing_holds_is_not_made(ours: Ours) -> None:
-    source = "open('old.txt', 'w')"
-    output, plan = ours.run(source, kind="nothing of the sort")
-    assert output == ""
-    assert "your files could not be protected" in str(why_unheld(plan))
+    with pytest.raises(SandboxError, match="your files could not be protected"):
+        ours.run("print(); open('old.txt', 'w')", kind="nothing of the sort")
+    assert (ours.root / "plan-1" / "output.txt").read_text() == ""
     assert (ours.project / "old.txt").read_text() == "precious"
 
 

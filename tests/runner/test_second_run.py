@@ -9,10 +9,12 @@ import pytest
 
 from stayfinite.records import Diagnosis, Incident, Origin, Outcome, RunResult
 from stayfinite.runner import second_run
+from stayfinite.runner.case import Budget, Case, Replayed, why_not_again
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Effect, Plan, ProcessRecord
 from stayfinite.runner.script import Target
-from stayfinite.runner.second_run import Again, confirmed, is_foreign, unconfirmed
+from stayfinite.runner.second_run import confirmed, is_foreign, unconfirmed
+from stayfinite.settings import GuardSettings
 
 WROTE = Effect(words="wrote /x", path="/x")
 SENT = Effect(words="sent data to far")
@@ -28,9 +30,15 @@ def scene(folder, *, seconds_ago=10.0, **options):
     work = folder / "work"
     work.mkdir(exist_ok=True)
     started = time.time() - seconds_ago
-    plan = Plan(folder=str(folder), guard={"folder": str(work)}, started=started)
+    plan = Plan(folder=str(folder), guard=GuardSettings(folder=str(work)), started=started)
     target = Target(name="train.py", args=("--lr", "a b"))
     return Scene(target=target, options=RunOptions(**options), plan=plan, cwd=str(work))
+
+
+def case(scene, *records):
+    incidents = tuple(i for record in records for i in record.result.incidents)
+    result = RunResult(incidents=incidents)
+    return Case(scene=scene, records=list(records), result=result, budget=Budget(0.0))
 
 
 def record(incident=INEXACT, *, seconds=2.0, **facts):
@@ -50,9 +58,8 @@ def record(incident=INEXACT, *, seconds=2.0, **facts):
     ],
 )
 def test_second_run_is_decided(tmp_path, options, effects, seconds_ago, reason):
-    found = second_run.why_not(
-        scene(tmp_path, seconds_ago=seconds_ago, **options), [record(effects=effects)]
-    )
+    asked = scene(tmp_path, seconds_ago=seconds_ago, **options)
+    found = why_not_again(case(asked, record(effects=effects)))
     assert found is None if reason is None else found.endswith(reason)
 
 
@@ -66,37 +73,31 @@ def test_second_run_is_decided(tmp_path, options, effects, seconds_ago, reason):
 )
 def test_what_has_written_files_is_run_again_in_a_view_of_them(tmp_path, options, effects, kinds):
     records = [record(effects=effects, made=("/new", "/a")), record(made=("/a", "/b"))]
-    held = second_run.holding(scene(tmp_path, **options), records)
-    assert held == {"sandboxes": kinds, "hidden": ("/new", "/a", "/b")}
+    plan = case(scene(tmp_path, **options), *records).plan_for("second", "again")
+    assert (plan.sandboxes, plan.hidden) == (kinds, ("/new", "/a", "/b"))
 
 
 def test_where_there_is_no_view_written_files_forbid_a_second_run(tmp_path, monkeypatch):
     monkeypatch.setenv("STAYFINITE_SANDBOX", "landlock")
-    result = RunResult(incidents=(INEXACT,))
-    same, notes = second_run.look_again(scene(tmp_path), [record(effects=(WROTE,))], result)
-    assert same == result
-    (note,) = notes
+    asked = case(scene(tmp_path), record(effects=(WROTE,)))
+    (note,) = (after := second_run.look_again(asked)).notes
+    assert after.result == asked.result
     assert note.startswith("There was no second run, because the script wrote /x.")
     assert note.endswith("stayfinite run --trace train.py --lr 'a b'")
 
 
 def test_refusal_names_the_command(tmp_path):
-    result = RunResult(incidents=(INEXACT,))
-    same, notes = second_run.look_again(scene(tmp_path, second_run="never"), [record()], result)
-    assert same == result
-    (note,) = notes
+    asked = case(scene(tmp_path, second_run="never"), record())
+    (note,) = (after := second_run.look_again(asked)).notes
+    assert after.result == asked.result
     assert note.endswith("stayfinite run --second-run always train.py --lr 'a b'")
 
 
 @pytest.mark.parametrize("options", [{}, {"trace": True}])
 def test_exact_origin_needs_no_second_run(tmp_path, monkeypatch, options):
     monkeypatch.setattr(second_run, "run_again", pytest.fail)
-    incident = INEXACT if options else EXACT
-    result = RunResult(incidents=(incident,))
-    assert second_run.look_again(scene(tmp_path, **options), [record(incident)], result) == (
-        result,
-        [],
-    )
+    asked = case(scene(tmp_path, **options), record(INEXACT if options else EXACT))
+    assert second_run.look_again(asked) == asked
 
 
 def look(tmp_path, monkeypatch, *answers, seconds=2.0):
@@ -107,31 +108,29 @@ def look(tmp_path, monkeypatch, *answers, seconds=2.0):
         return left.pop(0)
 
     monkeypatch.setattr(second_run, "run_again", run_again)
-    result, notes = second_run.look_again(
-        scene(tmp_path), [record(seconds=seconds)], RunResult(incidents=(INEXACT,))
-    )
-    return result.incidents[0], notes, plans
+    after = second_run.look_again(case(scene(tmp_path), record(seconds=seconds)))
+    return after.result.incidents[0], list(after.notes), plans
 
 
 def test_same_step_gives_the_exact_origin_and_keeps_the_outcome(tmp_path, monkeypatch):
-    incident, notes, plans = look(tmp_path, monkeypatch, Again(incident=EXACT))
+    incident, notes, plans = look(tmp_path, monkeypatch, Replayed(incident=EXACT))
     assert incident.origin == EXACT.origin
     assert dataclasses.replace(incident.diagnosis, evidence=()) == EXACT.diagnosis
     assert incident.diagnosis.evidence[-1].startswith("Deterministic: a second run")
     assert incident.outcome == INEXACT.outcome
     assert notes == []
-    assert [plan["trace"] for plan in plans] == ["start"]
+    assert [plan.trace for plan in plans] == ["start"]
 
 
 def test_tracer_may_notice_one_step_earlier(tmp_path, monkeypatch):
     earlier = dataclasses.replace(EXACT, step=2)
-    incident, _, _ = look(tmp_path, monkeypatch, Again(incident=earlier))
+    incident, _, _ = look(tmp_path, monkeypatch, Replayed(incident=earlier))
     assert (incident.step, incident.origin) == (2, EXACT.origin)
 
 
 def test_late_incident_is_traced_from_shortly_before(tmp_path, monkeypatch):
-    _, _, (plan,) = look(tmp_path, monkeypatch, Again(incident=EXACT), seconds=26.0)
-    assert (plan["trace"], plan["arm_at"], plan["on_nan"]) == ("armed", 40, "stop")
+    _, _, (plan,) = look(tmp_path, monkeypatch, Replayed(incident=EXACT), seconds=26.0)
+    assert (plan.trace, plan.arm_at, plan.on_nan) == ("armed", 40, "stop")
 
 
 @pytest.mark.parametrize(
@@ -141,17 +140,17 @@ def test_foreign_value_is_looked_for_from_the_start_if_time_allows(
     tmp_path, monkeypatch, seconds, traces
 ):
     foreign = Incident(step=3, origin=Origin(phase="data", facts={"foreign": True}))
-    answers = [Again(incident=foreign), Again(incident=EXACT)]
+    answers = [Replayed(incident=foreign), Replayed(incident=EXACT)]
     _, _, plans = look(tmp_path, monkeypatch, *answers, seconds=seconds)
-    assert [plan["trace"] for plan in plans] == traces
+    assert [plan.trace for plan in plans] == traces
 
 
 @pytest.mark.parametrize(
     ("again", "words"),
     [
-        (Again(), "stayed finite"),
-        (Again(incident=Incident(step=4)), "went bad elsewhere (step 4: "),
-        (Again(incident=Incident(step=5, rank=2)), "went bad elsewhere (step 5, rank 2: "),
+        (Replayed(), "stayed finite"),
+        (Replayed(incident=Incident(step=4)), "went bad elsewhere (step 4: "),
+        (Replayed(incident=Incident(step=5, rank=2)), "went bad elsewhere (step 5, rank 2: "),
     ],
 )
 def test_other_behaviour_is_called_not_deterministic(tmp_path, monkeypatch, again, words):
@@ -163,7 +162,7 @@ def test_other_behaviour_is_called_not_deterministic(tmp_path, monkeypatch, agai
 
 
 def test_failed_second_run_shows_its_last_lines(tmp_path, monkeypatch):
-    again = Again(problem="The second run failed:", tail=("  MemoryError",))
+    again = Replayed(problem="The second run failed:", tail=("  MemoryError",))
     incident, notes, _ = look(tmp_path, monkeypatch, again)
     assert incident == INEXACT
     assert notes == ["The second run failed:", "  MemoryError"]
@@ -188,6 +187,5 @@ def test_no_advice_is_given_for_what_was_seen(tmp_path):
     seen = dataclasses.replace(
         EXACT, step=2, origin=dataclasses.replace(EXACT.origin, file="train.py")
     )
-    result = RunResult(incidents=(seen,))
-    asked = scene(tmp_path, second_run="never")
-    assert second_run.look_again(asked, [record(seen)], result) == (result, [])
+    asked = case(scene(tmp_path, second_run="never"), record(seen))
+    assert second_run.look_again(asked) == asked

@@ -62,7 +62,7 @@ RANKS = """
 def run(scripts, source, *args, on_nan):
     scripts.write(source)
     quick = ["--second-run", "never", "--no-record", "--json", "out.json"]
-    return scripts.watched("train.py", *args, options=[*quick, "--on-nan", on_nan])
+    return scripts.warm("train.py", *args, options=[*quick, "--on-nan", on_nan])
 
 
 def test_recover_without_an_optimizer_warns_says_so_and_fails(scripts):
@@ -138,7 +138,7 @@ def test_an_incident_has_the_same_step_in_every_mode(scripts, where, step):
         ["--trace"],
     ):
         quick = ["--second-run", "never", "--no-record", "--json", "out.json"]
-        scripts.watched("train.py", where, options=[*quick, *options])
+        scripts.warm("train.py", where, options=[*quick, *options])
         found[" ".join(options)] = scripts.result()["incidents"][0]["step"]
     assert set(found.values()) == {step}, found
 

@@ -53,9 +53,10 @@ TRAIN = """
 """
 
 
-def run(scripts, how, *options):
+def run(scripts, how, *options, start=None):
     scripts.write(TRAIN)
-    return scripts.watched("train.py", how, options=["--json", "out.json", *options])
+    start = start or scripts.watched
+    return start("train.py", how, options=["--json", "out.json", *options])
 
 
 def test_healthy_run_ends_with_one_line(scripts):
@@ -90,14 +91,14 @@ def test_incident_is_stopped_run_again_and_explained(scripts):
 
 
 def test_swallowed_stop_still_gives_our_exit_code(scripts):
-    done = run(scripts, "swallow", "--trace")
+    done = run(scripts, "swallow", "--trace", start=scripts.warm)
     assert (done.code, done.out) == (3, b"swallowed TrainingAbortedError\n")
     assert len(done.ours) == 1
     assert scripts.result()["incidents"][0]["origin"]["line"] == 20
 
 
 def test_sudden_exit_loses_nothing_and_what_it_wrote_is_no_obstacle(scripts):
-    done = run(scripts, "sudden")
+    done = run(scripts, "sudden", start=scripts.warm)
     assert (done.code, done.out) == (3, b"unwound\n")
     assert done.ours[0].startswith("running the script again")
     result = scripts.result()
@@ -106,14 +107,15 @@ def test_sudden_exit_loses_nothing_and_what_it_wrote_is_no_obstacle(scripts):
 
 
 def test_stop_inside_a_thread_is_no_crash_of_the_thread(scripts):
-    done = run(scripts, "thread", "--second-run", "never")
+    done = run(scripts, "thread", "--second-run", "never", start=scripts.warm)
     assert (done.code, done.out) == (3, b"")
     assert b"Traceback" not in done.err
     assert b"TrainingAbortedError" not in done.err
 
 
 def test_warning_leaves_the_script_alone(scripts):
-    done = run(scripts, "bad", "--on-nan", "warn", "--second-run", "never")
+    options = ("--on-nan", "warn", "--second-run", "never")
+    done = run(scripts, "bad", *options, start=scripts.warm)
     assert done.code == 0
     assert done.out == b"nan\n"
     assert done.ours[0].startswith("step 3: loss is NaN")
@@ -181,7 +183,7 @@ def test_result_is_current_when_the_process_is_killed(scripts):
             os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    done = scripts.watched("train.py", options=["--json", "out.json"])
+    done = scripts.warm("train.py", options=["--json", "out.json"])
     assert done.code == -9
     result = json.loads((scripts.folder / "out.json").read_text())
     assert (result["exit"], len(result["incidents"])) == ("incident", 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stayfinite.snapshot import copies
-from stayfinite.snapshot.copies import Rooms, Run, runs_of, side_by_side
+from stayfinite.snapshot.copies import Run, TensorCopies, runs_of, side_by_side
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
 
@@ -70,22 +70,22 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1 / 3]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bits_are_kept(dtype: torch.dtype) -> None:
     values = torch.tensor(SPECIAL * 3, dtype=dtype)
-    rooms = Rooms([values], checked=[0])
-    assert len(rooms.runs) == 1
-    rooms.fill()
+    copied = TensorCopies([values], checked=[0])
+    assert len(copied.runs) == 1
+    copied.fill()
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}.get(dtype, torch.int16)
-    assert rooms.memories[0][0].view(bits).equal(values.view(bits))
+    assert copied.memories[0][0].view(bits).equal(values.view(bits))
 
 
 def test_what_cannot_be_added_up_is_not_in_runs() -> None:
     whole = torch.arange(6)
     tensors = [torch.ones(2), torch.ones(2, dtype=torch.float16), whole, torch.ones(2, 2).t()[:1]]
     tensors.append(torch.full((2,), math.inf))
-    rooms = Rooms(tensors, checked=[0, 1, 2, 3])
-    assert rooms.not_in_runs == [1, 2, 3]
+    copied = TensorCopies(tensors, checked=[0, 1, 2, 3])
+    assert copied.not_in_runs == [1, 2, 3]
     before = [tensor.clone() for tensor in tensors]
-    rooms.fill()
+    copied.fill()
     for tensor in tensors:
         tensor.zero_()
-    rooms.empty()
+    copied.put_back()
     assert all(a.equal(b) for a, b in zip(tensors, before, strict=True))

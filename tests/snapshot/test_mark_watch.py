@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from stayfinite.snapshot import TrainingState
-from stayfinite.snapshot.mark import Form, Watch
-from stayfinite.snapshot.walk import Census, add_object, add_param_groups
+from stayfinite.snapshot import mark as marks
+from stayfinite.snapshot.walk import add_attributes
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
@@ -48,29 +48,16 @@ def told(optimizer: Optimizer, scheduler: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_scheduler_is_walked_once_and_every_step_of_it_goes_back(kind: str) -> None:
+def test_every_step_of_a_scheduler_goes_back(kind: str) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = SCHEDULERS[kind](optimizer)
-    looks = 0
-
-    def look() -> Census:
-        nonlocal looks
-        looks += 1
-        census = Census()
-        add_param_groups(census, optimizer)
-        add_object(census, scheduler, "scheduler", "scheduler")
-        return census
-
-    watch = Watch(look)
+    state = TrainingState(None, optimizer, scheduler=scheduler)
     moments = []
     for _ in range(6):
-        moments.append((told(optimizer, scheduler), watch.contents()[0]))
+        moments.append((told(optimizer, scheduler), state.mark()))
         advance(scheduler)
-    # One that hands over to the next may be walked once more.
-    assert looks <= 2
-    for before, (cells, contents) in reversed(moments):
-        for cell, content in zip(cells, contents, strict=True):
-            cell.put_back(content)
+    for before, mark in reversed(moments):
+        state.go_back(mark)
         assert told(optimizer, scheduler) == before
 
 
@@ -184,21 +171,30 @@ def test_parameters_that_come_later_are_seen() -> None:
     assert later.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "fits"),
-    [
-        ([1, "a", None], [2, "b", None], True),
-        ([1, None], [None, 2.5], True),
-        ([1], [1, 2], False),
-        ([(1, 2)], [(1, 3)], True),
-        ([(1, [])], [(1, [])], False),
-        ([[1]], [[1]], False),
-        ([1], [[1]], False),
-    ],
-)
-def test_form_fits_where_only_constants_differ(first: Any, second: Any, fits: bool) -> None:
-    Census().value([1, "a", None, 2.5], "", "")  # types of constants are learnt by walking
-    form = Form(first)
-    assert form.fits(first)
-    assert form.fits(second) == fits
-    assert form.fits(first)
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.pair, self.kept = 0, (0, 0), [1]
+
+    def forward(self) -> None:
+        self.count += 1
+        self.pair = (self.count, self.count)
+
+
+def test_modules_are_walked_again_only_for_new_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, walks = Counter(), 0
+
+    def walked(*args: Any) -> None:
+        nonlocal walks
+        walks += 1
+        add_attributes(*args)
+
+    monkeypatch.setattr(marks, "add_attributes", walked)
+    state = TrainingState(net)
+    for _ in range(4):
+        state.mark()
+        net()
+    assert walks == 1  # constants may become others
+    net.kept = [2]
+    state.mark()
+    assert walks == 2

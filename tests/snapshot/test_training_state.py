@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moments import Everything, in_bytes, seed_everything, tensors_in
+from moments import Everything, in_bytes, memory_of, seed_everything, tensors_in
 from torch import Tensor, nn
 
 from stayfinite.errors import InputError
@@ -85,13 +85,13 @@ def test_memory_of_an_older_snapshot_is_used_again() -> None:
     training, state = job(2)
     snapshot = state.capture(step=1)
     names = ["parameters.first.weight", "optimizer.last.bias.exp_avg", "attributes.center"]
-    memory = [snapshot.memory_of(name)[0].data_ptr() for name in names]
+    memory = [memory_of(snapshot, name).data_ptr() for name in names]
     size = snapshot.nbytes
     training.step()
     before = training.bytes()
     assert state.capture(step=2, into=snapshot) is snapshot
     # An attribute that became another tensor is found by its name.
-    assert [snapshot.memory_of(name)[0].data_ptr() for name in names] == memory
+    assert [memory_of(snapshot, name).data_ptr() for name in names] == memory
     assert (snapshot.step, snapshot.nbytes) == (2, size)
     training.step()
     state.restore(snapshot)

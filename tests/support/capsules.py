@@ -17,11 +17,12 @@ from stayfinite.capsule.contents import (
     SourceFile,
     State,
 )
-from stayfinite.checkpoint.format import MARK, SEAL, SIZE, Stamp, Tally, digest, joint_digest
+from stayfinite.checkpoint.format import SEAL, Stamp, Tally, digest, seal_of
 from stayfinite.detect.summary import summarize
 from stayfinite.records import Incident, NaNType, Origin
 
 STAMP = 40
+END = len(seal_of(b"", b""))
 
 
 def small_capsule() -> Capsule:
@@ -70,7 +71,7 @@ def parts_of(content: bytes) -> tuple[dict[str, Any], bytes]:
 def forged(header: dict[str, Any], data: bytes) -> bytes:
     """A file with this header whose seal is right: who makes one knows how to."""
     entries = [(name, each) for name, each in header.items() if name[:2] != "__" and name != SEAL]
-    size = (STAMP) * len(entries) + SIZE + len(MARK)
+    size = STAMP * len(entries) + END
     seal = {"dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size]}
     return sealed_text(json.dumps({**header, SEAL: seal}), entries, data)
 
@@ -80,13 +81,13 @@ def sealed_text(text: str, entries: list[tuple[str, Any]], data: bytes) -> bytes
     raw += b" " * (-len(raw) % 8)
     raw = len(raw).to_bytes(8, "little") + raw
     stamps = b"".join(_stamp(each, data) for _, each in entries)
-    return raw + data + stamps + joint_digest([raw, stamps]) + MARK
+    return raw + data + seal_of(raw, stamps)
 
 
 def _stamp(entry: Any, data: bytes) -> bytes:
     start, stop = entry["data_offsets"] if isinstance(entry, dict) else (0, 0)
     content = np.frombuffer(data[start:stop], dtype=np.uint8).copy()
-    return Stamp(digest=digest(content), tally=Tally()).packed()
+    return Stamp(digest(content), Tally()).packed()
 
 
 def with_contents(content: bytes, change: Any) -> bytes:
@@ -105,8 +106,8 @@ def _resealed(content: bytes, header: dict[str, Any], data: bytes) -> bytes:
     raw = json.dumps({**header, SEAL: seal}).encode()
     raw += b" " * (-len(raw) % 8)
     raw = len(raw).to_bytes(8, "little") + raw
-    stamps = content[-SIZE - len(MARK) - STAMP * (len(header) - 1) : -SIZE - len(MARK)]
-    return raw + data + stamps + joint_digest([raw, stamps]) + MARK
+    stamps = content[-END - STAMP * (len(header) - 1) : -END]
+    return raw + data + seal_of(raw, stamps)
 
 
 def everything_in(folder: Path) -> set[str]:

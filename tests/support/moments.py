@@ -50,6 +50,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def memory_of(snapshot: Any, name: str) -> Tensor:
+    """Where a snapshot keeps the value of the item with this name."""
+    names = [item.name for item in snapshot._kept.items]
+    memory: Tensor = snapshot._kept.copies.memories[names.index(name)][0]
+    return memory
+
+
 def random_bytes() -> Any:
     return in_bytes([random.getstate(), np.random.get_state(), torch.get_rng_state()])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stayfinite.capsule import limits
 from stayfinite.checkpoint.values import Held, Tensors, decode, encode, with_tensors
@@ -16,6 +17,9 @@ from stayfinite.errors import CapsuleError
 from stayfinite.records import Incident, NaNType, TensorSummary, from_data, to_data
 
 FORMAT = 1
+_STATE = "state/"  # before the names of its tensors
+_LONGEST, _DEEPEST = 240, 24
+_FORBIDDEN = set('\\:*?"<>|')
 Kind = Literal["script", "step"]
 
 
@@ -58,7 +62,8 @@ class Operation:
     @property
     def is_whole(self) -> bool:
         """Whether all of its tensors are there."""
-        return not any(isinstance(value, TensorSummary) for value in flat(self.arguments.values()))
+        given = tree_leaves(dict(self.arguments))
+        return not any(isinstance(value, TensorSummary) for value in given)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,27 +115,32 @@ class Capsule:
     made: float = 0.0
 
 
-def flat(values: Any) -> list[Any]:
-    """The arguments, with lists opened."""
-    found: list[Any] = []
-    for value in values:
-        found += flat(value) if isinstance(value, (list, tuple)) else [value]
-    return found
-
-
-Find = Callable[[str], Held]
-_STATE = "state/"
-
-
 def packed(capsule: Capsule) -> tuple[dict[str, Any], Tensors]:
     """The capsule as JSON, and its tensors by name."""
     tensors: Tensors = {}
-    tree = {
+    sources, birth, state = [], None, None
+    for each in capsule.sources:
+        key = f"source.{each.root}.{each.name}"
+        tensors[key] = torch.from_numpy(np.frombuffer(each.text, dtype=np.uint8).copy())
+        sources.append({"name": each.name, "root": each.root, "text": key})
+    if capsule.birth is not None:
+        forward = capsule.birth.forward
+        birth = {
+            "operation": _packed_operation(capsule.birth.operation, "operation", tensors),
+            "nan_type": capsule.birth.nan_type.value,
+            "forward": None if forward is None else _packed_operation(forward, "forward", tensors),
+        }
+    if capsule.state is not None:
+        is_whole = capsule.state.tensors is not None
+        tensors |= {_STATE + name: each for name, each in (capsule.state.tensors or {}).items()}
+        tree, digests = capsule.state.tree, capsule.state.digests
+        state = {"tree": tree, "digests": digests, "is_whole": is_whole}
+    contents = {
         "incident": to_data(capsule.incident),
         "code": to_data(capsule.code),
-        "sources": [_packed_source(each, tensors) for each in capsule.sources],
-        "birth": None if capsule.birth is None else _packed_birth(capsule.birth, tensors),
-        "state": None if capsule.state is None else _packed_state(capsule.state, tensors),
+        "sources": sources,
+        "birth": birth,
+        "state": state,
         "batch": encode(capsule.batch, "batch", tensors),
         "random": encode(capsule.random and dict(capsule.random), "random", tensors),
         "seeds": capsule.seeds,
@@ -140,23 +150,23 @@ def packed(capsule: Capsule) -> tuple[dict[str, Any], Tensors]:
         "notes": list(capsule.notes),
         "made": capsule.made,
     }
-    return tree, tensors
+    return contents, tensors
 
 
 def unpacked(tree: Any, held: Mapping[str, Held]) -> Capsule:
     """The capsule that was packed; what makes no sense is an error of any common kind."""
-    find: Find = held.__getitem__
-    sources = tuple(_source(each, find) for each in _list(tree["sources"], limits.FILES))
+    code = from_data(CodeReference, tree["code"])
+    check_folders([code.folder, *code.paths])
+    sources = tuple(_source(each, held) for each in _list(tree["sources"], limits.FILES))
     check_names((each.root, each.name) for each in sources)
-    batch = with_tensors(decode(tree["batch"], find))
-    random = with_tensors(decode(tree["random"], find))
+    random = _value(tree["random"], held)
     return Capsule(
         incident=from_data(Incident, tree["incident"]),
-        code=_code(tree["code"]),
+        code=code,
         sources=sources,
-        birth=None if tree["birth"] is None else _birth(tree["birth"], find),
+        birth=None if tree["birth"] is None else _birth(tree["birth"], held),
         state=None if tree["state"] is None else _state(tree["state"], held),
-        batch=_as(tuple, batch),
+        batch=_as(tuple, _value(tree["batch"], held)),
         random=None if random is None else _as(dict, random),
         seeds=_as(dict, tree["seeds"]),
         versions=_texts(tree["versions"]),
@@ -167,20 +177,8 @@ def unpacked(tree: Any, held: Mapping[str, Held]) -> Capsule:
     )
 
 
-def _code(tree: Any) -> CodeReference:
-    code = from_data(CodeReference, tree)
-    check_folders([code.folder, *code.paths])
-    return code
-
-
-def _packed_source(source: SourceFile, tensors: Tensors) -> Any:
-    key = f"source.{source.root}.{source.name}"
-    tensors[key] = torch.from_numpy(np.frombuffer(source.text, dtype=np.uint8).copy())
-    return {"name": source.name, "root": source.root, "text": key}
-
-
-def _source(tree: Any, find: Find) -> SourceFile:
-    content = _tensor(find(_as(str, tree["text"])))
+def _source(tree: Any, held: Mapping[str, Held]) -> SourceFile:
+    content = _tensor(held[_as(str, tree["text"])])
     if content.dtype is not torch.uint8 or content.dim() != 1 or len(content) > limits.SOURCE:
         raise CapsuleError("a source file in it is not text, or too long.")
     root = _as(int, tree["root"])
@@ -189,62 +187,39 @@ def _source(tree: Any, find: Find) -> SourceFile:
     return SourceFile(name=_as(str, tree["name"]), text=content.numpy().tobytes(), root=root)
 
 
-def _packed_birth(birth: Birth, tensors: Tensors) -> Any:
-    forward = birth.forward
-    return {
-        "operation": _packed_operation(birth.operation, "operation", tensors),
-        "nan_type": birth.nan_type.value,
-        "forward": None if forward is None else _packed_operation(forward, "forward", tensors),
-    }
-
-
-def _birth(tree: Any, find: Find) -> Birth:
+def _birth(tree: Any, held: Mapping[str, Held]) -> Birth:
     forward = tree["forward"]
     return Birth(
-        operation=_operation(tree["operation"], find),
+        operation=_operation(tree["operation"], held),
         nan_type=NaNType(tree["nan_type"]),
-        forward=None if forward is None else _operation(forward, find),
+        forward=None if forward is None else _operation(forward, held),
     )
 
 
 def _packed_operation(operation: Operation, path: str, tensors: Tensors) -> Any:
+    def described(value: Any) -> Any:
+        if isinstance(value, TensorSummary):
+            return to_data(value)  # an object; operators are given none otherwise
+        return [described(item) for item in value] if isinstance(value, (list, tuple)) else value
+
     arguments = {
-        name: encode(_packed_value(value), f"{path}.{name}", tensors)
+        name: encode(described(value), f"{path}.{name}", tensors)
         for name, value in operation.arguments.items()
     }
     return {"op": operation.op, "arguments": arguments}
 
 
-def _packed_value(value: Any) -> Any:
-    if isinstance(value, TensorSummary):
-        return to_data(value)  # an object; operators are given none otherwise
-    if isinstance(value, (list, tuple)):
-        return [_packed_value(item) for item in value]
-    return value
+def _operation(tree: Any, held: Mapping[str, Held]) -> Operation:
+    def summarized(value: Any) -> Any:
+        if isinstance(value, dict):
+            return from_data(TensorSummary, value)
+        return [summarized(item) for item in value] if isinstance(value, list) else value
 
-
-def _operation(tree: Any, find: Find) -> Operation:
     arguments = {
-        _as(str, name): _value(with_tensors(decode(value, find)))
+        _as(str, name): summarized(_value(value, held))
         for name, value in _as(dict, tree["arguments"]).items()
     }
     return Operation(op=_as(str, tree["op"]), arguments=arguments)
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return from_data(TensorSummary, value)
-    return [_value(item) for item in value] if isinstance(value, list) else value
-
-
-def _packed_state(state: State, tensors: Tensors) -> Any:
-    if state.tensors is not None:
-        tensors.update({_STATE + name: tensor for name, tensor in state.tensors.items()})
-    return {
-        "tree": state.tree,
-        "digests": state.digests,
-        "is_whole": state.tensors is not None,
-    }
 
 
 def _state(tree: Any, held: Mapping[str, Held]) -> State:
@@ -253,6 +228,10 @@ def _state(tree: Any, held: Mapping[str, Held]) -> State:
         return State(tree=tree["tree"], digests=digests)
     tensors = {name: _tensor(held[_STATE + name]) for name in digests}
     return State(tree=tree["tree"], digests=digests, tensors=tensors)
+
+
+def _value(tree: Any, held: Mapping[str, Held]) -> Any:
+    return with_tensors(decode(tree, held.__getitem__))
 
 
 def _tensor(held: Held) -> Tensor:
@@ -277,19 +256,13 @@ def _texts(value: Any) -> dict[str, str]:
     return {_as(str, key): _as(str, text) for key, text in _as(dict, value).items()}
 
 
-_LONGEST, _DEEPEST = 240, 24
-_FORBIDDEN = set('\\:*?"<>|')
-
-
 def is_safe(name: str) -> bool:
     """Whether it is a plain relative path of a Python file, in every file system."""
-    parts = name.split("/")
-    return (
-        name.endswith(".py")
-        and len(name) <= _LONGEST
-        and len(parts) <= _DEEPEST
-        and all(_is_plain(part) for part in parts)
-    )
+    return name.endswith(".py") and len(name) <= _LONGEST and _are_plain(name.split("/"))
+
+
+def _are_plain(parts: list[str]) -> bool:
+    return len(parts) <= _DEEPEST and all(map(_is_plain, parts))
 
 
 def _is_plain(part: str) -> bool:
@@ -318,8 +291,7 @@ def check_names(names: Iterable[tuple[int, str]]) -> None:
 def check_folders(names: Iterable[str]) -> None:
     """CapsuleError for a folder that is not within the project."""
     for name in names:
-        parts = [] if name == "." else name.split("/")
-        if len(parts) > _DEEPEST or not all(_is_plain(part) for part in parts):
+        if name != "." and not _are_plain(name.split("/")):
             raise CapsuleError(
                 f"it names the folder {name[:80]!r}, which is none within a project."
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,11 @@ from stayfinite.checkpoint.stream import (
 from stayfinite.checkpoint.values import Held, viewed
 from stayfinite.errors import CapsuleError, CheckpointError
 
+VERSION, CONTENTS = "capsule", "contents"
+"""The keys of a capsule in the metadata of its safetensors header."""
+# What data raise that is not as we write it. A tensor that cannot be viewed is a RuntimeError.
+_SENSELESS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
 
 @torch.no_grad()
 def write_capsule(path: str | os.PathLike[str], capsule: Capsule) -> Path:
@@ -48,12 +52,16 @@ def write_capsule(path: str | os.PathLike[str], capsule: Capsule) -> Path:
         tree, tensors = packed(capsule)
         stored, views = storable(tensors)
         text = json.dumps({**tree, "views": views}, separators=(",", ":"), allow_nan=False)
-        _check_size(text, sum(each.nbytes for each in stored.values()))
+        size, most = sum(each.nbytes for each in stored.values()), limits.FILE - limits.HEADER
+        if len(text) > limits.HEADER // 2 or size > most:
+            raise CapsuleError(
+                f"the capsule would have {len(text):,} bytes of facts and {size:,} of tensors; "
+                f"{limits.HEADER // 2:,} and {most:,} are possible."
+            )
         tallies = {name: tally(tensor) for name, tensor in tensors.items()}
         metadata = {VERSION: str(FORMAT), CONTENTS: text}
-        with written_beside(
-            target, sealed_pieces(stored, tallies, metadata), is_private=True
-        ) as temporary:
+        pieces = sealed_pieces(stored, tallies, metadata)
+        with written_beside(target, pieces, is_private=True) as temporary:
             os.replace(temporary, target)
     except OSError as error:
         raise CapsuleError(f"{target} cannot be written: {error.strerror or error}.") from error
@@ -75,24 +83,6 @@ def why_not(path: Path) -> str | None:
     return None
 
 
-def _check_size(text: str, size: int) -> None:
-    if len(text) > limits.HEADER // 2 or size > limits.FILE - limits.HEADER:
-        raise CapsuleError(
-            f"the capsule would have {len(text):,} bytes of facts and {size:,} of tensors; "
-            f"{limits.HEADER // 2:,} and {limits.FILE - limits.HEADER:,} are possible."
-        )
-
-
-VERSION, CONTENTS = "capsule", "contents"
-"""The keys of a capsule in the metadata of its safetensors header."""
-
-# What data raise that is not as we write it. A tensor that cannot be viewed is a RuntimeError.
-_SENSELESS = (
-    (ValueError, TypeError, KeyError, IndexError, AttributeError)
-    + (ArithmeticError, RuntimeError, AssertionError)
-)  # fmt: skip
-
-
 def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     """The capsule in this file; CapsuleError, in well under a second, if it is not sound.
 
@@ -107,7 +97,7 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
         raise CapsuleError(f"{file} cannot be used: {error}") from error
     except CheckpointError as error:
         raise CapsuleError(str(error)) from error
-    except _SENSELESS as error:
+    except (*_SENSELESS, AssertionError) as error:
         raise CapsuleError(
             f"{file} cannot be used: it is not as this version of stayfinite writes a capsule."
         ) from error
@@ -148,19 +138,15 @@ def _read(file: Path) -> Capsule:
         raise CapsuleError("it is not a capsule.")
     if found.problems:
         raise CapsuleError(f"it was damaged: {found.problems[0].key} is not as it was written.")
-    tree = _tree(found.header.metadata)
-    held: dict[str, Held] = {**found.held, **viewed(tree["views"], found.held)}
-    return unpacked(tree, held)
-
-
-def _tree(metadata: Mapping[str, str]) -> Any:
-    version = metadata[VERSION]
+    version = found.header.metadata[VERSION]
     if version != str(FORMAT):
         raise CapsuleError(
             f"it has format {version[:20]!r}, and this version of stayfinite reads "
             f"{str(FORMAT)!r}. Update stayfinite."
         )
-    return json.loads(metadata[CONTENTS], object_pairs_hook=_without_repeats)
+    tree = json.loads(found.header.metadata[CONTENTS], object_pairs_hook=_without_repeats)
+    held: dict[str, Held] = {**found.held, **viewed(tree["views"], found.held)}
+    return unpacked(tree, held)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,16 +7,11 @@ MIB = 1 << 20
 FILE = 160 * MIB
 HEADER = 4 * MIB
 TENSORS = 4_000
-CONTAINERS = 100_000
-"""Brackets in the header: a million of them take seconds to parse."""
-
-STATE = 96 * MIB
-"""A larger state before the step is only hashed."""
-HASHED = 1024 * MIB
-"""Of a larger one only names and shapes are noted."""
+CONTAINERS = 100_000  # brackets in the header: a million of them take seconds to parse
+STATE = 96 * MIB  # a larger state before the step is only hashed
+HASHED = 1024 * MIB  # of a larger one only names and shapes are noted
 BATCH = 32 * MIB
-OPERATION = 12 * MIB
-"""The inputs of one operation; a larger one is only described."""
+OPERATION = 12 * MIB  # the inputs of one operation; a larger one is only described
 SOURCE = 1 * MIB
 SOURCES = 8 * MIB
 FILES = 400

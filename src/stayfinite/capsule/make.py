@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
 import os
 import platform
@@ -22,7 +22,7 @@ from stayfinite.capsule import limits
 from stayfinite.capsule.contents import Birth, Capsule, Operation, SourceFile, State, is_safe
 from stayfinite.checkpoint.checks import judge
 from stayfinite.checkpoint.format import bytes_of, digest
-from stayfinite.checkpoint.modules import Members, Placing, canonical
+from stayfinite.checkpoint.modules import Members, canonical, put_in_place
 from stayfinite.checkpoint.problem import Rules, errors_in, refusal
 from stayfinite.checkpoint.save import collect
 from stayfinite.checkpoint.values import encode, hold, own_contents, part_name
@@ -41,30 +41,24 @@ def birth_of(kept: Kept | None, *, with_data: bool) -> Birth | None:
     if kept is None:
         return None
     forward = None if kept.forward is None else _operation(kept.forward, with_data)
-    return Birth(
-        operation=_operation(kept.call, with_data), nan_type=kept.nan_type, forward=forward
-    )
+    operation = _operation(kept.call, with_data)
+    return Birth(operation=operation, nan_type=kept.nan_type, forward=forward)
 
 
 def _operation(call: KeptCall, with_data: bool) -> Operation:
+    def shown(name: str, value: Any, is_open: bool) -> Any:
+        if isinstance(value, list):
+            return [shown(f"{name}[{n}]", item, is_open) for n, item in enumerate(value)]
+        return value if is_open or not isinstance(value, Tensor) else described(name, value)
+
+    # These are left to their defaults.
+    left_out = (torch.layout, torch.memory_format, torch.device, torch.Generator)
     arguments = {
-        name: _shown(name, value, with_data or name in call.open)
+        name: shown(name, value, with_data or name in call.open)
         for name, value in call.arguments.items()
-        if _can_be_stored(value)
+        if not isinstance(value, left_out)
     }
     return Operation(op=call.op, arguments=arguments)
-
-
-def _shown(name: str, value: Any, is_shown: bool) -> Any:
-    if isinstance(value, list):
-        return [_shown(f"{name}[{number}]", item, is_shown) for number, item in enumerate(value)]
-    return value if is_shown or not isinstance(value, Tensor) else described(name, value)
-
-
-def _can_be_stored(value: Any) -> bool:
-    """Layouts, memory formats, devices and generators are left to their defaults."""
-    left_out = (torch.layout, torch.memory_format, torch.device, torch.Generator)
-    return not isinstance(value, left_out)
 
 
 def batch_of(
@@ -141,23 +135,16 @@ def state_of(
         part = part_name("model", number, len(members.models))
         known = {f"{part}.{canonical(name)}": buffer for name, buffer in older.items()}
         found |= {name: buffer for name, buffer in known.items() if name in found}
-    return _state({**tree, "random": None}, found)
-
-
-def _state(tree: Any, tensors: dict[str, Tensor]) -> tuple[State, str | None]:
-    size = sum(each.nbytes for each in tensors.values())
+    size = sum(each.nbytes for each in found.values())
     digests = {
-        name: _digest(each) if size <= limits.HASHED else "" for name, each in tensors.items()
+        name: digest(bytes_of(each).numpy()).hex() if size <= limits.HASHED else ""
+        for name, each in found.items()
     }
-    if size > limits.STATE or len(tensors) > _MOST_TENSORS:
+    if size > limits.STATE or len(found) > _MOST_TENSORS:
         note = f"the state before the step has {size:,} bytes; only its hashes are in it"
         return State(tree=None, digests=digests), note
-    copies = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()}
-    return State(tree=tree, digests=digests, tensors=copies), None
-
-
-def _digest(tensor: Tensor) -> str:
-    return digest(bytes_of(tensor).numpy()).hex()
+    copies = {name: each.detach().to("cpu", copy=True) for name, each in found.items()}
+    return State(tree={**tree, "random": None}, digests=digests, tensors=copies), None
 
 
 @torch.no_grad()
@@ -169,7 +156,7 @@ def put_state(state: State, members: Members) -> None:
     rest: dict[str, Any] = {"views": {}, "step": None, "saved_at": None, "nonfinite_ok": ["*"]}
     try:
         contents = own_contents({**state.tree, **rest}, held)
-        known = dataclasses.replace(
+        known = replace(
             contents,
             schedulers=contents.schedulers[: len(members.schedulers)],
             averages=contents.averages[: len(members.averages)],
@@ -178,8 +165,7 @@ def put_state(state: State, members: Members) -> None:
         judged = judge(known, members, Rules(nonfinite_ok=("*",)), forward=None)
         if errors_in(judged.problems):
             raise refusal("the model is another one than that of the capsule", judged.problems)
-        with Placing() as placing:
-            placing.parts(known, members, judged)
+        put_in_place(known, members, judged)
     except CheckpointError as error:
         raise CapsuleError(str(error)) from error
 
@@ -193,11 +179,14 @@ def put_random(random: Mapping[str, Any]) -> None:
         raise CapsuleError("its random states are not those of this version.") from error
 
 
-_PATHS = sysconfig.get_paths()
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _OTHERS = tuple(
     os.path.realpath(path) + os.sep
-    for path in (*(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
-) + (os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,)
+    for path in (
+        _PACKAGE,
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +221,11 @@ def own_code(root: str, *extra: str) -> OwnCode:
         place = _place(path, home, roots)
         if place is None or place in found:
             continue
-        text = _text(path)
-        if text is None or size + len(text) > limits.SOURCES or len(found) == limits.FILES:
+        text = None
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            text = file.read(limits.SOURCE + 1)
+        most = min(limits.SOURCE, limits.SOURCES - size)
+        if text is None or len(text) > most or len(found) == limits.FILES:
             left_out.append(place[1])
             continue
         size += len(text)
@@ -272,15 +264,10 @@ def _loaded(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
         if isinstance(file, str) and file.endswith(".py") and os.path.isfile(file):
             path = os.path.realpath(file)
             if not path.startswith(_OTHERS) and "-packages" + os.sep not in path:
-                yield path, _home(path, name)
-
-
-def _home(path: str, module: str) -> str | None:
-    inner = module.replace(".", os.sep)
-    for ending in (f"{os.sep}{inner}.py", os.path.join(f"{os.sep}{inner}", "__init__.py")):
-        if path.endswith(ending):
-            return path.removesuffix(ending)
-    return None
+                inner = os.sep + name.replace(".", os.sep)
+                endings = (f"{inner}.py", os.path.join(inner, "__init__.py"))
+                homes = (path.removesuffix(each) for each in endings if path.endswith(each))
+                yield path, next(homes, None)
 
 
 def _place(path: str, home: str | None, roots: list[str]) -> tuple[int, str] | None:
@@ -296,33 +283,25 @@ def _place(path: str, home: str | None, roots: list[str]) -> tuple[int, str] | N
     return roots.index(base), name
 
 
-def _text(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            text = file.read(limits.SOURCE + 1)
-    except OSError:
-        return None
-    return text if len(text) <= limits.SOURCE else None
-
-
 def _paths(root: str) -> tuple[str, ...]:
     """Where modules are looked for within the project."""
     real = [os.path.realpath(path) for path in sys.path if path]
     inside = [path for path in real if path == root or path.startswith(root + os.sep)]
     names = [os.path.relpath(path, root).replace(os.sep, "/") for path in inside]
-    return tuple(dict.fromkeys(name for name in names if _is_folder(name)))
+    return tuple(dict.fromkeys(name for name in names if name == "." or is_safe(f"{name}/_.py")))
 
 
-def _is_folder(name: str) -> bool:
-    return name == "." or is_safe(f"{name}/_.py")
-
-
-_PACKAGES = ("stayfinite", "torch", "numpy", "lightning", "transformers", "accelerate")
 # Those that change what is computed. No others are kept: an environment is full of secrets.
-_VARIABLES = (
-    ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    + ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ENABLE_MPS_FALLBACK")
-)  # fmt: skip
+_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTORCH_ENABLE_MPS_FALLBACK",
+}
+_PACKAGES = ("stayfinite", "torch", "numpy", "lightning", "transformers", "accelerate")
 _VALUE = re.compile(r"[\w:,.-]{1,40}")
 
 
@@ -330,21 +309,15 @@ def versions() -> dict[str, str]:
     """Of python, the system, torch and what is used with it."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {**found, "torch": torch.__version__, "device": _device()}
-
-
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {**found, "torch": torch.__version__, "device": device}
 
 
 def environment() -> dict[str, str]:
     """The variables that change results, and the number of torch's threads."""
-    chosen = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return usable({"OMP_NUM_THREADS": str(torch.get_num_threads()), **chosen})
+    return usable({"OMP_NUM_THREADS": str(torch.get_num_threads()), **os.environ})
 
 
 def usable(variables: dict[str, str]) -> dict[str, str]:

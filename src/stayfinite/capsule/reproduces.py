@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stayfinite.records import Incident
 
@@ -29,25 +29,25 @@ def compared(there: Incident, here: Incident | None, *, with_step: bool = True) 
 
     Where only one step was replayed, its number is not compared.
     """
-    facts = _operation_facts if _is_exact(there) else _noticed_facts
+    is_exact = there.origin is not None and there.origin.exact
+    facts = _operation_facts if is_exact else _noticed_facts
     others = {} if here is None else facts(here)
-    points = [
-        Point(name=name, there=value, here=others.get(name, "none"), decides=name in _DECIDING)
-        for name, value in facts(there).items()
-    ]
+    points: list[Point] = []
+    for name, value in facts(there).items():
+        other = others.get(name, "none")
+        if name == "line" and any(map(os.path.isabs, (value, other))):
+            # Files outside the project have another folder on each machine: the name decides.
+            value, other = map(os.path.basename, (value, other))
+        points.append(Point(name=name, there=value, here=other, decides=name in _DECIDING))
     if with_step:
         step = "none" if here is None else str(here.step)
         points.append(Point(name="step", there=str(there.step), here=step, decides=False))
-    return [_same_file(point) for point in points]
+    return points
 
 
 def reproduces(points: list[Point]) -> bool:
     """Whether everything that decides is the same."""
     return all(point.is_same for point in points if point.decides)
-
-
-def _is_exact(incident: Incident) -> bool:
-    return incident.origin is not None and incident.origin.exact
 
 
 def _operation_facts(incident: Incident) -> dict[str, str]:
@@ -68,15 +68,5 @@ def _operation_facts(incident: Incident) -> dict[str, str]:
 
 def _noticed_facts(incident: Incident) -> dict[str, str]:
     """All that is known where nobody has traced."""
-    report = incident.reports[0] if incident.reports else None
-    return {
-        "value": "unknown" if report is None else f"{report.location} is {report.nan_type.word}"
-    }
-
-
-def _same_file(point: Point) -> Point:
-    """Files outside the project have another folder on each machine: there the name decides."""
-    if point.name != "line" or not any(map(os.path.isabs, (point.there, point.here))):
-        return point
-    there, here = map(os.path.basename, (point.there, point.here))
-    return replace(point, there=there, here=here)
+    seen = [f"{report.location} is {report.nan_type.word}" for report in incident.reports[:1]]
+    return {"value": "".join(seen) or "unknown"}

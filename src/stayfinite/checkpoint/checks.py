@@ -13,19 +13,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stayfinite.checkpoint.fit import Fit, as_named_by, fit, is_narrower, name_of
-from stayfinite.checkpoint.modules import Members, Placing, parameter_names, places, slot_for
-from stayfinite.checkpoint.problem import Problem, Rules, errors_in, matches
+from stayfinite.checkpoint.modules import (
+    Members,
+    named_owners,
+    parameter_names,
+    place_tensors,
+    places,
+    slot_for,
+)
+from stayfinite.checkpoint.problem import Problem, Rules, error, errors_in, matches, warning
 from stayfinite.checkpoint.values import (
     Contents,
     Held,
     ModuleRecord,
     OptimizerRecord,
     leaves,
-    part_name,
+    named_parts,
 )
 from stayfinite.detect.finite import all_finite
 from stayfinite.nested import named_tensors
 from stayfinite.snapshot import RandomState
+from stayfinite.training import params_of
 
 
 @dataclass(kw_only=True)
@@ -37,87 +45,44 @@ class Judged:
     other_averages: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-def judge(
-    contents: Contents,
-    members: Members,
-    rules: Rules,
-    *,
-    forward: Any = None,
-) -> Judged:
+def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = None) -> Judged:
     """Check the contents in themselves, and against everyone who shall get them."""
-    known = replace(contents, models=_named(contents.models, members.models, rules.ignore))
+    pairs = zip(members.models, contents.models, strict=False)
+    named = tuple(as_named_by(model, record, rules.ignore) for model, record in pairs)
+    is_known = len(contents.models) == len(members.models)
+    known = replace(contents, models=named) if is_known else contents
     judged = Judged(problems=list(own_problems(known, nonfinite_ok=rules.nonfinite_ok)))
-    judged.problems += _absent(contents, members)
-    _fit_models(judged, contents, members, rules)
-    _fit_averages(judged, contents, members, rules)
-    for number, (record, optimizer) in enumerate(
-        zip(contents.optimizers, members.optimizers, strict=False)
+    for part, asked in members.parts.items():
+        there = len(contents.parts[part])
+        if asked and there != len(asked):
+            message = f"the file has {there or 'none'}, and {len(asked)} shall be loaded."
+            judged.problems.append(error("missing", part, message))
+    for (part, model), record in zip(named_parts("model", members.models), named, strict=False):
+        judged.fits.append((model, fit(record, model, part, rules)))
+    for (part, average), state in zip(
+        named_parts("ema", members.averages), contents.averages, strict=False
     ):
-        part = part_name("optimizer", number, len(members.optimizers))
-        names = parameter_names(optimizer, members.models)
-        judged.problems += optimizer_problems(record, optimizer, names, part)
-    if forward is not None and members.models and not errors_in(judged.problems):
-        model, found = judged.fits[0]
-        judged.problems += forward_problems(model, found, forward)
-    return judged
-
-
-def _named(
-    records: tuple[ModuleRecord, ...], models: tuple[nn.Module, ...], ignore: Sequence[str]
-) -> tuple[ModuleRecord, ...]:
-    if len(records) != len(models):
-        return records
-    pairs = zip(models, records, strict=True)
-    return tuple(as_named_by(model, record, ignore) for model, record in pairs)
-
-
-def _absent(contents: Contents, members: Members) -> Iterator[Problem]:
-    """Parts that are asked for and not there."""
-    pairs = (
-        ("model", len(contents.models), len(members.models)),
-        ("optimizer", len(contents.optimizers), len(members.optimizers)),
-        ("scheduler", len(contents.schedulers), len(members.schedulers)),
-        ("scaler", int(contents.scaler is not None), int(members.scaler is not None)),
-        ("ema", len(contents.averages), len(members.averages)),
-    )
-    for part, there, asked in pairs:
-        if asked and there != asked:
-            message = f"the file has {there or 'none'}, and {asked} shall be loaded."
-            yield Problem(kind="missing", key=part, message=message)
-
-
-def _fit_models(judged: Judged, contents: Contents, members: Members, rules: Rules) -> None:
-    for number, (record, model) in enumerate(zip(contents.models, members.models, strict=False)):
-        part = part_name("model", number, len(members.models))
-        found = fit(record, model, part, rules)
-        judged.problems += found.problems
-        judged.fits.append((model, found))
-
-
-def _fit_averages(judged: Judged, contents: Contents, members: Members, rules: Rules) -> None:
-    for number, (state, average) in enumerate(
-        zip(contents.averages, members.averages, strict=False)
-    ):
-        part = part_name("ema", number, len(members.averages))
         if not isinstance(average, nn.Module):
             judged.other_averages.append((average, state))
             continue
-        record = _record_of(state)
-        if record is None:
+        if isinstance(state, dict) and all(isinstance(item, Held) for item in state.values()):
+            state = ModuleRecord(tensors=state)
+        if isinstance(state, ModuleRecord):
+            record = as_named_by(average, state, rules.ignore)
+            judged.fits.append((average, fit(record, average, part, rules)))
+        else:
             message = "is no state of a module, and shall be loaded into one."
-            judged.problems.append(Problem(kind="missing", key=part, message=message))
-            continue
-        found = fit(record, average, part, rules)
+            judged.problems.append(error("missing", part, message))
+    for _, found in judged.fits:
         judged.problems += found.problems
-        judged.fits.append((average, found))
-
-
-def _record_of(state: Any) -> ModuleRecord | None:
-    if isinstance(state, ModuleRecord):
-        return state
-    if isinstance(state, dict) and all(isinstance(item, Held) for item in state.values()):
-        return ModuleRecord(tensors=state)
-    return None
+    for (part, optimizer), saved in zip(
+        named_parts("optimizer", members.optimizers), contents.optimizers, strict=False
+    ):
+        names = parameter_names(optimizer, members.models)
+        judged.problems += _optimizer_misfits(saved, optimizer, names, part)
+    if forward is not None and members.models and not errors_in(judged.problems):
+        judged.problems += forward_problems(*judged.fits[0], forward)
+    return judged
 
 
 # Squares by their nature: the next step takes their root.
@@ -125,6 +90,7 @@ SECOND_MOMENTS = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"}
 )
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_SCHEDULED = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")
 _ABSURD_RATE = 1e3  # no update of a training that works is a thousand times its gradient
 _SETTINGS = ("eps", "weight_decay", "momentum", "alpha", "dampening", "betas")
 _OBSERVED = ("min_val", "max_val")
@@ -133,33 +99,44 @@ _OBSERVED = ("min_val", "max_val")
 def own_problems(contents: Contents, *, nonfinite_ok: Sequence[str] = ()) -> Iterator[Problem]:
     """Everything that can be said without the objects it is meant for."""
     fine = (*nonfinite_ok, *contents.nonfinite_ok)
-    for number, model in enumerate(contents.models):
-        part = part_name("model", number, len(contents.models))
-        yield from module_problems(model, part, nonfinite_ok=fine)
-    for number, average in enumerate(contents.averages):
-        part = part_name("ema", number, len(contents.averages))
-        yield from _average_problems(average, part, fine)
-    for number, optimizer in enumerate(contents.optimizers):
-        part = part_name("optimizer", number, len(contents.optimizers))
+    for part, model in named_parts("model", contents.models):
+        yield from _module_problems(model, part, fine)
+    for part, average in named_parts("ema", contents.averages):
+        if isinstance(average, ModuleRecord):
+            yield from _module_problems(average, part, fine)
+            continue
+        for held in leaves(average):
+            if not held.tally.is_finite and not matches(held.key, fine):
+                yield _nonfinite(held.key, held)
+    for part, optimizer in named_parts("optimizer", contents.optimizers):
         yield from _optimizer_problems(optimizer, part)
-    for number, scheduler in enumerate(contents.schedulers):
-        part = part_name("scheduler", number, len(contents.schedulers))
-        yield from _scheduler_problems(scheduler, part)
+    for part, state in named_parts("scheduler", contents.schedulers):
+        for name in _SCHEDULED if isinstance(state, dict) else ():
+            yield from _rate_problems(state.get(name), f"{part}.{name}")
     if isinstance(contents.scaler, dict):
-        yield from _scaler_problems(contents.scaler)
+        for scale in numbers(contents.scaler.get("scale")):
+            if not math.isfinite(scale) or scale <= 0:
+                message = f"the loss scale is {scale}; it must be finite and above 0."
+                yield error("scaler", "scaler.scale", message)
 
 
-def module_problems(
-    record: ModuleRecord, part: str, *, nonfinite_ok: Sequence[str] = ()
-) -> Iterator[Problem]:
+def _module_problems(record: ModuleRecord, part: str, fine: Sequence[str]) -> Iterator[Problem]:
     """Bad values among the tensors of a model."""
     for name, held in record.tensors.items():
-        key = f"{part}.{name}"
-        kind = record.kinds.get(name)
-        if not matches(name, nonfinite_ok) and not _is_fine(name, kind, held):
+        key, tally = f"{part}.{name}", held.tally
+        if not matches(name, fine) and not _is_fine(name, record.kinds.get(name), held):
             yield _nonfinite(key, held)
-        if name.rpartition(".")[2] == "running_var":
-            yield from _variance_problems(key, held)
+        if name.rpartition(".")[2] != "running_var" or not tally.has_finite:
+            continue
+        if tally.low < 0:
+            message = f"a variance is negative ({tally.low:.3g}): its square root is NaN."
+            yield error("variance", key, message)
+        elif tally.high == 0:
+            message = "every variance is 0: outputs are multiplied by 1/sqrt(eps)."
+            yield error("variance", key, message)
+        elif tally.low == 0:
+            message = "a variance is 0: that channel was constant, and 1/sqrt(eps) scales it."
+            yield warning("variance", key, message)
 
 
 def _is_fine(name: str, kind: str | None, held: Held) -> bool:
@@ -180,176 +157,109 @@ def _is_fine(name: str, kind: str | None, held: Held) -> bool:
 
 def _nonfinite(key: str, held: Held) -> Problem:
     count = f"of shape {list(held.shape)}" if held.shape else "a single value"
-    return Problem(kind="nonfinite", key=key, message=f"holds {held.tally.words} ({count}).")
-
-
-def _variance_problems(key: str, held: Held) -> Iterator[Problem]:
-    tally = held.tally
-    if not tally.has_finite:
-        return
-    if tally.low < 0:
-        message = f"a variance is negative ({tally.low:.3g}): its square root is NaN."
-        yield Problem(kind="variance", key=key, message=message)
-    elif tally.high == 0:
-        message = "every variance is 0: outputs are multiplied by 1/sqrt(eps)."
-        yield Problem(kind="variance", key=key, message=message)
-    elif tally.low == 0:
-        message = "a variance is 0: that channel was constant, and 1/sqrt(eps) scales it."
-        yield Problem(kind="variance", key=key, message=message, is_error=False)
-
-
-def _average_problems(average: Any, part: str, fine: Sequence[str]) -> Iterator[Problem]:
-    if isinstance(average, ModuleRecord):
-        yield from module_problems(average, part, nonfinite_ok=fine)
-        return
-    for held in leaves(average):
-        if not held.tally.is_finite and not matches(held.key, fine):
-            yield _nonfinite(held.key, held)
+    return error("nonfinite", key, f"holds {held.tally.words} ({count}).")
 
 
 def _optimizer_problems(record: OptimizerRecord, part: str) -> Iterator[Problem]:
     for number, group in enumerate(record.state_dict.get("param_groups", ())):
-        yield from _group_problems(group, f"{part}.param_groups.{number}")
+        above = f"{part}.param_groups.{number}"
+        for name in _RATES:
+            yield from _rate_problems(group.get(name), f"{above}.{name}")
+        for name in _SETTINGS:
+            if not all(map(math.isfinite, numbers(group.get(name)))):
+                message = f"is {group[name]}, which is not finite."
+                yield error("optimizer", f"{above}.{name}", message)
     names = record.names or ()
     for index, state in record.state_dict.get("state", {}).items():
-        known = isinstance(index, int) and index < len(names)
-        name = (names[index] if known else None) or index
-        yield from _sanity_state_problems(state, f"{part}.state.{name}")
+        is_known = isinstance(index, int) and index < len(names)
+        param = (names[index] if is_known else None) or index
+        for name, value in state.items() if isinstance(state, dict) else ():
+            yield from _state_problems(name, value, f"{part}.state.{param}.{name}")
 
 
-def _group_problems(group: Mapping[str, Any], part: str) -> Iterator[Problem]:
-    for name in _RATES:
-        yield from _rate_problems(numbers(group.get(name)), f"{part}.{name}")
-    for name in _SETTINGS:
-        if not all(map(math.isfinite, numbers(group.get(name)))):
-            message = f"is {group[name]}, which is not finite."
-            yield Problem(kind="optimizer", key=f"{part}.{name}", message=message)
+def _state_problems(name: str, value: Any, key: str) -> Iterator[Problem]:
+    for held in leaves(value):
+        if not held.tally.is_finite:
+            yield _nonfinite(key, held)
+        elif name in SECOND_MOMENTS and held.tally.has_finite and held.tally.low < 0:
+            message = f"a mean of squares is negative ({held.tally.low:.3g}): its root is NaN."
+            yield error("optimizer", key, message)
+    plain = [] if isinstance(value, Held) else numbers(value)
+    if any(not math.isfinite(number) or (name == "step" and number < 0) for number in plain):
+        yield error("optimizer", key, f"is {value}.")
 
 
-def _rate_problems(rates: Sequence[float], key: str) -> Iterator[Problem]:
-    for rate in dict.fromkeys(rates):
+def _rate_problems(rates: Any, key: str) -> Iterator[Problem]:
+    for rate in dict.fromkeys(numbers(rates)):
         if not math.isfinite(rate) or rate < 0:
             message = f"the learning rate is {rate}; it must be finite and not negative."
-            yield Problem(kind="learning_rate", key=key, message=message)
+            yield error("learning_rate", key, message)
         elif rate > _ABSURD_RATE:
             message = (
                 f"the learning rate is {rate:.3g}, which is absurd: training that goes on with it "
                 "diverges. Set it anew after loading."
             )
-            yield Problem(kind="learning_rate", key=key, message=message, is_error=False)
+            yield warning("learning_rate", key, message)
 
 
 def numbers(value: Any) -> list[float]:
     """The numbers in a setting: one, several, or a tensor with one of them."""
     if isinstance(value, Held):
-        return _extremes(value)
+        tally = value.tally
+        if not tally.is_finite:
+            return [math.nan]
+        return [tally.low, tally.high] if tally.has_finite else []
     if isinstance(value, (list, tuple)):
         return [number for item in value for number in numbers(item)]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return [float(value)] if is_number else []
 
 
-def _extremes(held: Held) -> list[float]:
-    tally = held.tally
-    if not tally.is_finite:
-        return [math.nan]
-    return [tally.low, tally.high] if tally.has_finite else []
-
-
-def _sanity_state_problems(state: Any, part: str) -> Iterator[Problem]:
-    for name, value in state.items() if isinstance(state, dict) else ():
-        key = f"{part}.{name}"
-        for held in leaves(value):
-            if not held.tally.is_finite:
-                yield _nonfinite(key, held)
-            elif name in SECOND_MOMENTS and held.tally.has_finite and held.tally.low < 0:
-                message = f"a mean of squares is negative ({held.tally.low:.3g}): its root is NaN."
-                yield Problem(kind="optimizer", key=key, message=message)
-        if any(not math.isfinite(n) or (name == "step" and n < 0) for n in _plain_numbers(value)):
-            yield Problem(kind="optimizer", key=key, message=f"is {value}.")
-
-
-def _plain_numbers(value: Any) -> list[float]:
-    return [] if isinstance(value, Held) else numbers(value)
-
-
-def _scheduler_problems(state: Any, part: str) -> Iterator[Problem]:
-    for name in ("base_lrs", "_last_lr", "max_lrs", "min_lrs"):
-        rates = numbers(state.get(name)) if isinstance(state, dict) else []
-        yield from _rate_problems(rates, f"{part}.{name}")
-
-
-def _scaler_problems(state: Mapping[str, Any]) -> Iterator[Problem]:
-    for scale in numbers(state.get("scale")):
-        if not math.isfinite(scale) or scale <= 0:
-            message = f"the loss scale is {scale}; it must be finite and above 0."
-            yield Problem(kind="scaler", key="scaler.scale", message=message)
-
-
 # State that has one number for each number of the parameter.
 _SHAPED = SECOND_MOMENTS - {"sum"} | {"exp_avg", "momentum_buffer", "grad_avg", "prev", "step_size"}
 
 
-def optimizer_problems(
+def _optimizer_misfits(
     record: OptimizerRecord, optimizer: Optimizer, names: Sequence[str | None], part: str
 ) -> Iterator[Problem]:
     """Everything that does not fit; `names` are those of the optimizer's parameters."""
-    if record.class_name not in (None, type(optimizer).__name__):
-        message = f"was saved from {record.class_name} and would go to {type(optimizer).__name__}."
-        yield Problem(kind="optimizer", key=part, message=message)
-    saved = [len(group.get("params", ())) for group in record.state_dict["param_groups"]]
+    own = type(optimizer).__name__
+    if record.class_name not in (None, own):
+        message = f"was saved from {record.class_name} and would go to {own}."
+        yield error("optimizer", part, message)
+    groups = record.state_dict["param_groups"]
+    saved = [len(group.get("params", ())) for group in groups]
     present = [len(group["params"]) for group in optimizer.param_groups]
     if saved != present:
         message = f"has groups of {saved} parameters, and the optimizer has {present}."
-        yield Problem(kind="optimizer", key=f"{part}.param_groups", message=message)
+        yield error("optimizer", f"{part}.param_groups", message)
         return
-    yield from _name_problems(record, names, part)
-    yield from _optimizer_state_problems(record, optimizer, names, part)
-
-
-def _name_problems(
-    record: OptimizerRecord, names: Sequence[str | None], part: str
-) -> Iterator[Problem]:
-    """torch matches by order alone, so state can end up with another parameter."""
-    for number, (saved, present) in enumerate(zip(record.names or (), names, strict=False)):
-        if saved is not None and present is not None and saved != present:
-            message = f"was that of {saved}, and would go to {present}: the order has changed."
-            yield Problem(kind="optimizer", key=f"{part}.state.{number}", message=message)
-
-
-def _optimizer_state_problems(
-    record: OptimizerRecord, optimizer: Optimizer, names: Sequence[str | None], part: str
-) -> Iterator[Problem]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    ids = [number for group in record.state_dict["param_groups"] for number in group["params"]]
-    narrow: list[tuple[str, Held, Any]] = []
-    for place, (number, param) in enumerate(zip(ids, params, strict=True)):
+    # torch matches by order alone, so state can end up with another parameter.
+    for number, (before, now) in enumerate(zip(record.names or (), names, strict=False)):
+        if before is not None and now is not None and before != now:
+            message = f"was that of {before}, and would go to {now}: the order has changed."
+            yield error("optimizer", f"{part}.state.{number}", message)
+    ids = [number for group in groups for number in group["params"]]
+    narrow: list[tuple[str, Held, Tensor]] = []
+    for place, (number, param) in enumerate(zip(ids, params_of(optimizer), strict=True)):
         state = record.state_dict.get("state", {}).get(number)
         for name, value in state.items() if isinstance(state, dict) else ():
             key = f"{part}.state.{names[place] or place}.{name}"
             for held in leaves(value):
                 if name in _SHAPED and held.shape != tuple(param.shape):
-                    yield _misshaped(key, held, param)
+                    shapes = f"{list(held.shape)}, and its parameter {list(param.shape)}"
+                    yield error("shape", key, f"has shape {shapes}.")
                 if name != "step" and is_narrower(held.dtype, param.dtype):
                     narrow.append((key, held, param))
     if narrow:
-        yield _narrowed(narrow)
-
-
-def _misshaped(key: str, held: Held, param: Any) -> Problem:
-    message = f"has shape {list(held.shape)}, and its parameter {list(param.shape)}."
-    return Problem(kind="shape", key=key, message=message)
-
-
-def _narrowed(narrow: list[tuple[str, Held, Any]]) -> Problem:
-    key, held, param = narrow[0]
-    others = f"and {len(narrow) - 1} more were" if len(narrow) > 1 else "was"
-    message = (
-        f"{others} saved as {name_of(held.dtype)} for a {name_of(param.dtype)} parameter: small "
-        "squares of gradients become 0, and the next update divides by eps alone. Save optimizer "
-        "state as it is, or leave it out and warm up again."
-    )
-    return Problem(kind="narrowed", key=key, message=message)
+        key, held, param = narrow[0]
+        others = f"and {len(narrow) - 1} more were" if len(narrow) > 1 else "was"
+        message = (
+            f"{others} saved as {name_of(held.dtype)} for a {name_of(param.dtype)} parameter: "
+            "small squares of gradients become 0, and the next update divides by eps alone. Save "
+            "optimizer state as it is, or leave it out and warm up again."
+        )
+        yield error("narrowed", key, message)
 
 
 _ROWS = 2
@@ -362,44 +272,37 @@ def forward_problems(model: nn.Module, fit: Fit, batch: Any) -> Iterator[Problem
     gradients, and leaves the generators as they are. A batch of our own that the model does not
     take proves nothing, and is a warning.
     """
-    given = batch is not True
-    batch = batch if given else synthesised(model)
+    is_given = batch is not True
+    batch = batch if is_given else synthesised(model)
     if batch is None:
         message = "no batch could be made up for this model; give one as `forward`."
-        yield Problem(kind="forward", key="forward", message=message, is_error=False)
+        yield warning("forward", "forward", message)
         return
     random = RandomState.capture()
     try:
         bad = _first_bad(_loaded_copy(model, fit), batch)
-    except Exception as error:
-        message = f"the model raised {type(error).__name__}: {_short(error)}"
-        yield Problem(kind="forward", key="forward", message=message, is_error=given)
+    except Exception as failure:
+        reason = (str(failure).strip() or "no message").splitlines()[0][:200]
+        message = f"the model raised {type(failure).__name__}: {reason}"
+        yield (error if is_given else warning)("forward", "forward", message)
         return
     finally:
         random.restore()
     if bad is not None:
         where = bad or "the model itself"
         message = f"the output of {where} is not finite, and its inputs were."
-        yield Problem(kind="forward", key="forward", message=message)
+        yield error("forward", "forward", message)
 
 
 def _loaded_copy(model: nn.Module, fit: Fit) -> nn.Module:
     other = copy.deepcopy(model)
-    own = places(other)
+    own, owners = places(other), dict(named_owners(other))
     moves = []
     for place, held in fit.moves:
-        there = own.get(place.name) or slot_for(other, place.name)
+        there = own.get(place.name) or slot_for(owners, place.name)
         assert there is not None
-        assert held.tensor is not None
-        moves.append((there, copy.copy(held)))
-    with torch.no_grad():
-        for there, held in moves:
-            assert held.tensor is not None
-            if there.tensor is not None:
-                there.tensor.copy_(held.tensor)
-    empty = [(there, held) for there, held in moves if there.tensor is None]
-    with Placing() as placing:
-        placing.tensors(empty, other)
+        moves.append((there, replace(held, is_private=False)))  # its values are still needed
+    place_tensors([], moves, other)
     return other.eval()
 
 
@@ -430,25 +333,18 @@ def synthesised(model: nn.Module) -> Tensor | None:
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = next(floats, torch.float32)
     generator = torch.Generator().manual_seed(0)
+    shape: tuple[int, ...]
     for layer in model.modules():
         if isinstance(layer, nn.Embedding):
             size = (_ROWS, 8)
             return torch.randint(layer.num_embeddings, size, generator=generator).to(device)
-        shape = _input_shape(layer)
-        if shape is not None:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+        if isinstance(layer, nn.Linear):
+            shape = (_ROWS, layer.in_features)
+        elif isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            shape = (_ROWS, layer.in_channels, *[32] * len(layer.kernel_size))
+        elif isinstance(layer, (nn.RNN, nn.LSTM, nn.GRU)):
+            shape = (_ROWS, 8, layer.input_size)
+        else:
+            continue
+        return torch.randn(shape, generator=generator).to(device, dtype)
     return None
-
-
-def _input_shape(layer: nn.Module) -> tuple[int, ...] | None:
-    if isinstance(layer, nn.Linear):
-        return (_ROWS, layer.in_features)
-    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return (_ROWS, layer.in_channels, *[32] * len(layer.kernel_size))
-    if isinstance(layer, (nn.RNN, nn.LSTM, nn.GRU)):
-        return (_ROWS, 8, layer.input_size)
-    return None
-
-
-def _short(error: Exception) -> str:
-    return (str(error).strip() or "no message").splitlines()[0][:200]

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from stayfinite.checkpoint.values import dtype_named
 from stayfinite.errors import CheckpointError
 
-_METADATA = ".metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -51,7 +50,7 @@ class _Unpickler(pickle.Unpickler):
         raise CheckpointError(f"its metadata asks for {module}.{name}, which has no place there.")
 
 
-class _Reader(filesystem.FileSystemReader):
+class _FolderReader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         found = _metadata_of(Path(self.path))
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
@@ -74,22 +73,31 @@ def read_dcp(path: Path) -> dict[str, Any]:
     """The saved dict with whole tensors, put together from the parts of all ranks."""
     state: dict[str, Any] = {}
     try:
-        _require_whole(_metadata_of(path))
+        for name, item in _metadata_of(path).state_dict_metadata.items():
+            if isinstance(item, TensorStorageMetadata):
+                # Parts that no rank wrote would be uninitialised memory.
+                parts = sum(torch.Size(chunk.sizes).numel() for chunk in item.chunks)
+                if parts < torch.Size(item.size).numel():
+                    raise CheckpointError(
+                        f"a part of {name} is missing: not every rank's was saved."
+                    )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there is known
-            _load_state_dict(state, storage_reader=_Reader(path), planner=_Planner(), no_dist=True)
-    except (CheckpointError, OSError):
+            # The public load() wants the tensors to load into, which only the folder knows.
+            _load_state_dict(
+                state, storage_reader=_FolderReader(path), planner=_Planner(), no_dist=True
+            )
+    except (CheckpointError, OSError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-            raise
-        raise CheckpointError(f"its parts cannot be put together: {_reason(error)}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:200]
+        raise CheckpointError(f"its parts cannot be put together: {reason}") from error
     return state
 
 
-def _metadata_of(folder: Path) -> Any:
+def _metadata_of(folder: Path) -> metadata.Metadata:
     try:
-        found = _Unpickler(io.BytesIO((folder / _METADATA).read_bytes())).load()
+        found = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # a damaged pickle raises anything
@@ -97,16 +105,3 @@ def _metadata_of(folder: Path) -> Any:
     if not isinstance(found, metadata.Metadata):
         raise CheckpointError("its .metadata is damaged.")
     return found
-
-
-def _require_whole(found: Any) -> None:
-    """Parts that no rank wrote would be uninitialised memory."""
-    for name, item in found.state_dict_metadata.items():
-        if isinstance(item, TensorStorageMetadata):
-            parts = sum(torch.Size(chunk.sizes).numel() for chunk in item.chunks)
-            if parts < torch.Size(item.size).numel():
-                raise CheckpointError(f"a part of {name} is missing: not every rank's was saved.")
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[-1][:200]

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stayfinite.checkpoint.format import Tally, tally
+from stayfinite.checkpoint.format import tally
 from stayfinite.checkpoint.modules import (
     Place,
     canonical,
-    is_derived_name,
+    is_derived,
     joined,
     named_owners,
     places,
     slot_for,
 )
-from stayfinite.checkpoint.problem import Problem, Rules, matches
+from stayfinite.checkpoint.problem import Problem, Rules, error, matches, warning
 from stayfinite.checkpoint.values import Held, ModuleRecord, is_same
 
 # Names that wrappers put before the names of a model; tried in turn on files of others.
@@ -41,25 +41,38 @@ class Fit:
 
 
 def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
-    """Every tensor of the record with its place in the model, and all that does not fit."""
-    own = places(model)
-    record = as_named_by(model, record, rules.ignore)
+    """Every tensor of a record with the model's names with its place, and all that does not fit."""
+    own, owners = places(model), dict(named_owners(model))
     found = Fit(extra_states=record.extra_states)
     for name, held in record.tensors.items():
-        place = own.get(name) or slot_for(model, name)
+        place = own.get(name) or slot_for(owners, name)
         if place is not None:
             found.problems += _misfits(place, held, f"{part}.{name}")
             found.moves.append((place, held))
-        elif not is_derived_name(model, name):
-            found.problems.append(_unexpected(part, name, record, strict=rules.strict))
-    found.problems += dtype_problems(found.moves, part)
+        elif not _is_derived_name(owners, name):
+            message = (
+                "has no place in the model: no parameter, buffer or tensor attribute has this name."
+            )
+            if record.kinds.get(name) == "attribute":
+                message += (
+                    f' It was a plain attribute; if nothing needs it, pass ignore=["{name}"].'
+                )
+            problem = error if rules.strict else warning
+            found.problems.append(problem("unexpected", f"{part}.{name}", message))
+    found.problems += _dtype_problems(found.moves, part)
     found.problems += _conflicts(found.moves, part)
     missing = [p for p in _uncovered(own, record.tensors) if not matches(p.name, rules.ignore)]
-    found.problems += _leftover_problems(
+    found.problems += _missing_problems(
         missing, part, strict=rules.strict, is_complete=record.is_complete
     )
     found.problems += _other_problems(record, model, part, strict=rules.strict)
     return found
+
+
+def _is_derived_name(owners: Mapping[str, nn.Module], name: str) -> bool:
+    above, _, attribute = name.rpartition(".")
+    owner = owners.get(above)
+    return owner is not None and attribute in vars(owner) and is_derived(owner, attribute)
 
 
 def as_named_by(model: nn.Module, record: ModuleRecord, ignore: Sequence[str] = ()) -> ModuleRecord:
@@ -101,20 +114,13 @@ def _misfits(place: Place, held: Held, key: str) -> Iterator[Problem]:
         return
     if is_lazy(tensor):
         message = "has no shape in the model yet; run the model once before loading."
-        yield Problem(kind="shape", key=key, message=message)
+        yield error("shape", key, message)
     elif tensor.is_meta:
         message = "is on the meta device; call model.to_empty(device=...) before loading."
-        yield Problem(kind="shape", key=key, message=message)
+        yield error("shape", key, message)
     elif tuple(tensor.shape) != held.shape:
         message = f"has shape {list(held.shape)}, and in the model {list(tensor.shape)}."
-        yield Problem(kind="shape", key=key, message=message)
-
-
-def _unexpected(part: str, name: str, record: ModuleRecord, *, strict: bool) -> Problem:
-    message = "has no place in the model: no parameter, buffer or tensor attribute has this name."
-    if record.kinds.get(name) == "attribute":
-        message += f' It was a plain attribute; if nothing needs it, pass ignore=["{name}"].'
-    return Problem(kind="unexpected", key=f"{part}.{name}", message=message, is_error=strict)
+        yield error("shape", key, message)
 
 
 def _conflicts(moves: list[tuple[Place, Held]], part: str) -> Iterator[Problem]:
@@ -124,7 +130,7 @@ def _conflicts(moves: list[tuple[Place, Held]], part: str) -> Iterator[Problem]:
         name, other = first.setdefault(place.identity, (place.name, held))
         if held is not other and not is_same(held, other):
             message = f"is tied to {name} in the model, and they differ in the file."
-            yield Problem(kind="tied", key=f"{part}.{place.name}", message=message)
+            yield error("tied", f"{part}.{place.name}", message)
 
 
 def _uncovered(own: Mapping[str, Place], wanted: Mapping[str, Held]) -> list[Place]:
@@ -142,6 +148,7 @@ def _other_problems(
     record: ModuleRecord, model: nn.Module, part: str, *, strict: bool
 ) -> Iterator[Problem]:
     """What is no tensor: states that modules set themselves, and what has no place at all."""
+    problem = error if strict else warning
     takers = {
         name
         for name, module in named_owners(model)
@@ -149,22 +156,16 @@ def _other_problems(
     }
     for name in record.extra_states:
         if name not in takers:
-            message = "has no place in the model: no set_extra_state() there."
-            yield Problem(kind="unexpected", key=_extra_key(part, name), message=message)
+            key = f"{part}.{joined(name, '_extra_state')}"
+            yield error("unexpected", key, "has no place in the model: no set_extra_state() there.")
     for name in takers - set(record.extra_states):
-        message = "is not in the file."
-        yield Problem(kind="missing", key=_extra_key(part, name), message=message, is_error=strict)
+        yield problem("missing", f"{part}.{joined(name, '_extra_state')}", "is not in the file.")
     for name in record.others:
         message = "is no tensor, so it has no place in the model."
-        key = f"{part}.{name}"
-        yield Problem(kind="unexpected", key=key, message=message, is_error=strict)
+        yield problem("unexpected", f"{part}.{name}", message)
 
 
-def _extra_key(part: str, name: str) -> str:
-    return f"{part}.{joined(name, '_extra_state')}"
-
-
-def _leftover_problems(
+def _missing_problems(
     missing: Sequence[Place], part: str, *, strict: bool, is_complete: bool
 ) -> Iterator[Problem]:
     """An error for each that should have been saved, and for each that is no usable value."""
@@ -172,99 +173,78 @@ def _leftover_problems(
         key = f"{part}.{place.name}"
         is_derived = place.is_made_anew and not is_complete
         if strict and not is_derived:
-            yield Problem(kind="missing", key=key, message=_missing(place, is_complete))
+            message = f"is not in the file, and the model has it as a {place.kind}."
+            if place.kind == "attribute" and is_complete:
+                message = (
+                    "is not in the file: the model had no such attribute when it was saved. If "
+                    f'nothing needs it, pass ignore=["{place.name}"].'
+                )
+            elif place.kind == "attribute":
+                message = (
+                    "is not in the file: the model holds it as a plain attribute, which "
+                    "state_dict() leaves out, so it would start again from its default. Use "
+                    "register_buffer(), or save with save_checkpoint()."
+                )
+            yield error("missing", key, message)
             continue
-        yield from _left(place, key)
+        reason = _why_unset(place)
+        if reason is not None:
+            yield error("leftover", key, f"is not in the file{reason}.")
         if not is_derived:
             message = "is not in the file and keeps the value that the model has now."
-            yield Problem(kind="missing", key=key, message=message, is_error=False)
+            yield warning("missing", key, message)
 
 
-def _missing(place: Place, is_complete: bool) -> str:
-    if place.kind == "attribute" and is_complete:
-        return (
-            "is not in the file: the model had no such attribute when it was saved. If nothing "
-            f'needs it, pass ignore=["{place.name}"].'
-        )
-    if place.kind == "attribute":
-        return (
-            "is not in the file: the model holds it as a plain attribute, which state_dict() "
-            "leaves out, so it would start again from its default. Use register_buffer(), or "
-            "save with save_checkpoint()."
-        )
-    return f"is not in the file, and the model has it as a {place.kind}."
-
-
-def _left(place: Place, key: str) -> Iterator[Problem]:
-    """Values that look as if nobody had ever set them."""
-    tensor = place.tensor
+def _why_unset(place: Place) -> str | None:
+    """Why the model's value looks as if nobody had ever set it; buffers may hold all but NaN."""
+    tensor, is_parameter = place.tensor, place.kind == "parameter"
     if tensor is None or is_lazy(tensor) or tensor.is_meta:
-        message = "is not in the file and has no value in the model either."
-        yield Problem(kind="leftover", key=key, message=message)
-        return
-    reason = _suspicion(place, tally(tensor))
-    if reason:
-        message = f"is not in the file, and in the model it looks uninitialised: {reason}."
-        yield Problem(kind="leftover", key=key, message=message)
-
-
-def _suspicion(place: Place, values: Tally) -> str | None:
-    """Why the values cannot be meant; buffers may hold anything but NaN."""
-    if values.has_nan or (place.kind == "parameter" and not values.is_finite):
-        return f"it holds {values.words}"
-    if place.kind == "parameter" and (values.largest > _LARGE or 0 < values.largest < _TINY):
-        return f"its largest magnitude is {values.largest:.3g}"
+        return " and has no value in the model either"
+    values = tally(tensor)
+    looks = ", and in the model it looks uninitialised: "
+    if values.has_nan or (is_parameter and not values.is_finite):
+        return f"{looks}it holds {values.words}"
+    if is_parameter and (values.largest > _LARGE or 0 < values.largest < _TINY):
+        return f"{looks}its largest magnitude is {values.largest:.3g}"
     return None
 
 
 _NEARLY_MAX = 0.99
 
 
-def dtype_problems(moves: Sequence[tuple[Place, Held]], part: str) -> Iterator[Problem]:
+def _dtype_problems(moves: Sequence[tuple[Place, Held]], part: str) -> Iterator[Problem]:
     """Values that do not survive are errors; lost precision is one warning for all tensors."""
     narrowed: dict[tuple[str, str, bool], list[str]] = {}
     for place, held in moves:
         if place.tensor is None or place.tensor.dtype == held.dtype:
             continue
-        key, target = f"{part}.{place.name}", place.tensor.dtype
-        if _family(held.dtype) != _family(target):
-            message = f"is {name_of(held.dtype)} in the file and {name_of(target)} in the model."
-            yield Problem(kind="dtype", key=key, message=message)
-        elif target.is_floating_point:
-            cut_off = list(_overflows(key, held, target))
-            yield from cut_off
-            if not cut_off:
-                is_narrow = held.dtype.itemsize < target.itemsize
-                kinds = name_of(held.dtype), name_of(target), is_narrow
-                narrowed.setdefault(kinds, []).append(key)
+        key, target, largest = f"{part}.{place.name}", place.tensor.dtype, held.tally.largest
+        stored, present = name_of(held.dtype), name_of(target)
+        is_narrow = held.dtype.itemsize < target.itemsize
+        if (held.dtype.is_complex, held.dtype.is_floating_point) != (
+            target.is_complex,
+            target.is_floating_point,
+        ):
+            message = f"is {stored} in the file and {present} in the model."
+            yield error("dtype", key, message)
+        elif not target.is_floating_point:
+            continue
+        elif largest > torch.finfo(target).max:
+            message = f"holds {largest:.4g}, which is Inf in the model's {present}."
+            yield error("narrowed", key, message)
+        elif is_narrow and largest >= _NEARLY_MAX * torch.finfo(held.dtype).max:
+            message = (
+                f"holds {largest:.4g}, the limit of the file's {stored}: it was cut off when it "
+                f"was saved, and the model has {present}."
+            )
+            yield error("narrowed", key, message)
+        else:
+            narrowed.setdefault((stored, present, is_narrow), []).append(key)
     for (stored, present, was_saved_narrow), keys in narrowed.items():
         lost = "was lost when it was saved" if was_saved_narrow else "is lost by loading"
-        others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        message = f"{others} is {stored} in the file and {present} in the model: precision {lost}."
-        yield Problem(kind="narrowed", key=keys[0], message=message.strip(), is_error=False)
-
-
-def _overflows(key: str, held: Held, target: torch.dtype) -> Iterator[Problem]:
-    largest = held.tally.largest
-    if largest > torch.finfo(target).max:
-        message = f"holds {largest:.4g}, which is Inf in the model's {name_of(target)}."
-        yield Problem(kind="narrowed", key=key, message=message)
-    elif held.dtype.itemsize < target.itemsize and largest >= _limit(held.dtype):
-        message = (
-            f"holds {largest:.4g}, the limit of the file's {name_of(held.dtype)}: it was cut off "
-            f"when it was saved, and the model has {name_of(target)}."
-        )
-        yield Problem(kind="narrowed", key=key, message=message)
-
-
-def _limit(dtype: torch.dtype) -> float:
-    return _NEARLY_MAX * torch.finfo(dtype).max
-
-
-def _family(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "complex"
-    return "float" if dtype.is_floating_point else "integer"
+        others = f"and {len(keys) - 1} more " if len(keys) > 1 else ""
+        message = f"{others}is {stored} in the file and {present} in the model: precision {lost}."
+        yield warning("narrowed", keys[0], message)
 
 
 def name_of(dtype: torch.dtype) -> str:

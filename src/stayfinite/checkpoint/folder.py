@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import logging
 import os
 import re
@@ -54,21 +55,32 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
         if is_good:
             _make_room(path)
         if os.path.lexists(path) and not os.path.lexists(older):
-            _step_back(path, older)
+            try:
+                os.link(path, older)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                os.replace(path, older)
         try:
             os.replace(temporary, path)
         except OSError:
-            _undo_step_back(path, older)
+            if not os.path.lexists(path) and os.path.lexists(older):
+                os.replace(older, path)
             raise
-        sync_folder(folder)
-        if is_good:
-            _remove_older(path, keep)
+        if folder is not None:
+            os.fsync(folder)  # puts the names in the folder on the disk
+        for old in generations(path)[keep:] if is_good else ():
+            try:
+                os.unlink(old)
+            except OSError as error:  # the new checkpoint is safe: no reason to fail
+                logger.warning("stayfinite could not remove the old checkpoint %s: %s", old, error)
 
 
 def _make_room(path: Path) -> None:
     """Free the name path.1 by moving up; a gap that an interrupted save left is filled."""
-    if _is_same(path, numbered(path, 1)):  # an interrupted save got as far as this
-        return
+    with contextlib.suppress(OSError):
+        if os.path.samefile(path, numbered(path, 1)):  # an interrupted save got as far as this
+            return
     last = 1
     while os.path.lexists(numbered(path, last)):
         last += 1
@@ -76,47 +88,28 @@ def _make_room(path: Path) -> None:
         os.replace(numbered(path, number - 1), numbered(path, number))
 
 
-def _step_back(path: Path, older: Path) -> None:
-    """Give the present file its older name too; where there are no links, instead."""
-    try:
-        os.link(path, older)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        os.replace(path, older)
-
-
-def _undo_step_back(path: Path, older: Path) -> None:
-    if not os.path.lexists(path) and os.path.lexists(older):
-        os.replace(older, path)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False
-
-
-def _remove_older(path: Path, keep: int) -> None:
-    for old in generations(path)[keep:]:
-        try:
-            os.unlink(old)
-        except OSError as error:  # the new checkpoint is safe: no reason to fail
-            logger.warning("stayfinite could not remove the old checkpoint %s: %s", old, error)
-
-
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".index.json")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints in the folder, oldest first; not those in folders that are none."""
-    paths = [path for path in folder.iterdir() if not is_temporary(path)]
-    parts = {
-        shard for path in paths if path.name.endswith(".index.json") for shard in _shards(path)
-    }
-    found = [path for path in paths if path not in parts and _is_checkpoint(path)]
-    return sorted(found, key=age)
+    # One that is being written, or was when its writer was killed, is none.
+    paths = [path for path in folder.iterdir() if not path.match(f".*{_TEMPORARY}")]
+    parts: set[Path] = set()
+    for path in paths:
+        if path.name.endswith(".index.json"):
+            with contextlib.suppress(CheckpointError, OSError):
+                parts |= shards_of(path).keys()
+    return sorted((path for path in paths if path not in parts and _is_checkpoint(path)), key=age)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if path.is_dir():
+        return is_checkpoint_folder(path)
+    try:
+        return path.name.endswith(_ENDINGS) or header_of(path)[1]
+    except CheckpointError:
+        return False
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -141,32 +134,12 @@ def age(path: Path) -> tuple[float, int, str]:
     return time, -int(generation) if generation.isdecimal() else 0, path.name
 
 
-def _is_checkpoint(path: Path) -> bool:
-    if path.is_dir():
-        return is_checkpoint_folder(path)
-    return path.name.endswith(_ENDINGS) or _is_ours(path)
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        return list(shards_of(index))
-    except (CheckpointError, OSError):
-        return []
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return header_of(path)[1]
-    except CheckpointError:
-        return False
-
-
 try:
     import fcntl
 except ImportError:  # Windows has no such locks; only the tidying up is lost
     fcntl = None  # type: ignore[assignment]
 
-_ENDING = ".saving"
+_TEMPORARY = ".saving"
 
 
 @contextlib.contextmanager
@@ -180,14 +153,22 @@ def written_beside(
     Within the block it can be renamed; whatever goes wrong, it is removed again. Its descriptor
     stays open and locked all the time, which tells other writers that it is no orphan.
     """
-    temporary, descriptor = _create(path, 0o600 if is_private else 0o666)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with locked_folder(path.parent):
+        _remove_orphans(path)
+        descriptor = os.open(temporary, flags, 0o600 if is_private else 0o666)
+        _lock(descriptor, wait=False)  # says that its writer lives
     try:
         for piece in pieces:
-            _write_all(descriptor, piece)
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
         if not is_private:
             _keep_mode(descriptor, path)
         os.fsync(descriptor)
-        _forget_cached(descriptor)
+        if hasattr(os, "posix_fadvise"):  # reading back asks the disk, not the memory
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         yield temporary
     except BaseException:
         with contextlib.suppress(OSError):
@@ -196,25 +177,6 @@ def written_beside(
     finally:
         with contextlib.suppress(OSError):  # it is on the disk since fsync
             os.close(descriptor)
-
-
-def is_temporary(path: Path) -> bool:
-    return path.name.startswith(".") and path.name.endswith(_ENDING)
-
-
-def _create(path: Path, mode: int) -> tuple[Path, int]:
-    with locked_folder(path.parent):
-        _remove_orphans(path)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(temporary, flags, mode)
-        _lock(descriptor, wait=False)  # says that its writer lives
-    return temporary, descriptor
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _keep_mode(descriptor: int, path: Path) -> None:
@@ -230,18 +192,11 @@ def _keep_mode(descriptor: int, path: Path) -> None:
         os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
 
 
-def _forget_cached(descriptor: int) -> None:
-    """So that reading the file back asks the disk, not the memory it was written from."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def _remove_orphans(path: Path) -> None:
     """Delete what killed processes left of this path; a living writer holds a lock on its file."""
     if fcntl is None:
         return
-    for orphan in path.parent.glob(f".{_escaped(path.name)}.????????{_ENDING}"):
+    for orphan in path.parent.glob(f".{glob.escape(path.name)}.????????{_TEMPORARY}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(orphan, os.O_RDONLY)
             try:
@@ -251,27 +206,19 @@ def _remove_orphans(path: Path) -> None:
                 os.close(descriptor)
 
 
-def _escaped(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
-
-
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[int | None]:
     """One process at a time; gives the folder's descriptor, None where folders cannot be opened."""
-    descriptor = _open_folder(folder)
-    if descriptor is None:
+    if not hasattr(os, "O_DIRECTORY"):
         yield None
         return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         _lock(descriptor, wait=True)
         yield descriptor
     finally:
         with contextlib.suppress(OSError):  # nothing was written through it
             os.close(descriptor)  # unlocks
-
-
-def _open_folder(folder: Path) -> int | None:
-    return os.open(folder, os.O_RDONLY) if hasattr(os, "O_DIRECTORY") else None
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
@@ -283,9 +230,3 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
     except OSError:
         return False
     return True
-
-
-def sync_folder(descriptor: int | None) -> None:
-    """Put the names in the folder on the disk."""
-    if descriptor is not None:
-        os.fsync(descriptor)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stayfinite.checkpoint.modules import canonical
-from stayfinite.checkpoint.problem import Problem
+from stayfinite.checkpoint.problem import Problem, error
 from stayfinite.checkpoint.stream import Reading
 from stayfinite.checkpoint.values import Contents, Held, Layout, ModuleRecord, OptimizerRecord
 from stayfinite.errors import CheckpointError
@@ -41,7 +41,10 @@ def read_torch(path: Path, reading: Reading) -> tuple[Any, list[Problem]]:
 
     torch.load itself does not look at the checksums that torch.save wrote.
     """
-    is_zip = _is_zip(path)
+    try:
+        is_zip = zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of what it takes for an archive on several disks
+        is_zip = False
     problems = _damaged_records(path, reading.progress) if is_zip else []
     try:
         with warnings.catch_warnings():
@@ -49,65 +52,47 @@ def read_torch(path: Path, reading: Reading) -> tuple[Any, list[Problem]]:
             # Mapped memory is enough to look through it.
             is_mapped = reading.keep is None and is_zip
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_unsafe(error)) from error
+    except pickle.UnpicklingError as failure:
+        lines = (line for line in str(failure).splitlines() if "GLOBAL" in line.upper())
+        detail = next(lines, "").strip() or _first_line(failure)
+        raise CheckpointError(
+            "it needs more than weights_only=True allows, which can run code, so it is not read "
+            f"({detail}). Save state_dict()s instead of objects."
+        ) from failure
     except OSError:
         raise
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"torch.load fails: {_first_line(error)}") from error
+    except Exception as failure:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"torch.load fails: {_first_line(failure)}") from failure
     return tree, problems
 
 
-def _is_zip(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # of what it takes for an archive on several disks
-        return False
-
-
-def _unsafe(error: Exception) -> str:
-    what = next((line for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
-    detail = f" ({what.strip()})" if what else f" ({_first_line(error)})"
-    return (
-        "it needs more than weights_only=True allows, which can run code, so it is not read"
-        f"{detail}. Save state_dict()s instead of objects."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+def _first_line(failure: Exception) -> str:
+    return (str(failure).strip() or type(failure).__name__).splitlines()[0][:200]
 
 
 def _damaged_records(path: Path, progress: Callable[[int], None]) -> list[Problem]:
     """Records of a zip file whose checksum differs; none if none was ever written."""
+    bad = []
     try:
         with zipfile.ZipFile(path) as archive:
             records = [info for info in archive.infolist() if info.file_size]
-            bad = [info.filename for info in records if not _is_sound(archive, info, progress)]
+            for info in records:
+                try:
+                    with archive.open(info) as record:
+                        while data := record.read(1 << 20):
+                            progress(len(data))
+                except OSError:
+                    raise
+                except Exception:  # a wrong checksum, and whatever else damage makes it raise
+                    bad.append(info.filename)
     except OSError:
         raise
-    except Exception as error:  # zipfile raises many kinds for a damaged directory
-        raise CheckpointError(f"its zip directory is damaged: {_first_line(error)}") from error
+    except Exception as failure:  # zipfile raises many kinds for a damaged directory
+        raise CheckpointError(f"its zip directory is damaged: {_first_line(failure)}") from failure
     if len(bad) == len(records) > 1:  # torch can be told to write no checksums
         return []
-    return [
-        Problem(kind="damaged", key=name, message="its bytes differ from the zip file's checksum.")
-        for name in bad
-    ]
-
-
-def _is_sound(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, progress: Callable[[int], None]
-) -> bool:
-    try:
-        with archive.open(info) as record:
-            while data := record.read(1 << 20):
-                progress(len(data))
-    except OSError:
-        raise
-    except Exception:  # a wrong checksum, and whatever else a damaged record makes it raise
-        return False
-    return True
+    message = "its bytes differ from the zip file's checksum."
+    return [error("damaged", name, message) for name in bad]
 
 
 def module_record(entries: Mapping[Any, Any]) -> ModuleRecord:
@@ -130,35 +115,38 @@ def contents_of_sections(tree: Any, *, layout: Layout = "torch") -> Contents:
         raise CheckpointError(f"it holds {kind}; a checkpoint is a dict.")
     if tree and all(_is_entry(name, item) for name, item in tree.items()):
         return Contents(layout=layout, models=(module_record(tree),))
-    names = {part: _name_in(tree, choices) for part, choices in _NAMES.items()}
-    model = tree.get(names["model"]) if names["model"] else _only_state_dict(tree, names)
+    names = {
+        part: next((name for name in choices if tree.get(name) is not None), None)
+        for part, choices in _NAMES.items()
+    }
+
+    def section(part: str) -> Any:
+        return tree.get(names[part])
+
+    model = section("model") if names["model"] else _only_state_dict(tree, names)
     if isinstance(model, dict) and isinstance(model.get("state_dict"), dict):
         model = model["state_dict"]
     if not isinstance(model, dict):
         raise CheckpointError(f"it has no model among {', '.join(map(str, tree))[:200]}.")
-    is_lightning = "pytorch-lightning_version" in tree
+    step = section("step")
     return Contents(
-        layout="lightning" if is_lightning else layout,
+        layout="lightning" if "pytorch-lightning_version" in tree else layout,
         models=(module_record(model),),
         optimizers=tuple(
-            OptimizerRecord(state_dict=_with_numbers(each), names=_names_of_parameters(each))
-            for each in _several(tree.get(names["optimizer"]))
+            _optimizer_record(each)
+            for each in _several(section("optimizer"))
             if isinstance(each, dict) and "param_groups" in each
         ),
-        schedulers=tuple(_several(tree.get(names["scheduler"]))),
-        scaler=tree.get(names["scaler"]),
-        averages=tuple(_several(tree.get(names["ema"]))),
+        schedulers=_several(section("scheduler")),
+        scaler=section("scaler"),
+        averages=_several(section("ema")),
         extra={key: item for key, item in tree.items() if key not in names.values()},
-        step=_number(tree.get(names["step"])),
+        step=step if isinstance(step, int) else None,
     )
 
 
 def _is_entry(name: Any, item: Any) -> bool:
     return isinstance(name, str) and (isinstance(item, Held) or name.endswith(_EXTRA))
-
-
-def _name_in(tree: Mapping[str, Any], choices: tuple[str, ...]) -> str | None:
-    return next((name for name in choices if tree.get(name) is not None), None)
 
 
 def _only_state_dict(tree: Mapping[str, Any], names: Mapping[str, str | None]) -> Any:
@@ -174,30 +162,27 @@ def _only_state_dict(tree: Mapping[str, Any], names: Mapping[str, str | None]) -
     return found[0] if len(found) == 1 else None
 
 
-def _with_numbers(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state by the parameter's number; some layouts make it text."""
+def _optimizer_record(state_dict: dict[str, Any]) -> OptimizerRecord:
+    """The state by the parameter's number, which some layouts make text.
+
+    Layouts of torch.distributed have names where optimizers have numbers.
+    """
     state = {
         int(key) if isinstance(key, str) and key.isdigit() else key: item
         for key, item in (state_dict.get("state") or {}).items()
     }
-    return {**state_dict, "state": state}
-
-
-def _names_of_parameters(state_dict: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Layouts of torch.distributed have names where optimizers have numbers."""
     ids = [each for group in state_dict["param_groups"] for each in group.get("params", ())]
-    has_names = all(isinstance(each, str) and not each.isdigit() for each in ids)
-    return tuple(map(canonical, ids)) if ids and has_names else None
+    has_names = ids and all(isinstance(each, str) and not each.isdigit() for each in ids)
+    return OptimizerRecord(
+        state_dict={**state_dict, "state": state},
+        names=tuple(map(canonical, ids)) if has_names else None,
+    )
 
 
-def _several(value: Any) -> list[Any]:
+def _several(value: Any) -> tuple[Any, ...]:
     if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 _MODELS = (
@@ -209,28 +194,30 @@ _MODELS = (
     "diffusion_pytorch_model.safetensors",
     "adapter_model.safetensors",
 )
-_OTHERS = {
+_FILES = {
+    "model": _MODELS,
     "optimizer": ("optimizer.pt", "optimizer.bin"),
     "scheduler": ("scheduler.pt", "scheduler.bin"),
     "scaler": ("scaler.pt",),
 }
-_STEP = "trainer_state.json"
 
 
 def folder_files(folder: Path) -> dict[str, Path]:
-    """The files of a checkpoint folder by section; the first model file that is there."""
-    choices = {"model": _MODELS, **_OTHERS}
-    there = {
-        section: [folder / name for name in names if (folder / name).is_file()]
-        for section, names in choices.items()
-    }
-    return {section: files[0] for section, files in there.items() if files}
+    """The files of a checkpoint folder by section; the first of each that is there."""
+    found: dict[str, Path] = {}
+    for section, names in _FILES.items():
+        for name in names:
+            if (folder / name).is_file():
+                found.setdefault(section, folder / name)
+    return found
 
 
 def step_of(folder: Path) -> int | None:
     """The step that transformers' Trainer noted, if it did."""
     try:
-        step = json.loads((folder / _STEP).read_text(encoding="utf-8"))["global_step"]
+        step = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))[
+            "global_step"
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
@@ -241,8 +228,8 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
     try:
         entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
         entries = [(str(name), str(file)) for name, file in entries]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("it is no index of shards: it has no weight_map.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+        raise CheckpointError("it is no index of shards: it has no weight_map.") from failure
     shards: dict[Path, list[str]] = {}
     for name, file in entries:
         if Path(file).name != file:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from xxhash import xxh3_128_digest
 
 from stayfinite.detect.memory import float_parts, pieces
 from stayfinite.errors import CheckpointError
@@ -69,16 +69,14 @@ class Header:
 def build(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Header:
     """The header for these tensors, largest elements first so that all of them are aligned."""
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
-    entries, offset = [], 0
+    offset = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         stop = offset + tensor.numel() * tensor.dtype.itemsize
-        shape = list(tensor.shape)
         described[name] = {
             "dtype": NAMES[tensor.dtype],
-            "shape": shape,
+            "shape": list(tensor.shape),
             "data_offsets": [offset, stop],
         }
-        entries.append((name, tensor.dtype, tuple(shape), offset, stop))
         offset = stop
     text = json.dumps(described, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
@@ -88,24 +86,7 @@ def build(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Header:
             "are possible. Store long lists of numbers as tensors."
         )
     raw = len(text).to_bytes(8, "little") + text
-    return Header(raw=raw, metadata=metadata, entries=_from_file_start(entries, len(raw)))
-
-
-def _from_file_start(
-    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...], int, int]], begin: int
-) -> tuple[Entry, ...]:
-    return tuple(
-        Entry(name=name, dtype=dtype, shape=shape, start=begin + start, stop=begin + stop)
-        for name, dtype, shape, start, stop in entries
-    )
-
-
-def header_length(prefix: bytes, size: int) -> int:
-    """The length of the JSON that follows the first 8 bytes of a file of this size."""
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or not 2 <= length <= min(LONGEST_HEADER, size - 8):
-        raise CheckpointError("it has no safetensors header, or was cut off.")
-    return length
+    return parse(raw, len(raw) + offset)
 
 
 def parse(raw: bytes, size: int) -> Header:
@@ -113,12 +94,19 @@ def parse(raw: bytes, size: int) -> Header:
     try:
         described = json.loads(raw[8:].decode(), object_pairs_hook=_without_repeats)
         metadata = dict(described.pop("__metadata__", None) or {})
-        found = [_entry(name, each) for name, each in described.items()]
+        entries = [_entry(name, each, len(raw)) for name, each in described.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError("its header is not that of a safetensors file.") from error
-    entries = _from_file_start(sorted(found, key=lambda each: each[3:]), len(raw))
-    _check_coverage(entries, len(raw), size)
-    return Header(raw=raw, metadata=metadata, entries=entries)
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    at = len(raw)
+    for entry in entries:  # every byte belongs to one tensor
+        if entry.start != at:
+            raise CheckpointError(f"its tensors overlap or leave a gap at {entry.name}.")
+        at = entry.stop
+    if at != size:
+        missing = "it was cut off" if size < at else "something was added"
+        raise CheckpointError(f"it has {size:,} bytes and its header says {at:,}: {missing}.")
+    return Header(raw=raw, metadata=metadata, entries=tuple(entries))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,27 +116,15 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _entry(name: str, described: Any) -> tuple[str, torch.dtype, tuple[int, ...], int, int]:
+def _entry(name: str, described: Any, begin: int) -> Entry:
     dtype = DTYPES[described["dtype"]]
     shape = tuple(described["shape"])
     start, stop = described["data_offsets"]
-    numbers = (*shape, start, stop)
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
         raise ValueError(name)
     if stop - start != math.prod(shape) * dtype.itemsize:  # torch's own product wraps around
         raise ValueError(name)
-    return name, dtype, shape, start, stop
-
-
-def _check_coverage(entries: tuple[Entry, ...], begin: int, size: int) -> None:
-    """Every byte belongs to one tensor."""
-    for entry in entries:
-        if entry.start != begin:
-            raise CheckpointError(f"its tensors overlap or leave a gap at {entry.name}.")
-        begin = entry.stop
-    if begin != size:
-        missing = "it was cut off" if size < begin else "something was added"
-        raise CheckpointError(f"it has {size:,} bytes and its header says {begin:,}: {missing}.")
+    return Entry(name=name, dtype=dtype, shape=shape, start=begin + start, stop=begin + stop)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -157,22 +133,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return plain.reshape(-1).view(torch.uint8)
 
 
-# The checksum of a tensor's bytes, at the speed of memory.
-#
-# Bytes are cut into pieces of 64 rows of 2039 little-endian 64-bit words. Of each piece the sums
-# of the columns, modulo 2^64, and the bytes that fill no row go through SHA-256; the digest of a
-# tensor is the SHA-256 of those of its pieces. A change within 16,304 bytes in a row touches no
-# column twice, so it is always seen. 2039 is odd, so sectors that change places are never in the
-# same columns, and are seen too. A CRC-32 gives less, and is slower: benchmarks/checkpoint.py.
-
 Bytes = NDArray[np.uint8]
 
-SIZE = 16
-"""Bytes of a digest."""
-
-WORDS = 2039
-ROW = 8 * WORDS
-PIECE = 64 * ROW
+PIECE = 1 << 22
+"""Bytes that are read and digested at a time; a part of the format."""
 
 
 def pieces_of(data: Bytes) -> Iterator[Bytes]:
@@ -181,25 +145,14 @@ def pieces_of(data: Bytes) -> Iterator[Bytes]:
         yield data[start : start + PIECE]
 
 
-def piece_digest(data: Bytes) -> bytes:
-    """The digest of one piece."""
-    whole = len(data) // ROW * ROW
-    hashed = hashlib.sha256()
-    if whole:
-        sums = np.add.reduce(data[:whole].view("<u8").reshape(-1, WORDS), axis=0)
-        hashed.update(sums.data)
-    hashed.update(data[whole:].data)
-    return hashed.digest()[:SIZE]
-
-
-def joint_digest(parts: Iterable[bytes]) -> bytes:
-    """One digest over plain bytes: digests of pieces, or a header and what is known of the rest."""
-    return hashlib.sha256(b"".join(parts)).digest()[:SIZE]
+def joint_digest(digests: Iterable[bytes]) -> bytes:
+    """The digest of a tensor, from those of its pieces."""
+    return xxh3_128_digest(b"".join(digests))
 
 
 def digest(data: Bytes) -> bytes:
-    """The digest of a tensor's bytes."""
-    return joint_digest(map(piece_digest, pieces_of(data)))
+    """The checksum of a tensor's bytes."""
+    return joint_digest(xxh3_128_digest(piece.data) for piece in pieces_of(data))
 
 
 # Our own files: a safetensors file whose last tensor is the seal.
@@ -208,14 +161,13 @@ def digest(data: Bytes) -> bytes:
 # are. Then come the digest over the header and all stamps, and a mark. So every byte of the file
 # is under a digest, and who has compared those need not look at the values again.
 
-FORMAT = "1"
-MARK = b"stayfinite seal1"
+FORMAT = 2
+MARK = f"stayfinite seal{FORMAT}".encode()
 SEAL = "stayfinite.seal"
-_STAMP = struct.Struct(f"<{SIZE}sddQ")
+_STAMP = struct.Struct("<16sddQ")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What the seal says of one tensor."""
 
     digest: bytes
@@ -226,43 +178,48 @@ class Stamp:
         bits = sum(is_there << bit for bit, is_there in enumerate(kinds))
         return _STAMP.pack(self.digest, self.tally.low, self.tally.high, bits)
 
-    @classmethod
-    def unpacked(cls, content: bytes) -> Self:
-        digest, low, high, bits = _STAMP.unpack(content)
-        nan, pos_inf, neg_inf = (bool(bits >> bit & 1) for bit in range(3))
-        tally = Tally(low=low, high=high, has_nan=nan, has_pos_inf=pos_inf, has_neg_inf=neg_inf)
-        return cls(digest=digest, tally=tally)
+
+def seal_of(raw: bytes, stamps: bytes) -> bytes:
+    """The content of the seal, for the bytes of a header and the stamps of all tensors."""
+    return stamps + xxh3_128_digest(raw + stamps) + MARK
 
 
 def sealed_pieces(
     tensors: Mapping[str, Tensor], tallies: Mapping[str, Tally], metadata: Mapping[str, str]
 ) -> Iterator[memoryview]:
     """The bytes of a sealed file, piece by piece, ready to be written."""
-    size = _STAMP.size * len(tensors) + SIZE + len(MARK)
+    size = len(seal_of(b"", bytes(_STAMP.size * len(tensors))))
     placeholder = torch.empty(size, dtype=torch.uint8, device="meta")
-    header = build({**tensors, SEAL: placeholder}, {"stayfinite": FORMAT, **metadata})
+    header = build({**tensors, SEAL: placeholder}, {"stayfinite": str(FORMAT), **metadata})
     yield memoryview(header.raw)
     stamps = []
     for entry in header.entries[:-1]:
         digests = []
         for piece in pieces_of(bytes_of(tensors[entry.name]).numpy()):
-            digests.append(piece_digest(piece))
+            digests.append(xxh3_128_digest(piece.data))
             yield piece.data
-        stamps.append(Stamp(digest=joint_digest(digests), tally=tallies[entry.name]).packed())
-    yield memoryview(_seal(header, b"".join(stamps)))
+        stamps.append(Stamp(joint_digest(digests), tallies[entry.name]).packed())
+    yield memoryview(seal_of(header.raw, b"".join(stamps)))
 
 
-def _seal(header: Header, stamps: bytes) -> bytes:
-    return stamps + joint_digest([header.raw, stamps]) + MARK
+Read = Callable[[int, int], bytes]
+"""Gives the bytes of a file from a first to before a last one."""
 
 
-def is_sealed(header: Header, tail: bytes) -> bool:
-    """Whether the file is one of ours; any one of its marks says so, since one may be damaged."""
+def read_header(read: Read, size: int) -> tuple[Header, bool]:
+    """The header of a file of this size, unverified, and whether the file is one of ours."""
+    prefix = read(0, min(8, size))
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= length <= min(LONGEST_HEADER, size - 8):
+        raise CheckpointError("it has no safetensors header, or was cut off.")
+    header = parse(read(0, 8 + length), size)
     names = {entry.name for entry in header.entries}
-    return "stayfinite" in header.metadata or SEAL in names or tail == MARK
+    tail = read(max(0, size - len(MARK)), size)
+    # Any one of the marks says so, since one may be damaged.
+    return header, "stayfinite" in header.metadata or SEAL in names or tail == MARK
 
 
-def stored_stamps(header: Header, read: Callable[[int, int], bytes]) -> list[Stamp]:
+def stored_stamps(header: Header, read: Read) -> list[Stamp]:
     """The stamps of the tensors before the seal; CheckpointError if header or seal changed."""
     version = header.metadata.get("stayfinite")
     last = header.entries[-1] if header.entries else None
@@ -270,15 +227,24 @@ def stored_stamps(header: Header, read: Callable[[int, int], bytes]) -> list[Sta
         raise CheckpointError("its header was damaged: the checksums are not where they must be.")
     content = read(last.start, last.stop)
     stamps = content[: _STAMP.size * (len(header.entries) - 1)]
-    if content != _seal(header, stamps):
-        raise CheckpointError("its header or its checksums were damaged.")
-    if version != FORMAT:
+    is_right = content == seal_of(header.raw, stamps)
+    if version != str(FORMAT) and (is_right or not content.endswith(MARK)):
         raise CheckpointError(
             f"it has format {version}, and this version of stayfinite reads format {FORMAT}. "
-            "Update stayfinite."
+            + (
+                "Load it with the version that saved it."
+                if version == "1"
+                else "Update stayfinite."
+            )
         )
-    starts = range(0, len(stamps), _STAMP.size)
-    return [Stamp.unpacked(stamps[start : start + _STAMP.size]) for start in starts]
+    if not is_right:
+        raise CheckpointError("its header or its checksums were damaged.")
+    found = []
+    for digest, low, high, bits in _STAMP.iter_unpack(stamps):
+        nan, pos_inf, neg_inf = (bool(bits >> bit & 1) for bit in range(3))
+        tally = Tally(low=low, high=high, has_nan=nan, has_pos_inf=pos_inf, has_neg_inf=neg_inf)
+        found.append(Stamp(digest, tally))
+    return found
 
 
 _DIRECT = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
@@ -318,11 +284,15 @@ class Tally:
 
 def tally(tensor: Tensor) -> Tally:
     """The tally of a tensor of any dtype and layout."""
-    return together(
-        _of_reals(piece if part.dtype in _DIRECT else piece.float())
-        for part in float_parts(tensor.detach())
-        for piece in _few(part)
-    )
+    found: list[Tally] = []
+    for part in float_parts(tensor.detach()):
+        is_direct = part.dtype in _DIRECT
+        if is_direct and part.is_contiguous():
+            found.append(_of_reals(part))
+        else:  # piece by piece, so that there is never a copy of the whole
+            each = (piece for _, piece in pieces(part, _AT_ONCE))
+            found += (_of_reals(piece if is_direct else piece.float()) for piece in each)
+    return together(found)
 
 
 def together(tallies: Iterable[Tally]) -> Tally:
@@ -337,13 +307,6 @@ def together(tallies: Iterable[Tally]) -> Tally:
         has_pos_inf=any(each.has_pos_inf for each in known),
         has_neg_inf=any(each.has_neg_inf for each in known),
     )
-
-
-def _few(part: Tensor) -> Iterable[Tensor]:
-    """As few pieces as can be looked at without a copy of the whole."""
-    if part.dtype in _DIRECT and part.is_contiguous():
-        return [part]
-    return (piece for _, piece in pieces(part, _AT_ONCE))
 
 
 def _of_reals(values: Tensor) -> Tally:

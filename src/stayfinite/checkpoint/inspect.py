@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,26 @@ from stayfinite.checkpoint.checks import judge
 from stayfinite.checkpoint.fit import is_narrower, name_of
 from stayfinite.checkpoint.folder import age, checkpoints_in, generations
 from stayfinite.checkpoint.foreign import is_torch_file, read_torch, shards_of
-from stayfinite.checkpoint.load import open_checkpoint
+from stayfinite.checkpoint.load import examine, open_checkpoint
 from stayfinite.checkpoint.modules import Members, gather
-from stayfinite.checkpoint.problem import Problem, Rules, errors_in, sorted_problems
+from stayfinite.checkpoint.problem import (
+    Problem,
+    Rules,
+    error,
+    errors_in,
+    sorted_problems,
+    warning,
+)
 from stayfinite.checkpoint.stream import Reading, nothing_told
 from stayfinite.checkpoint.values import (
     Contents,
     Held,
-    ModuleRecord,
+    OptimizerRecord,
     hold_all,
     is_same,
     leaves,
-    part_name,
+    named_leaves,
+    named_parts,
 )
 from stayfinite.errors import CheckpointError, InputError
 
@@ -65,39 +74,38 @@ def check(
     model: Any = None,
     optimizer: Any = None,
     against: Path | None = None,
-    rules: Rules | None = None,
     progress: Callable[[int], None] = nothing_told,
 ) -> Check:
     """Stream through the file, and through the other one that it is compared with."""
-    members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
+    members = gather(model=model, optimizer=optimizer)
     reading = Reading(digests=against is not None or bool(members.models), progress=progress)
-    try:
-        contents, damage = open_checkpoint(path, reading)
-        other = None if against is None else open_checkpoint(against, reading)[0]
-    except CheckpointError as error:
-        problem = Problem(kind="unreadable", key="file", message=str(error))
-        return Check(path=path, problems=(problem,))
-    judged = judge(contents, members, rules or Rules())
-    comparison = None if other is None else compare(contents, other)
-    found = [*damage, *judged.problems, *(comparison.problems if comparison else ())]
+    contents, problems = examine(path, reading, members, Rules())
+    if contents is None:
+        return Check(path=path, problems=tuple(problems))
+    comparison = None
+    if against is not None:
+        try:
+            comparison = compare(contents, open_checkpoint(against, reading)[0])
+        except CheckpointError as failure:
+            return Check(path=path, problems=(error("unreadable", "file", str(failure)),))
+        problems += comparison.problems
+    parts = [
+        Part(
+            name=name,
+            tensors=len(tensors),
+            bytes=sum(held.nbytes for held in tensors.values()),
+            dtypes=tuple(sorted({name_of(held.dtype) for held in tensors.values()})),
+            largest=max((held.tally.largest for held in tensors.values()), default=0.0),
+        )
+        for name, tensors in _tensors_by_part(contents).items()
+    ]
     return Check(
         path=path,
         layout=contents.layout,
         step=contents.step,
-        parts=tuple(_part(*each) for each in tensors_of(contents).items()),
-        problems=tuple(sorted_problems(found)),
+        parts=tuple(parts),
+        problems=tuple(sorted_problems(problems)),
         comparison=comparison,
-    )
-
-
-def _part(name: str, tensors: Mapping[str, Held]) -> Part:
-    values = tensors.values()
-    return Part(
-        name=name,
-        tensors=len(tensors),
-        bytes=sum(held.nbytes for held in values),
-        dtypes=tuple(sorted({name_of(held.dtype) for held in values})),
-        largest=max((held.tally.largest for held in values), default=0.0),
     )
 
 
@@ -130,72 +138,47 @@ def compare(contents: Contents, other: Contents) -> Comparison:
     """The first against the second, tensor by tensor; they must have been read with digests."""
     ours, theirs = _compared(contents), _compared(other)
     both = [key for key in ours if key in theirs]
-    same = [key for key in both if is_same(ours[key], theirs[key])]
-    problems = [*_one_sided(ours, theirs)]
+    changed = tuple(key for key in both if not is_same(ours[key], theirs[key]))
+    problems = [
+        *(error("missing", k, "is only in the other one.") for k in theirs if k not in ours),
+        *(error("unexpected", k, "is not in the other one.") for k in ours if k not in theirs),
+    ]
     for key in both:
         problems += _differences(key, ours[key], theirs[key])
-    known = set(same)
-    changed = tuple(key for key in both if key not in known)
-    return Comparison(same=len(same), changed=changed, problems=tuple(problems))
-
-
-def tensors_of(contents: Contents) -> dict[str, dict[str, Held]]:
-    """The tensors of each part that is there, by their names in it."""
-    parts: dict[str, Any] = {}
-    several = {
-        "model": contents.models,
-        "ema": contents.averages,
-        "optimizer": [each.state_dict for each in contents.optimizers],
-        "scheduler": contents.schedulers,
-    }
-    for part, trees in several.items():
-        for number, tree in enumerate(trees):
-            parts[part_name(part, number, len(trees))] = tree
-    parts |= {"scaler": contents.scaler, "random": contents.random, "extra": contents.extra}
-    return {part: dict(_named(tree)) for part, tree in parts.items() if tree}
-
-
-def _named(tree: Any, above: str = "") -> Iterator[tuple[str, Held]]:
-    if isinstance(tree, Held):
-        yield above, tree
-    elif isinstance(tree, ModuleRecord):
-        yield from tree.tensors.items()
-    elif isinstance(tree, (dict, list, tuple)):
-        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _named(item, f"{above}.{key}" if above else str(key))
+    return Comparison(same=len(both) - len(changed), changed=changed, problems=tuple(problems))
 
 
 def _compared(contents: Contents) -> dict[str, Held]:
     """The tensors of models, averages and optimizers by their full names."""
     return {
         f"{part}.{name}": held
-        for part, tensors in tensors_of(contents).items()
+        for part, tensors in _tensors_by_part(contents).items()
         if part.partition(".")[0] in ("model", "ema", "optimizer")
         for name, held in tensors.items()
     }
 
 
-def _one_sided(ours: Mapping[str, Held], theirs: Mapping[str, Held]) -> Iterator[Problem]:
-    for key in theirs:
-        if key not in ours:
-            yield Problem(kind="missing", key=key, message="is only in the other one.")
-    for key in ours:
-        if key not in theirs:
-            yield Problem(kind="unexpected", key=key, message="is not in the other one.")
+def _tensors_by_part(contents: Contents) -> dict[str, dict[str, Held]]:
+    """The tensors of each part that is there, by their names in it."""
+    parts: dict[str, Any] = {}
+    for part in ("model", "ema", "optimizer", "scheduler", "scaler"):
+        for name, tree in named_parts(part, contents.parts[part]):
+            parts[name] = tree.state_dict if isinstance(tree, OptimizerRecord) else tree
+    parts |= {"random": contents.random, "extra": contents.extra}
+    return {part: dict(named_leaves(tree)) for part, tree in parts.items() if tree}
 
 
 def _differences(key: str, held: Held, other: Held) -> Iterator[Problem]:
     if held.shape != other.shape:
         message = f"has shape {list(held.shape)}, and {list(other.shape)} in the other one."
-        yield Problem(kind="shape", key=key, message=message)
+        yield error("shape", key, message)
     if held.dtype != other.dtype:
         message = f"is {name_of(held.dtype)}, and {name_of(other.dtype)} in the other one."
-        is_error = is_narrower(held.dtype, other.dtype)
-        yield Problem(kind="dtype", key=key, message=message, is_error=is_error)
+        yield (error if is_narrower(held.dtype, other.dtype) else warning)("dtype", key, message)
     before, now = other.tally.largest, held.tally.largest
     if before > 0 and now > GROWTH * before and now > 1:
         message = f"its largest magnitude went from {before:.3g} to {now:.3g}."
-        yield Problem(kind="drift", key=key, message=message, is_error=False)
+        yield warning("drift", key, message)
 
 
 def latest_good(
@@ -219,15 +202,11 @@ def latest_good(
     """
     place = Path(directory)
     candidates = checkpoints_in(place) if place.is_dir() else generations(place)
-    members = gather(model=model, optimizer=None, scheduler=None, scaler=None, ema=None)
+    members = gather(model=model)
     rules = Rules(ignore=ignore, nonfinite_ok=nonfinite_ok)
     for path in sorted(candidates, key=age, reverse=True):
-        try:
-            contents, damage = open_checkpoint(path, Reading())
-        except CheckpointError:
-            continue
-        judged = judge(contents, members, rules)
-        if contents.models and not errors_in([*damage, *judged.problems]):
+        contents, problems = examine(path, Reading(), members, rules)
+        if contents is not None and contents.models and not errors_in(problems):
             return path
     return None
 
@@ -254,43 +233,30 @@ def first_bad_checkpoint(
     >>> first_bad_checkpoint(files).name
     '2.pt'
     """
-    paths = _series(checkpoints)
-    judged = is_bad if is_bad is not None else has_bad_value
-    if not paths or not judged(paths[-1]):
-        return None
-    low, high = 0, len(paths) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if judged(paths[middle]) else (middle + 1, high)
-    return paths[low]
-
-
-def _series(checkpoints: AnyPath | Sequence[AnyPath]) -> list[Path]:
     if not isinstance(checkpoints, (str, os.PathLike)):
-        return [Path(path) for path in checkpoints]
-    folder = Path(checkpoints)
-    if not folder.is_dir():
+        paths = [Path(path) for path in checkpoints]
+    elif (folder := Path(checkpoints)).is_dir():
+        paths = checkpoints_in(folder)
+    else:
         raise InputError(
             f"{folder} is not a folder; give a folder of checkpoints or a list of files."
         )
-    return checkpoints_in(folder)
+    judged = is_bad if is_bad is not None else has_bad_value
+    if not paths or not judged(paths[-1]):
+        return None
+    return paths[bisect_left(range(len(paths) - 1), True, key=lambda at: bool(judged(paths[at])))]
 
 
 def has_bad_value(path: Path) -> bool:
     """Whether it holds a value that no training can go on from; InputError if it is unreadable."""
     try:
         contents, _ = open_checkpoint(path, Reading())
-    except CheckpointError as error:
-        return _has_bad_tensor(path, error)
+    except CheckpointError as refused:
+        try:  # a file of torch in which no model can be told: is any tensor bad?
+            if not path.is_file() or not is_torch_file(path):
+                raise refused
+            tree, _ = read_torch(path, Reading())
+        except (CheckpointError, OSError) as failure:
+            raise InputError(str(refused)) from failure
+        return not all(held.tally.is_finite for held in leaves(hold_all(tree, "file")))
     return bool(errors_in(judge(contents, Members(), Rules()).problems))
-
-
-def _has_bad_tensor(path: Path, refused: CheckpointError) -> bool:
-    """The same of a file of torch in which no model can be told: whether any tensor is bad."""
-    try:
-        if not path.is_file() or not is_torch_file(path):
-            raise refused
-        tree, _ = read_torch(path, Reading())
-    except (CheckpointError, OSError) as error:
-        raise InputError(str(refused)) from error
-    return not all(held.tally.is_finite for held in leaves(hold_all(tree, "file")))

@@ -5,10 +5,9 @@ A file of any layout is opened by what is in it rather than by its name.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,22 @@ from stayfinite.checkpoint.foreign import (
     shards_of,
     step_of,
 )
-from stayfinite.checkpoint.modules import Members, Placing, gather
-from stayfinite.checkpoint.problem import Problem, Rules, errors_in, refusal, sorted_problems
+from stayfinite.checkpoint.modules import Members, gather, put_in_place
+from stayfinite.checkpoint.problem import (
+    Problem,
+    Rules,
+    error,
+    errors_in,
+    refusal,
+    sorted_problems,
+    warning,
+)
 from stayfinite.checkpoint.stream import Reading, nothing_told, one_line_errors, read_safetensors
 from stayfinite.checkpoint.values import (
     Contents,
     Layout,
     ModuleRecord,
+    OptimizerRecord,
     hold_all,
     own_contents,
     tree_of,
@@ -95,7 +103,11 @@ def load_checkpoint(
     """
     file = Path(path)
     members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
-    contents, damage = _opened(file, Reading(keep=_wanted(members)))
+    try:
+        contents, damage = open_checkpoint(file, Reading(keep=_wanted(members)))
+    except CheckpointError as failure:
+        problem = error("unreadable", "file", str(failure))
+        raise CheckpointError(f"{failure}{_way_out(file)}", problems=[problem]) from failure
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
     with_random = bool(members.optimizers) if random is None else random
     problems = _load(
@@ -107,7 +119,7 @@ def load_checkpoint(
         step=contents.step,
         extra=with_tensors(contents.extra),
         warnings=problems,
-        state=_all_parts(contents) if members.has_none else {},
+        state={} if any(members.parts.values()) else _all_parts(contents),
     )
 
 
@@ -128,18 +140,20 @@ def restore_checkpoint(
     states are left alone. CheckpointError says what is wrong with each; nothing has changed then.
     """
     asked = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
-    reasons: list[str] = []
-    for file in _candidates(Path(place)):
+    folder, reasons = Path(place), []
+    is_folder = folder.is_dir() and not is_checkpoint_folder(folder)
+    for file in reversed(checkpoints_in(folder)) if is_folder else [folder]:
         try:
             contents, damage = open_checkpoint(file, Reading(keep=_wanted(asked)))
             members = _present(asked, contents)
             if needs_optimizer and not members.optimizers:
                 raise CheckpointError(f"{file} has no state of the optimizer, whose own is bad.")
             _load(file, contents, damage, members, Rules())
-        except CheckpointError as error:
-            reasons.append(str(error))
+        except CheckpointError as failure:
+            reasons.append(str(failure))
         else:
-            return Restored(path=file, step=contents.step, parts=_parts_of(members))
+            parts = tuple(part for part, given in members.parts.items() if given)
+            return Restored(path=file, step=contents.step, parts=parts)
     raise CheckpointError(" ".join(reasons) or f"{place} is a folder without a checkpoint in it.")
 
 
@@ -152,36 +166,20 @@ class Restored:
     parts: tuple[str, ...]
 
 
-def _candidates(place: Path) -> list[Path]:
-    if not place.is_dir() or is_checkpoint_folder(place):
-        return [place]
-    return list(reversed(checkpoints_in(place)))
-
-
 def _present(asked: Members, contents: Contents) -> Members:
     """Those of whom the file has as many; all of the models, which must be there."""
 
-    def kept(there: Sequence[Any], members: tuple[Any, ...]) -> tuple[Any, ...]:
-        return members if len(there) == len(members) else ()
+    def kept(part: str) -> tuple[Any, ...]:
+        members = asked.parts[part]
+        return members if len(contents.parts[part]) == len(members) else ()
 
     return Members(
         models=asked.models,
-        optimizers=kept(contents.optimizers, asked.optimizers),
-        schedulers=kept(contents.schedulers, asked.schedulers),
+        optimizers=kept("optimizer"),
+        schedulers=kept("scheduler"),
         scaler=asked.scaler if contents.scaler else None,
-        averages=kept(contents.averages, asked.averages),
+        averages=kept("ema"),
     )
-
-
-def _parts_of(members: Members) -> tuple[str, ...]:
-    there = {
-        "model": members.models,
-        "optimizer": members.optimizers,
-        "scheduler": members.schedulers,
-        "scaler": members.scaler is not None,
-        "ema": members.averages,
-    }
-    return tuple(part for part, is_there in there.items() if is_there)
 
 
 def _load(
@@ -200,7 +198,12 @@ def _load(
     if errors_in(problems):
         hint = _way_out(file) if damage else ""
         raise refusal(f"{file} was not loaded, and nothing was changed{hint}", problems)
-    _place(contents, members, judged, with_random=with_random)
+    random = None
+    if with_random and contents.random is not None:
+        saved = RandomState(**with_tensors(contents.random))
+        devices = saved.devices[: torch.cuda.device_count()]
+        random = RandomState(saved.python, saved.numpy, saved.torch, devices)
+    put_in_place(contents, members, judged, random=random)
     return tuple(problems)
 
 
@@ -226,36 +229,30 @@ def validate_checkpoint(
     >>> [problem.kind for problem in validate_checkpoint(path)]
     ['nonfinite']
     """
-    members = gather(model=model, optimizer=optimizer, scheduler=None, scaler=None, ema=None)
+    members = gather(model=model, optimizer=optimizer)
     keep = None if forward is None else _wanted(members)
     reading = Reading(keep=keep, digests=bool(members.models), progress=progress)
-    try:
-        contents, damage = open_checkpoint(Path(path), reading)
-    except CheckpointError as error:
-        return [Problem(kind="unreadable", key="file", message=str(error))]
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
+    return examine(Path(path), reading, members, rules, forward=forward)[1]
+
+
+def examine(
+    path: Path, reading: Reading, members: Members, rules: Rules, *, forward: Any = None
+) -> tuple[Contents | None, list[Problem]]:
+    """What a checkpoint holds, or None if it cannot be read, and all that is wrong with it."""
+    try:
+        contents, damage = open_checkpoint(path, reading)
+    except CheckpointError as failure:
+        return None, [error("unreadable", "file", str(failure))]
     judged = judge(contents, members, rules, forward=None if damage else forward)
-    return sorted_problems([*damage, *judged.problems])
+    return contents, sorted_problems([*damage, *judged.problems])
 
 
 def _wanted(members: Members) -> Callable[[str], bool]:
     """Which tensors of our own files to keep: those of the parts that have a member."""
-    has_member = {
-        "model": bool(members.models),
-        "optimizer": bool(members.optimizers),
-        "scheduler": bool(members.schedulers),
-        "scaler": members.scaler is not None,
-        "ema": bool(members.averages),
-    }
-    return lambda name: members.has_none or has_member.get(name.partition(".")[0], True)
-
-
-def _opened(file: Path, reading: Reading) -> tuple[Contents, list[Problem]]:
-    try:
-        return open_checkpoint(file, reading)
-    except CheckpointError as error:
-        problem = Problem(kind="unreadable", key="file", message=str(error))
-        raise CheckpointError(f"{error}{_way_out(file)}", problems=[problem]) from error
+    parts = members.parts
+    has_none = not any(parts.values())
+    return lambda name: has_none or bool(parts.get(name.partition(".")[0], True))
 
 
 def _left_out(contents: Contents, members: Members) -> Iterator[Problem]:
@@ -268,44 +265,27 @@ def _left_out(contents: Contents, members: Members) -> Iterator[Problem]:
     for part, is_left_out in rest.items():
         if members.optimizers and is_left_out:
             message = f"is in the file and was not loaded; pass {part}= to go on with it."
-            yield Problem(kind="not_loaded", key=part, message=message, is_error=False)
+            yield warning("not_loaded", part, message)
 
 
 def _way_out(file: Path) -> str:
     """Where an older generation is whole, said in the error of a damaged one."""
-    older = [path for path in generations(file) if path != file]
-    good = next((path for path in older if is_whole(path)), None)
+    older = (path for path in generations(file) if path != file and is_whole(path))
+    good = next(older, None)
     return f" ({good.name} beside it is whole)" if good is not None else ""
 
 
-def _place(contents: Contents, members: Members, judged: Judged, *, with_random: bool) -> None:
-    with Placing() as placing:
-        placing.parts(contents, members, judged)
-        if with_random and contents.random is not None:
-            saved = RandomState(**with_tensors(contents.random))
-            devices = saved.devices[: torch.cuda.device_count()]
-            state = RandomState(saved.python, saved.numpy, saved.torch, devices)
-            placing.calling(RandomState.capture().restore, state.restore)
-
-
 def _all_parts(contents: Contents) -> dict[str, Any]:
-    parts = {
-        "model": [_tensors(each) for each in contents.models],
-        "optimizer": [with_tensors(each.state_dict) for each in contents.optimizers],
-        "scheduler": [with_tensors(each) for each in contents.schedulers],
-        "ema": [
-            _tensors(each) if isinstance(each, ModuleRecord) else with_tensors(each)
-            for each in contents.averages
-        ],
-    }
-    single = {name: each[0] if len(each) == 1 else each for name, each in parts.items() if each}
-    scaler = {} if contents.scaler is None else {"scaler": with_tensors(contents.scaler)}
-    return {**single, **scaler}
+    """What a file holds, by part; a list where there are several of a kind."""
 
+    def state(part: Any) -> Any:
+        if isinstance(part, ModuleRecord):
+            found = {name: held.tensor for name, held in part.tensors.items()}
+            return found | {alias: found[name] for alias, name in part.ties.items()}
+        return with_tensors(part.state_dict if isinstance(part, OptimizerRecord) else part)
 
-def _tensors(record: ModuleRecord) -> dict[str, Any]:
-    found = {name: held.tensor for name, held in record.tensors.items()}
-    return found | {alias: found[name] for alias, name in record.ties.items()}
+    states = {name: [state(each) for each in those] for name, those in contents.parts.items()}
+    return {name: each[0] if len(each) == 1 else each for name, each in states.items() if each}
 
 
 Opened = tuple[Contents, list[Problem]]
@@ -323,7 +303,10 @@ def open_checkpoint(path: Path, reading: Reading) -> Opened:
         if is_torch_file(path):
             tree, problems = read_torch(path, reading)
             return contents_of_sections(hold_all(tree, "file")), problems
-        return _open_safetensors(path, reading)
+        found = read_safetensors(path, reading)
+        if found.is_ours:
+            return own_contents(tree_of(found.header.metadata), found.held), found.problems
+        return Contents(layout="safetensors", models=(module_record(found.held),)), found.problems
 
 
 def is_whole(path: Path) -> bool:
@@ -342,36 +325,25 @@ def verify(path: Path) -> None:
         raise refusal("the disk gave back something else than was written", file.problems)
 
 
-def _open_safetensors(path: Path, reading: Reading) -> Opened:
-    file = read_safetensors(path, reading)
-    if not file.is_ours:
-        return Contents(layout="safetensors", models=(module_record(file.held),)), file.problems
-    return own_contents(tree_of(file.header.metadata), file.held), file.problems
-
-
 def _open_shards(index: Path, reading: Reading) -> Opened:
     tensors: dict[str, Any] = {}
     problems: list[Problem] = []
     for shard, names in shards_of(index).items():
-        found = _tensors_in(shard, reading, problems)
-        tensors |= {name: found[name] for name in names if name in found}
-        problems += [
-            Problem(kind="missing", key=name, message=f"is not in {shard.name}, as the index says.")
-            for name in names
-            if name not in found
-        ]
+        with one_line_errors(shard):
+            if is_torch_file(shard):
+                tree, bad = read_torch(shard, reading)
+                found = dict(hold_all(tree, "file"))
+            else:
+                file = read_safetensors(shard, reading)
+                found, bad = file.held, file.problems
+        problems += bad
+        for name in names:
+            if name in found:
+                tensors[name] = found[name]
+            else:
+                message = f"is not in {shard.name}, as the index says."
+                problems.append(error("missing", name, message))
     return Contents(layout="huggingface", models=(module_record(tensors),)), problems
-
-
-def _tensors_in(path: Path, reading: Reading, problems: list[Problem]) -> dict[str, Any]:
-    with one_line_errors(path):
-        if is_torch_file(path):
-            tree, found = read_torch(path, reading)
-            problems += found
-            return dict(hold_all(tree, "file"))
-        file = read_safetensors(path, reading)
-        problems += file.problems
-        return file.held
 
 
 def _open_folder(path: Path, reading: Reading) -> Opened:
@@ -391,4 +363,4 @@ def _open_folder(path: Path, reading: Reading) -> Opened:
         sections[name], found = read_torch(file, reading)
         problems = problems + found
     rest = contents_of_sections(hold_all({"model": {}, **sections}, "file"), layout="huggingface")
-    return dataclasses.replace(rest, models=contents.models, step=step_of(path)), problems
+    return replace(rest, models=contents.models, step=step_of(path)), problems

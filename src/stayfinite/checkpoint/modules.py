@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stayfinite.checkpoint.values import Held, PlaceKind, with_tensors
+from stayfinite.checkpoint.values import ByPart, Held, PlaceKind, with_tensors
 from stayfinite.errors import InputError
+from stayfinite.training import params_of
 
 if TYPE_CHECKING:
     from stayfinite.checkpoint.checks import Judged
     from stayfinite.checkpoint.values import Contents
+    from stayfinite.snapshot import RandomState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Members:
+class Members(ByPart):
     """The members of a training job."""
 
     models: tuple[nn.Module, ...] = ()
@@ -36,38 +39,35 @@ class Members:
     scaler: Any = None
     averages: tuple[Any, ...] = ()
 
-    @property
-    def has_none(self) -> bool:
-        everyone = (*self.models, *self.optimizers, *self.schedulers, *self.averages)
-        return not everyone and self.scaler is None
 
-
-def gather(*, model: Any, optimizer: Any, scheduler: Any, scaler: Any, ema: Any) -> Members:
+def gather(
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+) -> Members:
     """Members from what people pass; InputError names what is none."""
     return Members(
         models=_several(model, "model", nn.Module),
         optimizers=_several(optimizer, "optimizer", Optimizer),
-        schedulers=_stateful(_several(scheduler, "scheduler", object), "scheduler"),
-        scaler=next(iter(_stateful(_several(scaler, "scaler", object), "scaler")), None),
-        averages=_stateful(_several(ema, "ema", object), "ema"),
+        schedulers=_several(scheduler, "scheduler"),
+        scaler=next(iter(_several(scaler, "scaler")), None),
+        averages=_several(ema, "ema"),
     )
 
 
-def _several(value: Any, name: str, kind: type) -> tuple[Any, ...]:
-    if value is None:
-        return ()
+def _several(value: Any, name: str, kind: type | None = None) -> tuple[Any, ...]:
+    """One, several or None, as a tuple; without a kind they must have a state."""
     members = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    members = () if value is None else members
     for member in members:
-        if not isinstance(member, kind):
+        if kind is not None and not isinstance(member, kind):
             raise InputError(
                 f"{name} is a {type(member).__name__}; it must be a {kind.__name__} or a list "
                 "of them."
             )
-    return members
-
-
-def _stateful(members: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    for member in members:
         if not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")):
             raise InputError(
                 f"{name} is a {type(member).__name__}; it must have state_dict() and "
@@ -84,10 +84,8 @@ def parameter_names(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> list
         for prefix, owner in named_owners(model):
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    full = canonical(f"{prefix}.{name}" if prefix else name)
-                    names.setdefault(id(parameter), above + full)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [names.get(id(param)) for param in params]
+                    names.setdefault(id(parameter), above + canonical(joined(prefix, name)))
+    return [names.get(id(param)) for param in params_of(optimizer)]
 
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -152,9 +150,8 @@ def places(model: nn.Module) -> dict[str, Place]:
     for above, owner in named_owners(model):
         for kind, attribute, tensor in _tensors(owner):
             name = joined(above, attribute)
-            found.setdefault(
-                name, Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=tensor)
-            )
+            place = Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=tensor)
+            found.setdefault(name, place)
     return found
 
 
@@ -168,11 +165,16 @@ def _tensors(owner: nn.Module) -> Iterator[tuple[PlaceKind, str, Tensor]]:
             yield "parameter", name, parameter
     for name, buffer in owner._buffers.items():
         if buffer is not None:
-            is_kept = name not in owner._non_persistent_buffers_set
-            yield "buffer" if is_kept else "non-persistent buffer", name, buffer
+            yield _buffer_kind(owner, name), name, buffer
     for name, value in vars(owner).items():
         if isinstance(value, Tensor) and not is_derived(owner, name):
             yield "attribute", name, value
+
+
+def _buffer_kind(owner: nn.Module, name: str) -> PlaceKind:
+    # Modules tell in no other way which of their buffers state_dict() leaves out.
+    is_left_out = name in owner._non_persistent_buffers_set
+    return "non-persistent buffer" if is_left_out else "buffer"
 
 
 def is_derived(owner: nn.Module, attribute: str) -> bool:
@@ -180,49 +182,25 @@ def is_derived(owner: nn.Module, attribute: str) -> bool:
     value = vars(owner).get(attribute)
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return True
-    hooks = owner._forward_pre_hooks.values()
+    hooks = owner._forward_pre_hooks.values()  # weight_norm's hook has the name of what it sets
     return any(getattr(hook, "name", None) == attribute for hook in hooks)
 
 
-def slot_for(model: nn.Module, name: str) -> Place | None:
+def slot_for(owners: Mapping[str, nn.Module], name: str) -> Place | None:
     """An empty slot with this name: a buffer or an attribute that is None or has no elements."""
     above, _, attribute = name.rpartition(".")
-    owner = dict(named_owners(model)).get(above)
+    owner = owners.get(above)
     if owner is None:
         return None
-    kind: PlaceKind
-    if attribute in owner._buffers:
-        is_kept = attribute not in owner._non_persistent_buffers_set
-        kind = "buffer" if is_kept else "non-persistent buffer"
-    elif attribute in vars(owner) or _is_class_tensor(owner, attribute):
-        kind = "attribute"
-    else:
+    is_buffer = attribute in owner._buffers
+    is_class_tensor = isinstance(getattr(type(owner), attribute, None), Tensor)
+    if not (is_buffer or attribute in vars(owner) or is_class_tensor):
         return None
-    if not is_empty(getattr(owner, attribute)):
+    value = getattr(owner, attribute)
+    if value is not None and not (isinstance(value, Tensor) and not value.numel()):
         return None
+    kind = _buffer_kind(owner, attribute) if is_buffer else "attribute"
     return Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=None)
-
-
-def is_derived_name(model: nn.Module, name: str) -> bool:
-    above, _, attribute = name.rpartition(".")
-    owner = dict(named_owners(model)).get(above)
-    return owner is not None and attribute in vars(owner) and is_derived(owner, attribute)
-
-
-def _is_class_tensor(owner: nn.Module, attribute: str) -> bool:
-    return isinstance(getattr(type(owner), attribute, None), Tensor)
-
-
-def is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, Tensor) and not value.numel())
-
-
-def device_of(owner: nn.Module, model: nn.Module) -> torch.device:
-    """Where a new tensor of this module belongs."""
-    for module in (owner, model):
-        for tensor in (*module.parameters(), *module.buffers()):
-            return tensor.device
-    return torch.device("cpu")
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
@@ -234,139 +212,106 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     }
 
 
-class Placing:
-    """A `with` block whose changes are undone if it is left by an exception."""
+Undo = list[Callable[[], object]]
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        while self._undo and error is not None:
+@contextmanager
+def undoing() -> Iterator[Undo]:
+    """A block that notes how each change is undone; all of them are, last first, if it raises."""
+    undo: Undo = []
+    try:
+        yield undo
+    except BaseException as error:
+        while undo:
             try:
-                self._undo.pop()()
+                undo.pop()()
             except Exception as failure:  # the others are put back all the same
                 error.add_note(f"One part could not be put back: {failure!r}")
-        self._undo.clear()
+        raise
 
-    def parts(self, contents: Contents, members: Members, judged: Judged) -> None:
-        """Everything that was judged to fit, less the random states."""
+
+def put_in_place(
+    contents: Contents, members: Members, judged: Judged, *, random: RandomState | None = None
+) -> None:
+    """Put everything that was judged to fit in place, or nothing if anything fails."""
+    states = [
+        *zip(members.schedulers, contents.schedulers, strict=False),
+        *zip(members.parts["scaler"], contents.parts["scaler"], strict=False),
+        *judged.other_averages,
+    ]
+    with undoing() as undo:
         for optimizer, record in zip(members.optimizers, contents.optimizers, strict=False):
-            self.optimizer(optimizer, record.state_dict)
-        for scheduler, state in zip(members.schedulers, contents.schedulers, strict=False):
-            self.state(scheduler, state)
-        if members.scaler is not None and contents.scaler is not None:
-            self.state(members.scaler, contents.scaler)
-        for average, state in judged.other_averages:
-            self.state(average, state)
+            _place_optimizer(undo, optimizer, with_tensors(record.state_dict))
+        for member, state in states:
+            undo.append(partial(member.load_state_dict, copy.deepcopy(member.state_dict())))
+            member.load_state_dict(with_tensors(state))
         for module, fit in judged.fits:
-            self.extra_states(fit.extra_states, module)
-            self.tensors(fit.moves, module)
-
-    @torch.no_grad()
-    def tensors(self, moves: Iterable[tuple[Place, Held]], model: nn.Module) -> None:
-        """Copy into the tensors that the model has; empty slots get new ones."""
-        once = {place.identity: (place, held) for place, held in moves}.values()
-        uses = Counter(id(held.tensor) for _, held in once)
-        for place, held in once:
-            assert held.tensor is not None, held.key
-            if place.tensor is None:
-                self._fill(place, held.tensor, device_of(place.owner, model))
-                continue
-            before = self._copy(place.tensor, held.tensor)
-            if held.is_private and uses[id(held.tensor)] == 1 and before.dtype == held.dtype:
-                self._keep_in(held.tensor, before, place.tensor)
-
-    def _copy(self, target: Tensor, value: Tensor) -> Tensor:
-        """Copy the value; gives the values of before, in memory that the model does not need."""
-        before = target.detach().to("cpu", copy=True)
-        self._undo.append(lambda: _put_back(target, before))
-        target.copy_(value)
-        return before
-
-    def _keep_in(self, loaded: Tensor, before: Tensor, target: Tensor) -> None:
-        """Let the loaded memory take the old values, so that undoing needs no more of it."""
-        loaded.copy_(before)
-        self._undo[-1] = lambda: _put_back(target, loaded)
-
-    def _fill(self, place: Place, value: Tensor, device: torch.device) -> None:
-        owner, name = place.owner, place.attribute
-        slots = owner._buffers if name in owner._buffers else vars(owner)
-        was_there, before = name in slots, slots.get(name)
-
-        def undo() -> None:
-            if was_there:
-                slots[name] = before
-            else:
-                del slots[name]
-
-        self._undo.append(undo)
-        slots[name] = value.to(device, copy=True)
-
-    def extra_states(self, states: Mapping[str, Any], model: nn.Module) -> None:
-        owners = dict(named_owners(model))
-        for name, state in states.items():
-            owner = owners[name]
-            before = copy.deepcopy(owner.get_extra_state())
-            self._undo.append(_call(owner.set_extra_state, before))
-            owner.set_extra_state(with_tensors(state))
-
-    def optimizer(self, optimizer: Optimizer, state_dict: Any) -> None:
-        """Load the state; torch would cast it to the parameters' dtype, here it keeps its own."""
-        before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-        groups = [dict(group) for group in optimizer.param_groups]
-        states = {key: copy.copy(value) for key, value in optimizer.state.items()}
-        self._undo.append(lambda: _give_back(optimizer, before, groups, states))
-        loaded = with_tensors(state_dict)
-        optimizer.load_state_dict(loaded)
-        _keep_dtypes(optimizer, loaded)
-
-    def state(self, member: Any, state: Any) -> None:
-        """Load whatever has state_dict() and load_state_dict()."""
-        before = copy.deepcopy(member.state_dict())
-        self._undo.append(_call(member.load_state_dict, before))
-        member.load_state_dict(with_tensors(state))
-
-    def calling(self, restore: Callable[[], None], change: Callable[[], None]) -> None:
-        """Any other change, with how to undo it."""
-        self._undo.append(restore)
-        change()
-
-
-def _call(function: Callable[[Any], Any], value: Any) -> Callable[[], None]:
-    def undo() -> None:
-        function(value)
-
-    return undo
+            owners = dict(named_owners(module))
+            for name, state in fit.extra_states.items():
+                before = copy.deepcopy(owners[name].get_extra_state())
+                undo.append(partial(owners[name].set_extra_state, before))
+                owners[name].set_extra_state(with_tensors(state))
+            place_tensors(undo, fit.moves, module)
+        if random is not None:
+            undo.append(type(random).capture().restore)
+            random.restore()
 
 
 @torch.no_grad()
-def _put_back(target: Tensor, before: Tensor) -> None:
-    target.copy_(before)
+def place_tensors(undo: Undo, moves: Iterable[tuple[Place, Held]], model: nn.Module) -> None:
+    """Copy into the tensors that the model has; empty slots get new ones."""
+    once = {place.identity: (place, held) for place, held in moves}.values()
+    uses = Counter(id(held.tensor) for _, held in once)
+    for place, held in once:
+        target, value = place.tensor, held.tensor
+        assert value is not None, held.key
+        if target is None:
+            _fill_slot(undo, place, value, model)
+            continue
+        before = target.detach().to("cpu", copy=True)
+        undo.append(partial(_copy, target, before))
+        target.copy_(value)
+        if held.is_private and uses[id(value)] == 1 and before.dtype == held.dtype:
+            # The loaded memory takes the old values, so that undoing needs no more of it.
+            value.copy_(before)
+            undo[-1] = partial(_copy, target, value)
 
 
-def _give_back(
-    optimizer: Optimizer, before: dict[str, Any], groups: list[Any], states: dict[Any, Any]
-) -> None:
-    optimizer.state, optimizer.param_groups = before["state"], before["param_groups"]
-    for group, items in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(items)
-    optimizer.state.clear()
-    optimizer.state.update(states)
+@torch.no_grad()
+def _copy(target: Tensor, value: Tensor) -> None:
+    target.copy_(value)
 
 
-def _keep_dtypes(optimizer: Optimizer, loaded: Any) -> None:
+def _fill_slot(undo: Undo, place: Place, value: Tensor, model: nn.Module) -> None:
+    owner, name = place.owner, place.attribute
+    slots: dict[str, Any] = owner._buffers if name in owner._buffers else vars(owner)
+    if name in slots:
+        undo.append(partial(slots.__setitem__, name, slots[name]))
+    else:
+        undo.append(partial(slots.pop, name))
+    others = (t for module in (owner, model) for t in (*module.parameters(), *module.buffers()))
+    device = next((tensor.device for tensor in others), torch.device("cpu"))
+    slots[name] = value.to(device, copy=True)
+
+
+def _place_optimizer(undo: Undo, optimizer: Optimizer, loaded: Any) -> None:
+    """Load the state; torch would cast it to the parameters' dtype, here it keeps its own."""
+    state, groups = optimizer.state, optimizer.param_groups
+    old_groups = [dict(group) for group in groups]
+    old_states = {key: copy.copy(value) for key, value in state.items()}
+
+    def give_back() -> None:
+        optimizer.state, optimizer.param_groups = state, groups
+        for group, items in zip(groups, old_groups, strict=True):
+            group.clear()
+            group.update(items)
+        state.clear()
+        state.update(old_states)
+
+    undo.append(give_back)
+    optimizer.load_state_dict(loaded)
     ids = [number for group in loaded["param_groups"] for number in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in zip(ids, params, strict=True):
+    for number, param in zip(ids, params_of(optimizer), strict=True):
         saved = loaded.get("state", {}).get(number)
         present = optimizer.state.get(param)
         if not isinstance(saved, dict) or not isinstance(present, dict):

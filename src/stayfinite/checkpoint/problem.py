@@ -49,6 +49,14 @@ class Problem:
         return f"{self.key}: {self.message}"
 
 
+def error(kind: Kind, key: str, message: str) -> Problem:
+    return Problem(kind=kind, key=key, message=message)
+
+
+def warning(kind: Kind, key: str, message: str) -> Problem:
+    return Problem(kind=kind, key=key, message=message, is_error=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """How strict a check is; the sequences are patterns of tensor names."""

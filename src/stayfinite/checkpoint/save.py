@@ -27,8 +27,8 @@ from stayfinite.checkpoint.modules import (
     parameter_names,
     places,
 )
-from stayfinite.checkpoint.problem import Problem, errors_in, matches, refusal
-from stayfinite.checkpoint.values import STATE, Tensors, encode, hold, own_contents, part_name
+from stayfinite.checkpoint.problem import errors_in, matches, refusal
+from stayfinite.checkpoint.values import STATE, Tensors, encode, hold, named_parts, own_contents
 from stayfinite.errors import CheckpointError, ConfigError, InputError, NonFiniteError
 from stayfinite.snapshot import RandomState
 
@@ -70,7 +70,13 @@ def save_checkpoint(
     >>> save_checkpoint(f"{tempfile.mkdtemp()}/last.ckpt", model=model, step=10).name
     'last.ckpt'
     """
-    target = _checked(path, keep, if_bad, on_error)
+    if keep < 2:
+        raise ConfigError(f"keep is {keep}; it must be at least 2, so that one can go bad.")
+    if if_bad not in ("refuse", "aside"):
+        raise ConfigError(f"if_bad is {if_bad!r}; it must be 'refuse' or 'aside'.")
+    if on_error not in ("raise", "warn"):
+        raise ConfigError(f"on_error is {on_error!r}; it must be 'raise' or 'warn'.")
+    target = Path(os.path.realpath(path))  # a link goes on pointing to it
     members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
     tree, tensors = collect(members, dict(extra or {}), ignore=ignore)
     stored, views = storable(tensors)
@@ -80,39 +86,24 @@ def save_checkpoint(
     tree["views"] = views
     metadata = {"format": "pt", STATE: json.dumps(tree, separators=(",", ":"), allow_nan=False)}
     if problems and if_bad == "refuse":
-        raise _bad_state(target, problems)
+        bad = refusal(f"{target} was not saved, because training could not go on from it", problems)
+        is_nonfinite = any(problem.kind == "nonfinite" for problem in problems)
+        raise NonFiniteError(str(bad)) if is_nonfinite else bad
     try:
         pieces = sealed_pieces(stored, {key: each.tally for key, each in held.items()}, metadata)
-        return _write(_aside(target) if problems else target, pieces, keep)
+        return _write(target.with_name(target.name + ASIDE) if problems else target, pieces, keep)
     except OSError as error:
-        failure = _failure(target, error)
+        reason = error.strerror or error
+        failure = CheckpointError(
+            f"{target} could not be saved: {reason}. What was there before is as it was."
+        )
+        failure.__cause__ = error
     except CheckpointError as error:
         failure = error
     if on_error == "raise":
         raise failure
     logger.warning("stayfinite: %s", failure)
     return None
-
-
-def _checked(path: str | os.PathLike[str], keep: int, if_bad: str, on_error: str) -> Path:
-    if keep < 2:
-        raise ConfigError(f"keep is {keep}; it must be at least 2, so that one can go bad.")
-    if if_bad not in ("refuse", "aside"):
-        raise ConfigError(f"if_bad is {if_bad!r}; it must be 'refuse' or 'aside'.")
-    if on_error not in ("raise", "warn"):
-        raise ConfigError(f"on_error is {on_error!r}; it must be 'raise' or 'warn'.")
-    return Path(os.path.realpath(path))  # a link goes on pointing to it
-
-
-def _bad_state(target: Path, problems: Sequence[Problem]) -> Exception:
-    error = refusal(f"{target} was not saved, because training could not go on from it", problems)
-    if any(problem.kind == "nonfinite" for problem in problems):
-        return NonFiniteError(str(error))
-    return error
-
-
-def _aside(target: Path) -> Path:
-    return target.with_name(target.name + ASIDE)
 
 
 def _write(target: Path, pieces: Iterable[memoryview], keep: int) -> Path:
@@ -125,33 +116,36 @@ def _write(target: Path, pieces: Iterable[memoryview], keep: int) -> Path:
     return target
 
 
-def _failure(target: Path, error: OSError) -> CheckpointError:
-    reason = error.strerror or error
-    failure = CheckpointError(
-        f"{target} could not be saved: {reason}. What was there before is as it was."
-    )
-    failure.__cause__ = error
-    return failure
-
-
 def collect(members: Members, extra: Any, *, ignore: Sequence[str]) -> tuple[Any, Tensors]:
     """The state as JSON, and its tensors by name."""
     tensors: Tensors = {}
-    models, averages = members.models, members.averages
+
+    def state(member: Any, part: str) -> Any:
+        return encode(member.state_dict(), part, tensors)
+
     tree = {
         "models": [
-            _module(model, part_name("model", i, len(models)), tensors, ignore)
-            for i, model in enumerate(models)
+            _module(model, part, tensors, ignore)
+            for part, model in named_parts("model", members.models)
         ],
         "optimizers": [
-            _optimizer(each, part_name("optimizer", i, len(members.optimizers)), members, tensors)
-            for i, each in enumerate(members.optimizers)
+            {
+                "class": type(optimizer).__name__,
+                "names": parameter_names(optimizer, members.models),
+                "state_dict": state(optimizer, part),
+            }
+            for part, optimizer in named_parts("optimizer", members.optimizers)
         ],
-        "schedulers": _states(members.schedulers, "scheduler", tensors),
-        "scaler": None if members.scaler is None else _state(members.scaler, "scaler", tensors),
+        "schedulers": [
+            state(scheduler, part)
+            for part, scheduler in named_parts("scheduler", members.schedulers)
+        ],
+        "scaler": None if members.scaler is None else state(members.scaler, "scaler"),
         "averages": [
-            _average(each, part_name("ema", i, len(averages)), tensors, ignore)
-            for i, each in enumerate(averages)
+            {"module": _module(average, part, tensors, ignore)}
+            if isinstance(average, nn.Module)
+            else {"state": state(average, part)}
+            for part, average in named_parts("ema", members.averages)
         ],
         "random": encode(vars(RandomState.capture()), "random", tensors),
         "extra": encode(extra, "extra", tensors),
@@ -189,41 +183,13 @@ def _require_all_of_state_dict(
         plain = canonical(name.removeprefix("module."))
         if plain in found or canonical(name) in found or name.endswith("_extra_state"):
             continue
-        if matches(plain, ignore) or _is_among(value, ours):
+        if matches(plain, ignore) or (isinstance(value, Tensor) and identity(value) in ours):
             continue
         raise CheckpointError(
             f"{part}.{name} is in the state_dict, but no module has a parameter, buffer or "
             "attribute of that name, so it could not be put back. Save it in `extra`, or leave it "
             "out with `ignore`."
         )
-
-
-def _is_among(value: Any, identities: set[Any]) -> bool:
-    return isinstance(value, Tensor) and identity(value) in identities
-
-
-def _optimizer(optimizer: Any, part: str, members: Members, tensors: Tensors) -> Any:
-    return {
-        "class": type(optimizer).__name__,
-        "names": parameter_names(optimizer, members.models),
-        "state_dict": _state(optimizer, part, tensors),
-    }
-
-
-def _states(members: tuple[Any, ...], part: str, tensors: Tensors) -> list[Any]:
-    return [
-        _state(each, part_name(part, i, len(members)), tensors) for i, each in enumerate(members)
-    ]
-
-
-def _state(member: Any, part: str, tensors: Tensors) -> Any:
-    return encode(member.state_dict(), part, tensors)
-
-
-def _average(average: Any, part: str, tensors: Tensors, ignore: Sequence[str]) -> Any:
-    if isinstance(average, nn.Module):
-        return {"module": _module(average, part, tensors, ignore)}
-    return {"state": _state(average, part, tensors)}
 
 
 def _plain(tensor: Tensor, key: str) -> Tensor:

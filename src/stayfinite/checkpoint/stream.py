@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_digest
 
 from stayfinite.checkpoint.format import (
-    MARK,
     PIECE,
     Bytes,
     Entry,
     Header,
-    Stamp,
     Tally,
-    header_length,
-    is_sealed,
     joint_digest,
-    parse,
-    piece_digest,
+    read_header,
     stored_stamps,
     tally,
     together,
 )
-from stayfinite.checkpoint.problem import Problem
+from stayfinite.checkpoint.problem import Problem, error
 from stayfinite.checkpoint.values import Held
 from stayfinite.errors import CheckpointError
 
-_MOST_PARTS = 512
-_APART = 64
-_SPANS = 8
-_WORTH_THREADS = 4 * _SPANS * PIECE
+MOST_THREADS = 4
+_WORTH_THREADS = 8 * PIECE
 
 
 def nothing_told(count: int) -> None:
@@ -76,174 +69,118 @@ def read_safetensors(path: Path, reading: Reading) -> SafeFile:
 
     With nothing to keep this needs a few MiB of memory, however large the file is.
     """
-    with opened(path) as source:
-        header, is_ours = _header(source)
+    with opened(path) as file:
+        header, is_ours = read_header(file.bytes, file.size)
         reading.progress(len(header.raw))
         if not is_ours:
-            found = _Reader(source, replace(reading, scan=True)).tensors(header.entries)
-            held = [_held(each, each.tally) for each in found]
-            return SafeFile(header=header, is_ours=False, held={each.key: each for each in held})
-        stamps = stored_stamps(header, source.bytes)
-        found = _Reader(source, replace(reading, digests=True)).tensors(header.entries[:-1])
-    stamped = list(zip(found, stamps, strict=True))
-    held = [_held(each, stamp.tally) for each, stamp in stamped]
-    damaged = [_damaged(each) for each, stamp in stamped if not _is_as_stamped(each, stamp)]
-    by_name = {each.key: each for each in held}
-    return SafeFile(header=header, is_ours=True, held=by_name, problems=damaged)
+            found = _tensors(file, header.entries, replace(reading, scan=True))
+            held = {each.key: each for each in found}
+            return SafeFile(header=header, is_ours=False, held=held)
+        stamps = stored_stamps(header, file.bytes)
+        found = _tensors(file, header.entries[:-1], replace(reading, digests=True))
+    held, damaged = {}, []
+    for each, stamp in zip(found, stamps, strict=True):
+        held[each.key] = replace(each, tally=stamp.tally)
+        # Values that were not looked at, or are stored as bytes, say nothing.
+        if each.digest != stamp.digest or each.tally not in (Tally(), stamp.tally):
+            message = "its bytes are not those that were saved; the checksum differs. "
+            damaged.append(error("damaged", each.key, message + "Load an older generation."))
+    return SafeFile(header=header, is_ours=True, held=held, problems=damaged)
 
 
 def header_of(path: Path) -> tuple[Header, bool]:
     """Only the header, unverified, and whether the file is ours."""
-    with opened(path) as source:
-        return _header(source)
+    with opened(path) as file:
+        return read_header(file.bytes, file.size)
 
 
-def _header(source: Source) -> tuple[Header, bool]:
-    size = source.size
-    length = header_length(source.bytes(0, min(8, size)), size)
-    header = parse(source.bytes(0, 8 + length), size)
-    return header, is_sealed(header, source.bytes(max(0, size - len(MARK)), size))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """A tensor, or a piece of a large one; `target` is where the tensor stays, if it does."""
+class _Part(NamedTuple):
+    """A tensor, or a piece of a large one, from start to stop; `place` is where it stays."""
 
     entry: Entry
     start: int
-    count: int
-    target: Tensor | None
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.count == self.entry.nbytes
+    stop: int
+    place: Bytes | None
 
 
-class _Seen(NamedTuple):
-    """What looking at a part, or at all parts of a tensor, has shown."""
-
-    part: _Part
-    digest: bytes
-    tally: Tally
-
-
-def _is_as_stamped(seen: _Seen, stamp: Stamp) -> bool:
-    """Whether bytes and values are those that were saved; the values only if they were scanned."""
-    return seen.digest == stamp.digest and seen.tally in (Tally(), stamp.tally)
-
-
-def _damaged(seen: _Seen) -> Problem:
-    return Problem(
-        kind="damaged",
-        key=seen.part.entry.name,
-        message="its bytes are not those that were saved; the checksum differs. "
-        "Load an older generation.",
-    )
-
-
-def _held(seen: _Seen, known: Tally) -> Held:
-    entry, data = seen.part.entry, seen.part.target
-    return Held(
-        key=entry.name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        tally=known,
-        tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
-        digest=seen.digest or None,
-        is_private=True,
-    )
-
-
-class _Reader:
-    """Reads tensors in spans: parts that follow one another, together no larger than a piece."""
-
-    def __init__(self, source: Source, reading: Reading) -> None:
-        self._source = source
-        self._reading = reading
-
-    def tensors(self, entries: Sequence[Entry]) -> list[_Seen]:
-        size = sum(entry.nbytes for entry in entries)
-        threads = threads_for(size, at_least=_WORTH_THREADS)
-        with one_torch_thread() if self._reading.scan else nullcontext():
-            return list(self._tensors(entries, threads))
-
-    def _tensors(self, entries: Sequence[Entry], threads: int) -> Iterator[_Seen]:
-        parts: list[_Seen] = []
-        for _, seen in ahead(self._look_at_all, self._jobs(entries), threads):
-            for each in seen:
-                parts.append(each)
-                if each.part.is_last:
-                    yield _whole(parts)
-                    parts = []
-            self._reading.progress(sum(each.part.count for each in seen))
-
-    def _jobs(self, entries: Sequence[Entry]) -> Iterator[list[list[_Part]]]:
-        """Several spans at a time, since handing work to a thread costs as much as reading one."""
-        spans = self._spans(entries)
-        while job := list(islice(spans, _SPANS)):
-            yield job
-
-    def _spans(self, entries: Sequence[Entry]) -> Iterator[list[_Part]]:
-        span: list[_Part] = []
-        size = 0
-        for part in self._parts(entries):
-            if span and (size + part.count > PIECE or len(span) == _MOST_PARTS):
-                yield span
-                span, size = [], 0
-            span.append(part)
-            size += part.count
-        if span:
-            yield span
-
-    def _parts(self, entries: Sequence[Entry]) -> Iterator[_Part]:
-        keep = self._reading.keep
-        for entry in entries:
-            target = None
-            if keep is not None and keep(entry.name):
-                target = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-            for start in range(0, max(1, entry.nbytes), PIECE):
-                count = min(PIECE, entry.nbytes - start)
-                yield _Part(entry=entry, start=start, count=count, target=target)
-
-    def _look_at_all(self, spans: list[list[_Part]]) -> list[_Seen]:
-        buffer = np.empty(PIECE + _MOST_PARTS * _APART, dtype=np.uint8)
-        return [seen for span in spans for seen in self._look(span, buffer)]
-
-    def _look(self, span: list[_Part], buffer: Bytes) -> list[_Seen]:
-        """Read a span and look at its parts while they are in the processor's cache."""
-        places = list(_places(span, buffer))
-        self._source.fill([each.data for each in places], span[0].entry.start + span[0].start)
-        return [self._seen(*each) for each in zip(span, places, strict=True)]
-
-    def _seen(self, part: _Part, data: Bytes) -> _Seen:
-        digest = piece_digest(data) if self._reading.digests else b""
-        if not self._reading.scan:
-            return _Seen(part, digest, Tally())
-        return _Seen(part, digest, tally(torch.from_numpy(data).view(part.entry.dtype)))
+def _tensors(file: OpenFile, entries: Sequence[Entry], reading: Reading) -> list[Held]:
+    """All these tensors, in their order."""
+    keep = reading.keep or (lambda name: False)
+    kept = {
+        entry.name: torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+        for entry in entries
+        if keep(entry.name)
+    }
+    size = sum(entry.nbytes for entry in entries)
+    threads = 1 if size < _WORTH_THREADS else min(MOST_THREADS, os.cpu_count() or 1)
+    held: list[Held] = []
+    digests: list[bytes] = []
+    tallies: list[Tally] = []
+    with one_torch_thread() if reading.scan else nullcontext(), ThreadPoolExecutor(threads) as pool:
+        look = partial(_look, file, reading)
+        for seen in (pool.map if threads > 1 else map)(look, _runs(_parts(entries, kept))):
+            for (entry, _, stop, _), digest, values in seen:
+                digests.append(digest)
+                tallies.append(values)
+                if stop < entry.stop:
+                    continue
+                data = kept.get(entry.name)
+                each = Held(
+                    key=entry.name,
+                    dtype=entry.dtype,
+                    shape=entry.shape,
+                    tally=together(tallies),
+                    tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
+                    digest=joint_digest(digests) if reading.digests else None,
+                    is_private=True,
+                )
+                held.append(each)
+                digests, tallies = [], []
+            reading.progress(sum(part.stop - part.start for part, _, _ in seen))
+    return held
 
 
-def _whole(parts: list[_Seen]) -> _Seen:
-    """What is known of a tensor from its parts."""
-    digests = [each.digest for each in parts]
-    digest = joint_digest(digests) if any(digests) else b""
-    return _Seen(parts[-1].part, digest, together(each.tally for each in parts))
+def _parts(entries: Sequence[Entry], kept: Mapping[str, Tensor]) -> Iterator[_Part]:
+    for entry in entries:
+        data = kept[entry.name].numpy() if entry.name in kept else None
+        for at in range(0, max(1, entry.nbytes), PIECE):
+            stop = min(entry.start + at + PIECE, entry.stop)
+            place = None if data is None else data[at : at + PIECE]
+            yield _Part(entry, entry.start + at, stop, place)
 
 
-def _places(span: list[_Part], buffer: Bytes) -> Iterator[Bytes]:
-    """Where the parts go: to their targets, or one after another into the buffer, aligned."""
-    at = 0
-    for part in span:
-        if part.target is not None:
-            yield part.target.numpy()[part.start : part.start + part.count]
-        else:
-            yield buffer[at : at + part.count]
-            at += part.count + -part.count % _APART
+def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parts that follow one another, as many as are read at once."""
+    run: list[_Part] = []
+    for part in parts:
+        if run and part.stop - run[0].start > PIECE:
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
 
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
-
-MOST_THREADS = 4
+def _look(file: OpenFile, reading: Reading, run: list[_Part]) -> list[tuple[_Part, bytes, Tally]]:
+    """Read a run and look at its parts while they are in the processor's cache."""
+    first = run[0]
+    data = first.place if len(run) == 1 else None
+    if data is None:
+        data = np.empty(run[-1].stop - first.start, dtype=np.uint8)
+    file.fill(data.data, first.start)
+    found = []
+    for part in run:
+        own = data[part.start - first.start : part.stop - first.start]
+        if part.place is not None and len(run) > 1:
+            part.place[:] = own
+            own = part.place
+        values = Tally()
+        if reading.scan:
+            dtype = part.entry.dtype
+            aligned = own if (part.start - first.start) % dtype.itemsize == 0 else own.copy()
+            values = tally(torch.from_numpy(aligned).view(dtype))
+        found.append((part, xxh3_128_digest(own.data) if reading.digests else b"", values))
+    return found
 
 
 @contextmanager
@@ -260,36 +197,8 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def threads_for(size: int, *, at_least: int) -> int:
-    """How many threads are worth starting for so many bytes; 0: none."""
-    return 0 if size < at_least else min(MOST_THREADS, os.cpu_count() or 1)
-
-
-def ahead(
-    work: Callable[[Job], Result], jobs: Iterable[Job], threads: int
-) -> Iterator[tuple[Job, Result]]:
-    """Each job with its result, in the order of the jobs; at most 2 * threads run ahead."""
-    if not threads:
-        for job in jobs:
-            yield job, work(job)
-        return
-    pending: deque[tuple[Job, Future[Result]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for job in jobs:
-            pending.append((job, pool.submit(work, job)))
-            if len(pending) > 2 * threads:
-                first, future = pending.popleft()
-                yield first, future.result()
-        while pending:
-            first, future = pending.popleft()
-            yield first, future.result()
-
-
-_MOST_PLACES = 1000  # a kernel reads into 1,024 of them in one call
-
-
-class Source:
-    """An open file."""
+class OpenFile:
+    """An open file. It is read and not mapped: a failing disk is an error then, not a SIGBUS."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -297,30 +206,25 @@ class Source:
 
     def bytes(self, start: int, stop: int) -> bytes:
         content = bytearray(stop - start)
-        self.fill([memoryview(content)], start)
+        self.fill(memoryview(content), start)
         return bytes(content)
 
-    def fill(self, places: Iterable[memoryview], offset: int) -> None:
-        """Read what follows the offset into these places, one after another."""
-        left = deque(place for place in places if len(place))
-        while left:
-            count = os.preadv(self._descriptor, list(islice(left, _MOST_PLACES)), offset)
+    def fill(self, place: memoryview, offset: int) -> None:
+        """Read what follows the offset, until the place is full."""
+        while len(place):
+            count = os.preadv(self._descriptor, [place], offset)
             if not count:
                 raise CheckpointError("it became shorter while it was read.")
-            offset += count
-            while left and count >= len(left[0]):
-                count -= len(left.popleft())
-            if count:
-                left[0] = left[0][count:]
+            place, offset = place[count:], offset + count
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Source]:
+def opened(path: Path) -> Iterator[OpenFile]:
     """The file, open within the block."""
     with one_line_errors(path):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            yield Source(descriptor)
+            yield OpenFile(descriptor)
         finally:
             with suppress(OSError):  # everything has been read by then
                 os.close(descriptor)
@@ -331,10 +235,10 @@ def one_line_errors(path: Path) -> Iterator[None]:
     """Anything that keeps a file from being read, as one CheckpointError."""
     try:
         yield
-    except CheckpointError as error:
-        if error.problems or str(error).startswith(str(path)):
+    except CheckpointError as failure:
+        if failure.problems or str(failure).startswith(str(path)):
             raise
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
+        raise CheckpointError(f"{path} cannot be used: {failure}") from failure
+    except OSError as failure:
+        reason = failure.strerror or failure
+        raise CheckpointError(f"{path} cannot be read: {reason}.") from failure

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -51,8 +51,28 @@ class OptimizerRecord:
     names: tuple[str | None, ...] | None = None
 
 
+class ByPart:
+    """What a checkpoint, or a training, has of each kind."""
+
+    models: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
+    scaler: Any
+    averages: tuple[Any, ...]
+
+    @property
+    def parts(self) -> dict[str, tuple[Any, ...]]:
+        return {
+            "model": self.models,
+            "optimizer": self.optimizers,
+            "scheduler": self.schedulers,
+            "scaler": () if self.scaler is None else (self.scaler,),
+            "ema": self.averages,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
-class Contents:
+class Contents(ByPart):
     """Everything in a checkpoint. An average is a record when a module made it, else a tree."""
 
     layout: Layout
@@ -68,9 +88,17 @@ class Contents:
     nonfinite_ok: tuple[str, ...] = ()
 
 
+Item = TypeVar("Item")
+
+
 def part_name(part: str, number: int, count: int) -> str:
     """ "model" when there is one of them, else "model.0", ..."""
     return part if count == 1 else f"{part}.{number}"
+
+
+def named_parts(part: str, items: Sequence[Item]) -> Iterator[tuple[str, Item]]:
+    """Each with its name."""
+    return ((part_name(part, i, len(items)), item) for i, item in enumerate(items))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,13 +141,13 @@ def is_same(one: Held, other: Held) -> bool:
     """Whether two tensors are the same to the byte; both must have values or digests."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return _known_digest(one) == _known_digest(other)
-
-
-def _known_digest(held: Held) -> bytes | None:
-    if held.digest is None and held.tensor is not None:
-        return digest(bytes_of(held.tensor).numpy())
-    return held.digest
+    first, second = (
+        digest(bytes_of(held.tensor).numpy())
+        if held.digest is None and held.tensor is not None
+        else held.digest
+        for held in (one, other)
+    )
+    return first == second
 
 
 def hold_all(tree: Any, key: str) -> Any:
@@ -128,73 +156,41 @@ def hold_all(tree: Any, key: str) -> Any:
         return hold(key, tree)
     if isinstance(tree, dict) and not isinstance(tree, Counter):
         return {name: hold_all(item, f"{key}.{name}") for name, item in tree.items()}
-    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+    if type(tree) in (list, tuple):
         return type(tree)(hold_all(item, f"{key}.{place}") for place, item in enumerate(tree))
     return tree
 
 
-def mapped(tree: Any, change: Callable[[Held], Any]) -> Any:
-    """The same tree with each leaf changed; other values as they are."""
+def with_tensors(tree: Any) -> Any:
+    """The tree with true tensors and arrays in the place of leaves; all must have been kept."""
     if isinstance(tree, Held):
-        return change(tree)
+        assert tree.tensor is not None, tree.key
+        return tree.tensor.numpy() if tree.is_array else tree.tensor
     if isinstance(tree, dict):
-        return type(tree)({key: mapped(item, change) for key, item in tree.items()})
+        return type(tree)({key: with_tensors(item) for key, item in tree.items()})
     if type(tree) in (list, tuple, set):
-        return type(tree)(mapped(item, change) for item in tree)
+        return type(tree)(map(with_tensors, tree))
     return tree
+
+
+def named_leaves(tree: Any, above: str = "") -> Iterator[tuple[str, Held]]:
+    """All tensors of a tree, each with its path in it."""
+    if isinstance(tree, Held):
+        yield above, tree
+    elif isinstance(tree, ModuleRecord):
+        yield from tree.tensors.items()
+    elif isinstance(tree, (dict, list, tuple)):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from named_leaves(item, f"{above}.{key}" if above else str(key))
 
 
 def leaves(tree: Any) -> Iterator[Held]:
     """All tensors of a tree."""
-    if isinstance(tree, Held):
-        yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from leaves(item)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
-
-
-def with_tensors(tree: Any) -> Any:
-    """The tree with true tensors and arrays in the place of leaves; all must have been kept."""
-    return mapped(tree, _value)
-
-
-def _value(held: Held) -> Any:
-    assert held.tensor is not None, held.key
-    return held.tensor.numpy() if held.is_array else held.tensor
+    return (held for _, held in named_leaves(tree))
 
 
 STATE = "state"
 """The key of the JSON tree in the metadata."""
-
-
-def own_contents(tree: Any, held: Mapping[str, Held]) -> Contents:
-    """The contents that a JSON tree of ours describes."""
-    try:
-        return _contents(tree, held)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            "its state is not as this version of stayfinite writes it."
-        ) from error
-
-
-def _contents(tree: Any, held: Mapping[str, Held]) -> Contents:
-    find = {**held, **viewed(tree["views"], held)}.__getitem__
-    return Contents(
-        layout="stayfinite",
-        models=tuple(_module(each, find) for each in tree["models"]),
-        optimizers=tuple(_optimizer(each, find) for each in tree["optimizers"]),
-        schedulers=tuple(decode(each, find) for each in tree["schedulers"]),
-        scaler=decode(tree["scaler"], find),
-        averages=tuple(_average(each, find) for each in tree["averages"]),
-        random=decode(tree["random"], find),
-        extra=decode(tree["extra"], find),
-        step=tree["step"],
-        saved_at=tree["saved_at"],
-        nonfinite_ok=tuple(tree["nonfinite_ok"]),
-    )
 
 
 def tree_of(metadata: Mapping[str, str]) -> Any:
@@ -205,16 +201,37 @@ def tree_of(metadata: Mapping[str, str]) -> Any:
         raise CheckpointError("its header has no state.") from error
 
 
-def viewed(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
-    """Tensors of dtypes that safetensors does not have, which are stored as bytes."""
-    viewed = {}
-    for name, (dtype_name, shape) in views.items():
-        dtype, data = dtype_named(dtype_name), held[name].tensor
-        tensor = None if data is None else data.view(dtype).reshape(shape)
-        viewed[name] = dataclasses.replace(
-            held[name], dtype=dtype, shape=tuple(shape), tensor=tensor
+def own_contents(tree: Any, held: Mapping[str, Held]) -> Contents:
+    """The contents that a JSON tree of ours describes."""
+    try:
+        find = {**held, **viewed(tree["views"], held)}.__getitem__
+        return Contents(
+            layout="stayfinite",
+            models=tuple(_module(each, find) for each in tree["models"]),
+            optimizers=tuple(
+                OptimizerRecord(
+                    state_dict=decode(each["state_dict"], find),
+                    class_name=each["class"],
+                    names=tuple(each["names"]),
+                )
+                for each in tree["optimizers"]
+            ),
+            schedulers=tuple(decode(each, find) for each in tree["schedulers"]),
+            scaler=decode(tree["scaler"], find),
+            averages=tuple(
+                _module(each["module"], find) if "module" in each else decode(each["state"], find)
+                for each in tree["averages"]
+            ),
+            random=decode(tree["random"], find),
+            extra=decode(tree["extra"], find),
+            step=tree["step"],
+            saved_at=tree["saved_at"],
+            nonfinite_ok=tuple(tree["nonfinite_ok"]),
         )
-    return viewed
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            "its state is not as this version of stayfinite writes it."
+        ) from error
 
 
 def _module(tree: Any, find: Find) -> ModuleRecord:
@@ -227,16 +244,14 @@ def _module(tree: Any, find: Find) -> ModuleRecord:
     )
 
 
-def _optimizer(tree: Any, find: Find) -> OptimizerRecord:
-    return OptimizerRecord(
-        state_dict=decode(tree["state_dict"], find),
-        class_name=tree["class"],
-        names=tuple(tree["names"]),
-    )
-
-
-def _average(tree: Any, find: Find) -> Any:
-    return _module(tree["module"], find) if "module" in tree else decode(tree["state"], find)
+def viewed(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
+    """Tensors of dtypes that safetensors does not have, which are stored as bytes."""
+    found = {}
+    for name, (dtype_name, shape) in views.items():
+        dtype, data = dtype_named(dtype_name), held[name].tensor
+        tensor = None if data is None else data.view(dtype).reshape(shape)
+        found[name] = replace(held[name], dtype=dtype, shape=tuple(shape), tensor=tensor)
+    return found
 
 
 # Python state as strict JSON and back: no pickle, and nothing is stored that would change.
@@ -256,15 +271,21 @@ _ACCEPTED = (
 )
 
 
-def encode(value: Any, path: str, tensors: Tensors) -> Any:
+_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_SEQUENCES: dict[type, str] = {
+    tuple: "$tuple",
+    set: "$set",
+    frozenset: "$frozenset",
+    torch.Size: "$size",
+}
+
+
+def encode(value: Any, path: str, tensors: Tensors, above: tuple[int, ...] = ()) -> Any:
     """The value as JSON; its tensors are added to `tensors` under their path.
 
-    CheckpointError names the path of anything that cannot be stored.
+    CheckpointError names the path of anything that cannot be stored. `above` are the ids of the
+    containers that it is in.
     """
-    return _encode(value, path, tensors, ())
-
-
-def _encode(value: Any, path: str, tensors: Tensors, above: tuple[int, ...]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -275,55 +296,39 @@ def _encode(value: Any, path: str, tensors: Tensors, above: tuple[int, ...]) -> 
     if id(value) in above:
         raise CheckpointError(f"{path} holds itself, and cannot be stored.")
     above = (*above, id(value))
-    if kind is list:
-        return [_encode(v, f"{path}.{i}", tensors, above) for i, v in enumerate(value)]
+    if kind is list or kind in _SEQUENCES:
+        listed = [encode(item, f"{path}.{i}", tensors, above) for i, item in enumerate(value)]
+        return listed if kind is list else {_SEQUENCES[kind]: listed}
     if kind in _MAPPINGS:
-        return _encode_mapping(value, path, tensors, above)
-    if kind in _SEQUENCES:
-        items = [_encode(v, f"{path}.{i}", tensors, above) for i, v in enumerate(value)]
-        return {_SEQUENCES[kind]: items}
+        items = {key: encode(item, f"{path}.{key}", tensors, above) for key, item in value.items()}
+        if kind is dict and all(type(key) is str and key[:1] != "$" for key in items):
+            return items
+        pairs = [[encode(key, f"{path}.{key}", {}, above), item] for key, item in items.items()]
+        return {_MAPPINGS[kind]: pairs}
     return _encode_leaf(value, path, tensors)
-
-
-_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
-_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
-# torch.Size is a tuple of its own type.
-_SEQUENCES[torch.Size] = "$size"
-
-
-def _encode_mapping(value: Any, path: str, tensors: Tensors, above: tuple[int, ...]) -> Any:
-    items = {key: _encode(item, f"{path}.{key}", tensors, above) for key, item in value.items()}
-    if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in items):
-        return items
-    pairs = [[_encode(key, f"{path}.{key}", {}, above), item] for key, item in items.items()]
-    return {_MAPPINGS[type(value)]: pairs}
 
 
 def _encode_leaf(value: Any, path: str, tensors: Tensors) -> Any:
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     if type(value) is complex:
-        return {"$complex": [_encode(part, path, tensors, ()) for part in (value.real, value.imag)]}
+        return {"$complex": [encode(part, path, tensors) for part in (value.real, value.imag)]}
     if isinstance(value, (torch.dtype, torch.device)):
         return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
-        return {"$array": _add(tensors, path, _tensor_of(value, path))}
+        try:
+            tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: it may not be writable
+        except TypeError as error:
+            raise CheckpointError(
+                f"{path} is an array of {value.dtype}, which torch does not have."
+            ) from error
+        return {"$array": _add(tensors, path, tensor)}
     if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
-        return {"$number": [value.dtype.name, _encode(value.item(), path, tensors, ())]}
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return {"$number": [value.dtype.name, encode(value.item(), path, tensors)]}
     raise CheckpointError(
-        f"{path} is a {kind}, which cannot be stored without pickle. Store what it is made of: "
-        f"{_ACCEPTED}."
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
+        f"without pickle. Store what it is made of: {_ACCEPTED}."
     )
-
-
-def _tensor_of(array: np.ndarray[Any, Any], path: str) -> Tensor:
-    try:
-        return torch.from_numpy(np.array(array, order="C"))  # a copy: it may not be writable
-    except TypeError as error:
-        raise CheckpointError(
-            f"{path} is an array of {array.dtype}, which torch does not have."
-        ) from error
 
 
 def _add(tensors: Tensors, path: str, tensor: Tensor) -> str:
@@ -352,10 +357,6 @@ def decode(node: Any, find: Find) -> Any:
         raise CheckpointError(f"the state holds a {tag} that means nothing.") from error
 
 
-def _pairs(node: Any, find: Find) -> list[tuple[Any, Any]]:
-    return [(decode(key, find), decode(item, find)) for key, item in node]
-
-
 def dtype_named(name: str) -> torch.dtype:
     found = vars(torch).get(name)  # asking torch itself may import half of it
     if not isinstance(found, torch.dtype):
@@ -363,31 +364,30 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
+def _number(node: Any, find: Find) -> Any:
+    kind = np.sctypeDict.get(node[0])  # np.dtype(name) warns of old names
+    if kind is None or np.dtype(kind).kind not in _KINDS:
+        raise ValueError(node[0])
+    return kind(decode(node[1], find))
+
+
+def _sequence(kind: type, node: Any, find: Find) -> Any:
+    return kind(decode(node, find))
+
+
+def _mapping(kind: type, node: Any, find: Find) -> Any:
+    return kind({decode(key, find): decode(item, find) for key, item in node})
+
+
 _DECODERS: dict[str, Callable[[Any, Find], Any]] = {
     "$float": lambda node, find: _NUMBERS[node],
     "$tensor": lambda node, find: find(node),
-    "$array": lambda node, find: _as_array(find(node)),
-    "$number": lambda node, find: _number(node[0], node[1], find),
+    "$array": lambda node, find: replace(find(node), is_array=True),
+    "$number": _number,
     "$complex": lambda node, find: complex(*decode(node, find)),
     "$bytes": lambda node, find: base64.b64decode(node, validate=True),
-    "$tuple": lambda node, find: tuple(decode(node, find)),
-    "$set": lambda node, find: set(decode(node, find)),
-    "$frozenset": lambda node, find: frozenset(decode(node, find)),
-    "$size": lambda node, find: torch.Size(decode(node, find)),
-    "$dict": lambda node, find: dict(_pairs(node, find)),
-    "$ordered": lambda node, find: OrderedDict(_pairs(node, find)),
-    "$counter": lambda node, find: Counter(dict(_pairs(node, find))),
     "$dtype": lambda node, find: dtype_named(node),
     "$device": lambda node, find: torch.device(node),
+    **{tag: partial(_sequence, kind) for kind, tag in _SEQUENCES.items()},
+    **{tag: partial(_mapping, kind) for kind, tag in _MAPPINGS.items()},
 }
-
-
-def _number(name: str, value: Any, find: Find) -> Any:
-    kind = np.sctypeDict.get(name)  # np.dtype(name) warns of old names
-    if kind is None or np.dtype(kind).kind not in _KINDS:
-        raise ValueError(name)
-    return kind(decode(value, find))
-
-
-def _as_array(held: Held) -> Held:
-    return dataclasses.replace(held, is_array=True)

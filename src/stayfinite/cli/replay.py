@@ -17,7 +17,7 @@ from stayfinite.text import plain
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
     from stayfinite.capsule.reproduces import Point
-    from stayfinite.runner.capsules import Replayed
+    from stayfinite.runner.case import Replayed
 
 REPRODUCES, OTHERWISE = 0, 1
 
@@ -92,7 +92,7 @@ def _replay_model(capsule: Capsule, name: str) -> Replayed:
     from stayfinite.capsule.make import put_random, put_state
     from stayfinite.checkpoint.modules import Members
     from stayfinite.locate.search import call, loss_of
-    from stayfinite.runner.capsules import Replayed
+    from stayfinite.runner.case import Replayed
     from stayfinite.tracing import trace
 
     if not capsule.batch or capsule.state is None or capsule.state.tensors is None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import ast
 import math
 import statistics
+import string
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from stayfinite.records import Confidence, Diagnosis, Origin, TensorSummary
-from stayfinite.text import bare_name
+from stayfinite.syntax import called, in_brackets, is_operation, operand
+from stayfinite.text import bare_name, count, node_name
 
-LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38, "float64": 1.79e308}
 SMALLEST = {"float16": 6e-8, "bfloat16": 9.2e-41, "float32": 1.4e-45, "float64": 4.9e-324}
 
 
@@ -33,7 +34,11 @@ class Clue:
     @cached_property
     def node(self) -> str:
         """The autograd node without "Backward0"; empty outside a backward pass."""
-        return (self.origin.node or "").rstrip("0123456789").removesuffix("Backward")
+        return node_name(self.origin.node)
+
+    def is_derivative_of(self, names: Collection[str]) -> bool:
+        """Whether it is the derivative of one of these operations that went wrong."""
+        return self.is_backward and self.node.lower() in names
 
     @property
     def is_backward(self) -> bool:
@@ -57,6 +62,19 @@ class Clue:
     def dtype(self) -> str:
         return self.output.dtype if self.output else ""
 
+    @cached_property
+    def size(self) -> float:
+        """The largest finite magnitude of all inputs."""
+        return max(map(largest, self.origin.inputs), default=0.0)
+
+    @property
+    def has_zero(self) -> bool:
+        return any(item.zero_count for item in self.origin.inputs)
+
+    @property
+    def optimizer(self) -> OptimizerFacts:
+        return self.context.optimizer or OptimizerFacts()
+
     @property
     def scalars(self) -> dict[str, Any]:
         return dict(self.fact("scalars", {}))
@@ -75,6 +93,11 @@ class Clue:
         return str(self.fact("expression") or self.origin.code)
 
     @cached_property
+    def inner(self) -> str:
+        """What the call in the expression works on, as a name to write in a fix."""
+        return argument(self.expression) or "x"
+
+    @cached_property
     def losses(self) -> list[float]:
         return finite(step.loss for step in self.context.history)
 
@@ -82,31 +105,27 @@ class Clue:
     def norms(self) -> list[float]:
         return finite(step.grad_norm for step in self.context.history)
 
-    @cached_property
-    def loss_growth(self) -> float:
-        return growth(self.losses)
-
-    @cached_property
-    def norm_growth(self) -> float:
-        return growth(self.norms)
-
     @property
     def is_diverging(self) -> bool:
         """Whether training was running away before the value overflowed."""
-        growths = (self.loss_growth / 20, self.norm_growth / 100, self.context.weight_growth / 50)
-        return max(growths) > 1
+        by_steps = (growth(self.losses) / 20, growth(self.norms) / 100)
+        return max(*by_steps, self.context.weight_growth / 50) > 1
+
+    @property
+    def trend(self) -> str:
+        """How the training went before, in words."""
+        parts = [
+            f"{what} from {number(values[0])} to {number(values[-1])}"
+            for what, values in (("loss", self.losses), ("gradient norm", self.norms))
+            if len(values) > 1
+        ]
+        return ", ".join(parts) or count(len(self.context.history), "step")
 
     @cached_property
     def typical_input(self) -> float:
         """The usual largest magnitude of the largest input of the top-level modules."""
-        return max(
-            (
-                statistics.median(known)
-                for values in self.context.input_ranges.values()
-                if (known := finite(values))
-            ),
-            default=0.0,
-        )
+        known = map(finite, self.context.input_ranges.values())
+        return max((statistics.median(values) for values in known if values), default=0.0)
 
     @cached_property
     def outlier(self) -> tuple[str, float, float] | None:
@@ -117,6 +136,9 @@ class Clue:
             if usual > 0 and values[-1] > 30 * usual and values[-1] > 100:
                 return path, values[-1], usual
         return None
+
+
+Rule = Callable[[Clue], Diagnosis | None]
 
 
 def largest(summary: TensorSummary) -> float:
@@ -136,12 +158,36 @@ def diagnosis(
     return Diagnosis(cause=cause, why=why, fix=fix, confidence=sure, evidence=evidence)
 
 
+def rule(
+    when: Callable[[Clue], bool], cause: str, why: str, fix: str, *, sure: Confidence = "likely"
+) -> Rule:
+    """A rule whose texts are fixed but for what they name of the clue: "{clue.expression}"."""
+
+    def answer(clue: Clue) -> Diagnosis | None:
+        if not when(clue):
+            return None
+        texts = (_TEMPLATES.format(text, clue=clue) for text in (why, fix))
+        return diagnosis(cause, *texts, sure=sure)
+
+    return answer
+
+
+class _Templates(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        is_number = value is None or isinstance(value, float)
+        return number(value) if is_number else str(format(value, format_spec))
+
+
+_TEMPLATES = _Templates()
+
+
 def number(value: float | None) -> str:
     """The number as a person would write it."""
     return "none" if value is None else f"{value:.4g}"
 
 
 _KEEP = 128
+_NUMBERS = ("loss", "grad_norm", "learning_rate", "scale")
 Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
 
@@ -216,19 +262,15 @@ class History:
     def steps(self) -> tuple[StepFacts, ...]:
         """Oldest first; the run's first few steps are always among them."""
         recent = list(self._ring)
-        early = (
-            [facts for facts in self._first if facts["step"] < recent[0]["step"]] if recent else []
+        early = [facts for facts in self._first if facts["step"] < recent[0]["step"]]
+        return tuple(
+            StepFacts(
+                step=facts["step"],
+                skipped=bool(facts.get("skipped")),
+                **{name: float(facts[name]) for name in _NUMBERS if facts.get(name) is not None},
+            )
+            for facts in [*early, *recent]
         )
-        return tuple(_read(facts) for facts in [*early, *recent])
-
-
-def _read(facts: dict[str, Any]) -> StepFacts:
-    numbers = {
-        name: float(value) if value is not None else None
-        for name, value in facts.items()
-        if name in ("loss", "grad_norm", "learning_rate", "scale")
-    }
-    return StepFacts(step=facts["step"], skipped=bool(facts.get("skipped")), **numbers)
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
@@ -255,25 +297,27 @@ def weight_growth(before: Ranges, now: Ranges) -> float:
     return max((g for g in grown if math.isfinite(g)), default=1.0)
 
 
+_LIBRARIES = ("torch", "F", "nn", "functional", "np", "math")
+
+
 def argument(expression: str | None, name: str = "") -> str | None:
     """What the call works on: x of `torch.log(x)` and of `x.log()`; None if it is no call.
 
     With a name, only a call of that function counts, wherever it stands in the expression.
     """
     for node in _nodes(expression):
-        if isinstance(node, ast.Call) and (not name or _called(node) == name):
-            if isinstance(node.func, ast.Attribute) and not _is_library(node.func.value):
-                return _in_brackets(node.func.value)
-            if node.args:
-                return _in_brackets(node.args[0])
+        if isinstance(node, ast.Call) and name in ("", called(node)):
+            inner = operand(node, _LIBRARIES)
+            if inner is not None:
+                return _text(inner)
     return None
 
 
 def operands(expression: str | None, operator: type[ast.operator]) -> tuple[str, str] | None:
     """Left and right of the outermost such operator."""
     for node in _nodes(expression):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
-            return ast.unparse(node.left), _in_brackets(node.right)
+        if is_operation(node, operator):
+            return ast.unparse(node.left), _text(node.right)
     return None
 
 
@@ -284,17 +328,6 @@ def _nodes(expression: str | None) -> list[ast.AST]:
         return []
 
 
-def _called(node: ast.Call) -> str:
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
-
-
-def _is_library(node: ast.expr) -> bool:
-    return ast.unparse(node).split(".")[0] in ("torch", "F", "nn", "functional", "np", "math")
-
-
-def _in_brackets(node: ast.expr) -> str:
+def _text(node: ast.expr) -> str:
     text = ast.unparse(node)
-    simple = isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant))
-    return text if simple else f"({text})"
+    return text if isinstance(node, ast.Constant) else in_brackets(node, text)

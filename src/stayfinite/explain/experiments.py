@@ -6,13 +6,17 @@ Pure procedures over whoever can replay the step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Protocol
 
+from stayfinite.budget import Budget
+from stayfinite.causes import cause_of
 from stayfinite.explain.proof import is_seen_in_values
 from stayfinite.records import REPEATED, Diagnosis, NaNType, Origin
+from stayfinite.text import in_words
 
 Precision = Literal["float32", "float64"]
 
@@ -104,7 +108,7 @@ Verdict = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One experiment: what was seen, as a sentence, and what it means.
 
@@ -115,6 +119,7 @@ class Finding:
     experiment: str
     verdict: Verdict
     sentence: str
+    _: KW_ONLY
     reproduces: bool = False
     vanishes: bool = False
     rows: tuple[int, ...] = ()
@@ -168,8 +173,8 @@ class Lab:
         self.replays = replays
         self.count = 0
         self.doing = ""
-        self._progress, self._clock = progress, clock
-        self._end = clock() + seconds
+        self._progress = progress
+        self._budget = Budget(seconds, clock)
         self._longest = 0.0
         self._known: dict[Change, Seen | Exception] = {}
 
@@ -204,8 +209,8 @@ class Lab:
             return False
 
     def _run(self, change: Change) -> Seen | Exception:
-        begun = self._clock()
-        if begun + self._longest > self._end:
+        left = self._budget.left
+        if self._longest > left:
             raise OutOfTimeError
         if self._progress is not None:
             self._progress(self.doing, self.count)
@@ -217,63 +222,65 @@ class Lab:
         except Exception as error:  # the user's own: a batch of one that a layer refuses, say
             return CannotReplayError(f"the step raised {type(error).__name__}")
         finally:
-            self._longest = max(self._longest, self._clock() - begun)
+            self._longest = max(self._longest, left - self._budget.left)
 
 
 def repeated(lab: Lab) -> Finding:
     """Whether the failure comes back when nothing is changed."""
+    verdict: Verdict = "inconclusive"
     try:
-        first = lab.run(AS_IT_WAS)
-        second = lab.run(AS_IT_WAS, anew=True)
+        first, second = lab.run(AS_IT_WAS), lab.run(AS_IT_WAS, anew=True)
     except CannotReplayError as error:
-        return _repeats("inconclusive", f"the step could not be replayed: {error}")
+        said = f"the step could not be replayed: {error}"
+        return Finding("repeat", verdict, said)
+    said = "the same step, run twice more, "
     if first.is_finite and second.is_finite:
-        return _repeats("transient", "the same step, run twice more, was finite both times")
-    if first.is_like(second):
-        return _repeats("deterministic", REPEATED)
-    if first.is_finite or second.is_finite:
-        said = (
-            "the same step, run twice more, was bad once and finite once: it is not deterministic"
-        )
-        return _repeats("inconclusive", said)
-    said = "the same step, run twice more, went bad in two places: it is not deterministic"
-    return _repeats("inconclusive", said)
-
-
-def _repeats(verdict: str, sentence: str) -> Finding:
+        verdict, said = "transient", f"{said}was finite both times"
+    elif first.is_like(second):
+        verdict, said = "deterministic", REPEATED
+    elif first.is_finite or second.is_finite:
+        said += "was bad once and finite once: it is not deterministic"
+    else:
+        said += "went bad in two places: it is not deterministic"
     is_same = verdict == "deterministic"
-    return Finding(
-        experiment="repeat",
-        verdict=verdict,  # type: ignore[arg-type]
-        sentence=sentence,
-        reproduces=is_same,
-    )
+    return Finding("repeat", verdict, said, reproduces=is_same)
 
 
-def precise(lab: Lab) -> list[Finding]:
-    """Whether it is finite in float32 and in float64; only what could be run is said."""
-    return [
-        found
-        for precision in ("float32", "float64")
-        if (found := _in_precision(lab, precision)) is not None
-    ]
-
-
-def _in_precision(lab: Lab, precision: Precision) -> Finding | None:
-    change = Change(precision=precision)
+def _taken_away(
+    lab: Lab, change: Change, name: str, *, finite: str, bad: str, verdict: Verdict = "depends"
+) -> Finding | None:
+    """What it means that the step is finite with the change, or bad; None if neither is known."""
     if lab.is_finite(change):
         return Finding(
-            experiment=precision,
-            verdict="depends",
-            sentence=f"in {precision} the same step is finite",
+            name,
+            verdict,
+            finite,
             reproduces=not lab.run(AS_IT_WAS).is_finite,
             vanishes=True,
             removal=change,
         )
     if lab.fails(change):
-        said = f"in {precision} the same step goes bad at the same place"
-        return Finding(experiment=precision, verdict="innocent", sentence=said)
+        return Finding(name, "innocent", bad)
     return None
+
+
+def precise(lab: Lab) -> list[Finding]:
+    """Whether it is finite in float32 and in float64; only what could be run is said."""
+    precisions: tuple[Precision, ...] = ("float32", "float64")
+    found = []
+    for each in precisions:
+        said = f"in {each} the same step"
+        finite, bad = f"{said} is finite", f"{said} goes bad at the same place"
+        found.append(_taken_away(lab, Change(precision=each), each, finite=finite, bad=bad))
+    return [each for each in found if each is not None]
+
+
+def guarded(lab: Lab) -> Finding | None:
+    """Whether the step is finite once the operation is kept inside its domain."""
+    said = "with that operation kept inside its domain, the"
+    finite, bad = f"{said} same step is finite", f"{said} step goes bad all the same"
+    change = Change(is_guarded=True)
+    return _taken_away(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
 
 
 def compiled(lab: Lab) -> Finding | None:
@@ -287,9 +294,7 @@ def compiled(lab: Lab) -> Finding | None:
         return None
     which, other = ("compiled", "eager") if eager.is_finite else ("eager", "compiled")
     said = f"the {which} step goes bad and the {other} one is finite, from the same state"
-    return Finding(
-        experiment="compiled", verdict="depends", sentence=said, reproduces=True, vanishes=True
-    )
+    return Finding("compiled", "depends", said, reproduces=True, vanishes=True)
 
 
 MOST_GUILTY = 8
@@ -313,34 +318,31 @@ def guilty_rows(lab: Lab) -> Finding | None:
         while left and len(found) < MOST_GUILTY and (row := _one_of(lab, left)) is not None:
             found.append(row)
             left = tuple(each for each in left if each != row)
-            is_clean = _is_surely_finite(lab, left)
-            if is_clean or not lab.fails(Change(rows=left)):
+            rest = Change(rows=left)
+            is_clean = bool(left) and lab.is_finite(rest) and lab.is_finite(rest, anew=True)
+            if is_clean or not lab.fails(rest):
                 break
             if len(found) == 1 and _is_everywhere(lab, left):
-                return _everywhere(total)
+                said = f"of the {total} rows of the batch, all {_SPREAD + 1} that were tried go bad"
+                said += " alone: it is not a matter of samples"
+                return Finding("samples", "innocent", said)
     except OutOfTimeError:
         if not found:
             raise
-    return _told(found, left, is_clean=is_clean) if found else _together(lab, total)
+    return _guilt(found, left, is_clean=is_clean) if found else _innocence(lab, total)
 
 
 def _one_of(lab: Lab, rows: Rows) -> int | None:
-    """One that fails alone, twice; None if the failure needs several at once."""
-    row = _halved(lab, rows)
-    alone = _alone(lab, row)
-    return row if alone is not None and lab.fails(alone, anew=True) else None
+    """One that fails alone, twice; None if the failure needs several at once.
 
-
-def _halved(lab: Lab, rows: Rows) -> int:
-    """The one that is left when the half that fails is halved again and again."""
+    It is the one that is left when the half that fails is halved again and again.
+    """
     while len(rows) > 1:
-        middle = (len(rows) + 1) // 2
-        rows = rows[:middle] if _fails(lab, rows[:middle]) else rows[middle:]
-    return rows[0]
-
-
-def _fails(lab: Lab, rows: Rows) -> bool:
-    return lab.fails(Change(rows=rows)) if len(rows) > 1 else _alone(lab, rows[0]) is not None
+        half = rows[: (len(rows) + 1) // 2]
+        fails = lab.fails(Change(rows=half)) if len(half) > 1 else _alone(lab, half[0]) is not None
+        rows = half if fails else rows[len(half) :]
+    alone = _alone(lab, rows[0])
+    return rows[0] if alone is not None and lab.fails(alone, anew=True) else None
 
 
 def _alone(lab: Lab, row: int) -> Change | None:
@@ -352,31 +354,6 @@ def _alone(lab: Lab, row: int) -> Change | None:
     return None if lab.is_finite(once) or not lab.fails(twice) else twice
 
 
-def _is_surely_finite(lab: Lab, rows: Rows) -> bool:
-    change = Change(rows=rows)
-    return bool(rows) and lab.is_finite(change) and lab.is_finite(change, anew=True)
-
-
-def _told(found: list[int], left: Rows, *, is_clean: bool) -> Finding:
-    names = listed(found)
-    one = len(found) == 1
-    what = f"row {names} of the batch goes" if one else f"rows {names} of the batch go"
-    said = f"{what} bad alone"
-    if is_clean:
-        said += f", and the other {len(left)} rows together are finite"
-    elif left:
-        said += "; there may be others"
-    return Finding(
-        experiment="samples",
-        verdict="guilty",
-        sentence=said,
-        reproduces=True,
-        vanishes=is_clean,
-        rows=tuple(sorted(found)),
-        removal=Change(rows=left) if left else None,
-    )
-
-
 def _is_everywhere(lab: Lab, rows: Rows) -> bool:
     """Whether rows from all over the batch fail alone."""
     if len(rows) <= _SPREAD:
@@ -385,20 +362,32 @@ def _is_everywhere(lab: Lab, rows: Rows) -> bool:
     return all(_alone(lab, row) is not None for row in sorted(picked))
 
 
-def _everywhere(total: int) -> Finding:
-    said = f"of the {total} rows of the batch, all {_SPREAD + 1} that were tried go bad alone: "
+def _guilt(found: list[int], left: Rows, *, is_clean: bool) -> Finding:
+    names = in_words(list(map(str, sorted(found))))
+    said = f"row {names} of the batch goes" if len(found) == 1 else f"rows {names} of the batch go"
+    said += " bad alone"
+    if is_clean:
+        said += f", and the other {len(left)} rows together are finite"
+    elif left:
+        said += "; there may be others"
     return Finding(
-        experiment="samples", verdict="innocent", sentence=said + "it is not a matter of samples"
+        "samples",
+        "guilty",
+        said,
+        reproduces=True,
+        vanishes=is_clean,
+        rows=tuple(sorted(found)),
+        removal=Change(rows=left) if left else None,
     )
 
 
-def _together(lab: Lab, total: int) -> Finding | None:
+def _innocence(lab: Lab, total: int) -> Finding | None:
     middle = (total + 1) // 2
     halves = tuple(range(middle)), tuple(range(middle, total))
     if not all(lab.is_finite(Change(rows=half)) for half in halves):
         return None
     said = "each half of the batch alone is finite: no single sample does it"
-    return Finding(experiment="samples", verdict="innocent", sentence=said)
+    return Finding("samples", "innocent", said)
 
 
 def guilty_values(lab: Lab, row: int, donor: int) -> Finding | None:
@@ -406,237 +395,29 @@ def guilty_values(lab: Lab, row: int, donor: int) -> Finding | None:
 
     Values are replaced by those of `donor`, a row that is not guilty.
     """
-    count = lab.replays.values
-    if not 1 < count <= _MOST_VALUES or not _heals(lab, row, donor, 0, count):
+    others = [each for each in range(lab.replays.rows) if each != row]
+
+    def heals(low: int, high: int) -> bool:
+        # In the whole batch: some layers refuse a batch of one.
+        return lab.is_finite(Change(rows=(row, *others), replaced=(low, high), donor=donor))
+
+    low, high = 0, lab.replays.values
+    if not 1 < high <= _MOST_VALUES or not heals(low, high):
         return None
-    low, high = 0, count
     while high - low > 1:
         middle = (low + high + 1) // 2
-        halves = ((low, middle), (middle, high))
-        half = next((h for h in halves if _heals(lab, row, donor, *h)), None)
+        half = next((h for h in ((low, middle), (middle, high)) if heals(*h)), None)
         if half is None:
             return None
         low, high = half
-    said = f"with value {low} of row {row} taken from row {donor}, the batch is finite"
     return Finding(
-        experiment="values",
-        verdict="guilty",
-        sentence=said,
+        "values",
+        "guilty",
+        f"with value {low} of row {row} taken from row {donor}, the batch is finite",
         reproduces=True,
         vanishes=True,
         rows=(row,),
     )
-
-
-def _heals(lab: Lab, row: int, donor: int, low: int, high: int) -> bool:
-    others = (each for each in range(lab.replays.rows) if each != row)
-    # In the whole batch: some layers refuse a batch of one.
-    return lab.is_finite(Change(rows=(row, *others), replaced=(low, high), donor=donor))
-
-
-def listed(rows: list[int]) -> str:
-    """ "3", "3 and 5", "3, 5 and 8"."""
-    names = [str(row) for row in sorted(rows)]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-_LESS = 0.1
-_SMALLER = 1 / 16
-_CLIP = 1.0
-
-
-def guarded(lab: Lab) -> Finding | None:
-    """Whether the step is finite once the operation is kept inside its domain."""
-    change = Change(is_guarded=True)
-    if lab.is_finite(change):
-        return Finding(
-            experiment="guarded",
-            verdict="guilty",
-            sentence="with that operation kept inside its domain, the same step is finite",
-            reproduces=not lab.run(AS_IT_WAS).is_finite,
-            vanishes=True,
-            removal=change,
-        )
-    if lab.fails(change):
-        said = "with that operation kept inside its domain, the step goes bad all the same"
-        return Finding(experiment="guarded", verdict="innocent", sentence=said)
-    return None
-
-
-def terms(lab: Lab) -> Finding | None:
-    """Which terms of the loss go bad alone; None if it is no sum, or all or none do."""
-    names = lab.replays.terms
-    if len(names) < 2:
-        return None
-    is_bad = [lab.fails(Change(term=number)) for number in range(len(names))]
-    is_good = [lab.is_finite(Change(term=number)) for number in range(len(names))]
-    bad = [name for name, flag in zip(names, is_bad, strict=True) if flag]
-    good = [name for name, flag in zip(names, is_good, strict=True) if flag]
-    if not bad or not good:
-        return None
-    verb = "goes" if len(bad) == 1 else "go"
-    said = f"of the terms of the loss, {' and '.join(bad)} {verb} bad alone"
-    if len(bad) + len(good) == len(names):
-        said += f", and {' and '.join(good)} alone {'is' if len(good) == 1 else 'are'} finite"
-    return Finding(experiment="terms", verdict="guilty", sentence=said, reproduces=True)
-
-
-def weights(lab: Lab) -> Finding | None:
-    """Whether the batch goes bad on earlier weights too."""
-    for number in range(lab.replays.snapshots):
-        change = Change(snapshot=number)
-        if lab.is_finite(change):
-            said = "with the weights of an earlier snapshot the same batch is finite"
-            return Finding(experiment="weights", verdict="depends", sentence=said, vanishes=True)
-        if lab.fails(change) and number == lab.replays.snapshots - 1:
-            said = "with earlier weights the same batch goes bad too: it is not the weights"
-            return Finding(experiment="weights", verdict="innocent", sentence=said)
-    return None
-
-
-def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
-    """Whether the last steps, run again in gentler ways, end well: one finding for each way.
-
-    Only if they end badly as they were.
-    """
-    if steps < 1 or not lab.fails(Change(steps=steps)):
-        return []
-    many = "the last step" if steps == 1 else f"the last {steps} steps"
-    ways = [
-        (Change(steps=steps, learning_rate=_LESS), "a tenth of the learning rate"),
-        (Change(steps=steps, clip=_CLIP), f"gradients clipped to a norm of {_CLIP:g}"),
-        (Change(steps=steps, loss_scale=_SMALLER), "a sixteenth of the loss scale"),
-    ]
-    tried = [_gentler(lab, change, f"with {how} over {many}") for change, how in ways]
-    return [each for each in tried if each is not None]
-
-
-def _gentler(lab: Lab, change: Change, what: str) -> Finding | None:
-    if lab.is_finite(change):
-        return Finding(
-            experiment="dynamics",
-            verdict="depends",
-            sentence=f"{what} this one is finite",
-            reproduces=True,
-            vanishes=True,
-        )
-    if lab.fails(change):
-        said = f"{what} it goes bad all the same"
-        return Finding(experiment="dynamics", verdict="innocent", sentence=said)
-    return None
-
-
-_PRECISION = ("low_precision_overflow", "low_precision_underflow", "mask_value_overflow")
-_LOW = ("float16", "bfloat16")
-_DYNAMICS = ("lr_too_high", "exploding_recurrence", "unknown", "loss_of_extreme_logits")
-_ROUNDS = 2  # with one, chance would be taken for proof once in thirty times
-OUT_OF_TIME = "there was no time for more experiments"
-
-
-class _Question(NamedTuple):
-    diagnosis: Diagnosis
-    origin: Origin
-    is_diverging: bool
-
-
-def experiment(
-    lab: Lab, diagnosis: Diagnosis, origin: Origin, *, steps: int = 0, is_diverging: bool = False
-) -> list[Finding]:
-    """What there was time to find out, in the order in which it was done.
-
-    Nothing is tried on a step that does not go bad the same way twice.
-    """
-    question = _Question(diagnosis, origin, is_diverging)
-    first = _done(lab, "repeat", lambda: [repeated(lab)])
-    if not first or first[-1].verdict != "deterministic":
-        return first
-    plan: list[tuple[str, Callable[[], list[Finding]]]] = [
-        ("guarded", lambda: _one(guarded(lab))),
-        ("samples", lambda: _batch(lab)),
-        ("precision", lambda: [] if is_diverging else precise(lab)),  # it only takes longer
-        ("terms", lambda: _one(terms(lab))),
-        ("weights", lambda: _one(weights(lab))),
-        ("compiled", lambda: _one(compiled(lab))),
-    ]
-    if is_diverging or diagnosis.cause in _DYNAMICS:
-        plan.append(("dynamics", lambda: dynamics(lab, steps=steps)))
-    found = first
-    for name, act in plan:
-        more = [_confirmed(lab, each, question) for each in _done(lab, name, act)]
-        found = [*found, *more]
-        if more and more[-1].sentence == OUT_OF_TIME:
-            break
-    return found
-
-
-def _confirmed(lab: Lab, finding: Finding, question: _Question) -> Finding:
-    """A finding that proves must hold again: bad with the cause, finite without, every time."""
-    if finding.removal is None or not _proves(finding, question):
-        return finding
-    try:
-        for _ in range(_ROUNDS):
-            if not _is_bad_again(lab) or not lab.is_finite(finding.removal, anew=True):
-                said = f"{finding.sentence}, though not every time"
-                return dataclasses.replace(finding, vanishes=False, sentence=said)
-    except (OutOfTimeError, CannotReplayError):
-        return dataclasses.replace(finding, vanishes=False)
-    return finding
-
-
-def _is_bad_again(lab: Lab) -> bool:
-    before = lab.run(AS_IT_WAS)
-    return lab.run(AS_IT_WAS, anew=True).is_like(before)
-
-
-def judged(
-    diagnosis: Diagnosis,
-    origin: Origin,
-    findings: Sequence[Finding],
-    *,
-    is_diverging: bool = False,
-) -> Diagnosis:
-    """The diagnosis with the evidence, and as sure as the findings allow.
-
-    Where training was running away before, an operation that overflows is no cause.
-    """
-    question = _Question(diagnosis, origin, is_diverging)
-    if not findings:
-        return diagnosis
-    said = [each.sentence for each in findings if each.sentence != OUT_OF_TIME]
-    evidence = tuple(dict.fromkeys([*diagnosis.evidence, *(said or [OUT_OF_TIME])]))
-    confidence = diagnosis.confidence
-    if not any(each.experiment == "repeat" and each.reproduces for each in findings):
-        confidence = "possible" if confidence == "possible" else "likely"
-    elif any(_proves(each, question) for each in findings):
-        confidence = "proven"
-    elif any(_refutes(each, diagnosis) for each in findings):
-        confidence = "possible"
-    return dataclasses.replace(diagnosis, evidence=evidence, confidence=confidence)
-
-
-def _proves(finding: Finding, question: _Question) -> bool:
-    """Whether what was taken away is what the diagnosis names, and nothing else."""
-    diagnosis, origin = question.diagnosis, question.origin
-    if not finding.is_proof or not origin.exact:
-        return False
-    if question.is_diverging and finding.experiment != "samples":
-        return False
-    if finding.experiment == "guarded":
-        return is_seen_in_values(diagnosis.cause, origin)
-    if finding.experiment == "samples":
-        return diagnosis.cause in ("bad_input_data", "bad_label") and origin.phase == "data"
-    if finding.experiment == "float32":
-        dtypes = {each.dtype for each in origin.outputs}
-        return diagnosis.cause in _PRECISION and bool(dtypes) and dtypes <= set(_LOW)
-    return False
-
-
-def _refutes(finding: Finding, diagnosis: Diagnosis) -> bool:
-    if finding.verdict != "innocent":
-        return False
-    if finding.experiment == "guarded":
-        return True
-    return finding.experiment == "float32" and diagnosis.cause in _PRECISION
 
 
 def _batch(lab: Lab) -> list[Finding]:
@@ -648,20 +429,165 @@ def _batch(lab: Lab) -> list[Finding]:
         return [found]
     donor = next(row for row in range(lab.replays.rows) if row not in found.rows)
     try:
-        return [found, *_one(guilty_values(lab, found.rows[0], donor))]
+        value = guilty_values(lab, found.rows[0], donor)
     except OutOfTimeError:
-        return [found]
+        value = None
+    return [found] if value is None else [found, value]
 
 
-def _done(lab: Lab, name: str, act: Callable[[], list[Finding]]) -> list[Finding]:
+def terms(lab: Lab) -> Finding | None:
+    """Which terms of the loss go bad alone; None if it is no sum, or all or none do."""
+    names = lab.replays.terms
+    if len(names) < 2:
+        return None
+    bad = [name for number, name in enumerate(names) if lab.fails(Change(term=number))]
+    good = [name for number, name in enumerate(names) if lab.is_finite(Change(term=number))]
+    if not bad or not good:
+        return None
+    verb = "goes" if len(bad) == 1 else "go"
+    said = f"of the terms of the loss, {' and '.join(bad)} {verb} bad alone"
+    if len(bad) + len(good) == len(names):
+        said += f", and {' and '.join(good)} alone {'is' if len(good) == 1 else 'are'} finite"
+    return Finding("terms", "guilty", said, reproduces=True)
+
+
+def weights(lab: Lab) -> Finding | None:
+    """Whether the batch goes bad on earlier weights too."""
+    for number in range(lab.replays.snapshots):
+        change = Change(snapshot=number)
+        if lab.is_finite(change):
+            said = "with the weights of an earlier snapshot the same batch is finite"
+            return Finding("weights", "depends", said, vanishes=True)
+        if lab.fails(change) and number == lab.replays.snapshots - 1:
+            said = "with earlier weights the same batch goes bad too: it is not the weights"
+            return Finding("weights", "innocent", said)
+    return None
+
+
+_LESS = 0.1
+_SMALLER = 1 / 16
+_CLIP = 1.0
+
+
+def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
+    """Whether the last steps, run again in gentler ways, end well: one finding for each way.
+
+    Only if they end badly as they were.
+    """
+    if steps < 1 or not lab.fails(Change(steps=steps)):
+        return []
+    many = "the last step" if steps == 1 else f"the last {steps} steps"
+    found = []
+    for change, how in (
+        (Change(steps=steps, learning_rate=_LESS), "a tenth of the learning rate"),
+        (Change(steps=steps, clip=_CLIP), f"gradients clipped to a norm of {_CLIP:g}"),
+        (Change(steps=steps, loss_scale=_SMALLER), "a sixteenth of the loss scale"),
+    ):
+        said = f"with {how} over {many}"
+        finite, bad = f"{said} this one is finite", f"{said} it goes bad all the same"
+        found.append(_taken_away(lab, change, "dynamics", finite=finite, bad=bad))
+    return [each for each in found if each is not None]
+
+
+_LOW = {"float16", "bfloat16"}
+_ROUNDS = 2  # with one, chance would be taken for proof once in thirty times
+OUT_OF_TIME = "there was no time for more experiments"
+
+
+def experiment(
+    lab: Lab, diagnosis: Diagnosis, origin: Origin, *, steps: int = 0, is_diverging: bool = False
+) -> list[Finding]:
+    """What there was time to find out, in the order in which it was done.
+
+    Nothing is tried on a step that does not go bad the same way twice.
+    """
+    found = _findings(lab, "repeat", repeated)
+    if not found or found[-1].verdict != "deterministic":
+        return found
+    plan: list[tuple[str, Callable[[Lab], list[Finding] | Finding | None]]] = [
+        ("guarded", guarded),
+        ("samples", _batch),
+        ("precision", precise),
+        ("terms", terms),
+        ("weights", weights),
+        ("compiled", compiled),
+        ("dynamics", functools.partial(dynamics, steps=steps)),
+    ]
+    if is_diverging:
+        del plan[2]  # in higher precision it only takes longer
+    elif not cause_of(diagnosis.cause).due_to_history:
+        del plan[-1]
+    for name, act in plan:
+        for each in _findings(lab, name, act):
+            is_proof = each.removal is not None and _proves(each, diagnosis, origin, is_diverging)
+            found.append(_confirmed(lab, each) if is_proof else each)
+        if found[-1].sentence == OUT_OF_TIME:
+            break
+    return found
+
+
+def _findings(
+    lab: Lab, name: str, act: Callable[[Lab], list[Finding] | Finding | None]
+) -> list[Finding]:
     lab.doing = name
     try:
-        return act()
+        found = act(lab)
     except OutOfTimeError:
-        return [Finding(experiment=name, verdict="inconclusive", sentence=OUT_OF_TIME)]
+        found = Finding(name, "inconclusive", OUT_OF_TIME)
     except CannotReplayError:
-        return []
+        found = None
+    return found if isinstance(found, list) else [found] if found is not None else []
 
 
-def _one(finding: Finding | None) -> list[Finding]:
-    return [] if finding is None else [finding]
+def _confirmed(lab: Lab, finding: Finding) -> Finding:
+    """A finding that proves must hold again: bad with the cause, finite without, every time."""
+    try:
+        for _ in range(_ROUNDS):
+            before = lab.run(AS_IT_WAS)
+            is_bad = lab.run(AS_IT_WAS, anew=True).is_like(before)
+            if not is_bad or not lab.is_finite(finding.removal or AS_IT_WAS, anew=True):
+                said = f"{finding.sentence}, though not every time"
+                return dataclasses.replace(finding, vanishes=False, sentence=said)
+    except (OutOfTimeError, CannotReplayError):
+        return dataclasses.replace(finding, vanishes=False)
+    return finding
+
+
+def judged(
+    diagnosis: Diagnosis, origin: Origin, findings: Sequence[Finding], *, is_diverging: bool = False
+) -> Diagnosis:
+    """The diagnosis with the evidence, and as sure as the findings allow.
+
+    Where training was running away before, an operation that overflows is no cause.
+    """
+    if not findings:
+        return diagnosis
+    said = [each.sentence for each in findings if each.sentence != OUT_OF_TIME]
+    evidence = tuple(dict.fromkeys([*diagnosis.evidence, *(said or [OUT_OF_TIME])]))
+    confidence = diagnosis.confidence
+    if not any(each.experiment == "repeat" and each.reproduces for each in findings):
+        confidence = "possible" if confidence == "possible" else "likely"
+    elif any(_proves(each, diagnosis, origin, is_diverging) for each in findings):
+        confidence = "proven"
+    elif any(_refutes(each, diagnosis) for each in findings):
+        confidence = "possible"
+    return dataclasses.replace(diagnosis, evidence=evidence, confidence=confidence)
+
+
+def _proves(finding: Finding, diagnosis: Diagnosis, origin: Origin, is_diverging: bool) -> bool:
+    """Whether what was taken away is what the diagnosis names, and nothing else."""
+    if not finding.is_proof or not origin.exact:
+        return False
+    if finding.experiment == "samples":
+        return diagnosis.cause in ("bad_input_data", "bad_label") and origin.phase == "data"
+    if finding.experiment == "guarded":
+        return not is_diverging and is_seen_in_values(diagnosis.cause, origin)
+    dtypes = {each.dtype for each in origin.outputs}
+    is_low = bool(dtypes) and dtypes <= _LOW and cause_of(diagnosis.cause).cured_by_float32
+    return finding.experiment == "float32" and not is_diverging and is_low
+
+
+def _refutes(finding: Finding, diagnosis: Diagnosis) -> bool:
+    if finding.verdict != "innocent" or finding.experiment == "guarded":
+        return finding.verdict == "innocent"
+    return finding.experiment == "float32" and cause_of(diagnosis.cause).cured_by_float32

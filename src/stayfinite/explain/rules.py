@@ -6,19 +6,17 @@ With the evidence that names samples, files and terms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from stayfinite.causes import CAUSES
-from stayfinite.explain.clue import Clue, Context, number
+from stayfinite.causes import CAUSES, cause_of
+from stayfinite.explain.clue import Clue, Context, Rule, number
 from stayfinite.explain.rules_data import SOURCE_RULES
 from stayfinite.explain.rules_divergence import DYNAMICS_RULES
 from stayfinite.explain.rules_domain import DOMAIN_RULES
 from stayfinite.explain.rules_gradient import GRADIENT_RULES, PRECISION_RULES
 from stayfinite.explain.rules_update import UPDATE_RULES
 from stayfinite.records import Diagnosis, NaNType, Origin
-
-Rule = Callable[[Clue], Diagnosis | None]
+from stayfinite.text import in_words
 
 # From what is certain (nobody computed it) over what the operation itself shows
 # to what only the history of the steps before can tell.
@@ -63,19 +61,17 @@ def unknown(clue: Clue) -> Diagnosis:
     )
 
 
-_DATA_CAUSES = frozenset(
-    ["bad_input_data", "bad_label", "unnormalized_input", "bn_stats_poisoned", "ctc_infeasible"]
-)
 _MOST = 8
 
 
 def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
     """Which samples and files, and which terms of the loss; nothing if none is to blame."""
-    is_data = origin.phase == "data" or diagnosis.cause in _DATA_CAUSES
+    is_data = origin.phase == "data" or cause_of(diagnosis.cause).due_to_samples
     samples = origin.facts.get("samples")
     said = [_of_samples(samples, is_data=is_data)] if samples else []
     if diagnosis.cause in ("unnormalized_input", "bad_input_data") and origin.phase != "data":
-        said.append(_of_largest(origin.facts.get("largest_input")))
+        largest = origin.facts.get("largest_input")
+        said.append(_of_largest(largest) if largest else None)
     said += [_of_sum(each) for each in origin.facts.get("sums", ())]
     if not origin.facts.get("sums"):
         said.append(_of_term(origin.facts.get("term")))
@@ -84,7 +80,11 @@ def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
 
 def _of_samples(facts: dict[str, Any], *, is_data: bool) -> str | None:
     if "reading" in facts:
-        return _while_read(facts)
+        where = ""
+        if facts.get("row_count") == 1:
+            where = f" (row {facts['rows'][0]} of {facts['size']} in batch {facts['batch']})"
+        files = _from_files(facts, is_data=True) or " as it is read"
+        return f"it is bad in sample {facts['reading']} of the dataset{where}{files}"
     if "table" in facts:
         return _of_table(facts) if is_data else None
     count, size = facts.get("row_count"), facts.get("size")
@@ -92,19 +92,12 @@ def _of_samples(facts: dict[str, Any], *, is_data: bool) -> str | None:
     if not is_some and not is_data:
         return None  # every row is bad, and that is not the data's doing
     subject = _rows(facts) if is_some else _whole_batch(facts)
-    return None if subject is None else f"{subject}{_from_files(facts, is_data=is_data)}"
-
-
-def _while_read(facts: dict[str, Any]) -> str:
-    where = f" ({_row_of_batch(facts)})" if facts.get("row_count") == 1 else ""
-    files = _from_files(facts, is_data=True) or " as it is read"
-    return f"it is bad in sample {facts['reading']} of the dataset{where}{files}"
+    return f"{subject}{_from_files(facts, is_data=is_data)}"
 
 
 def _rows(facts: dict[str, Any]) -> str:
-    rows = facts["rows"]
-    batch = f"batch {facts['batch']}"
-    where = f"{_list('row', rows, facts['row_count'])} of {facts['size']} in {batch}"
+    rows = _list("row", facts["rows"], facts["row_count"])
+    where = f"{rows} of {facts['size']} in batch {facts['batch']}"
     samples = facts.get("samples")
     if samples is None:
         return f"it is bad in {where} of the loader, and in no other row"
@@ -112,11 +105,7 @@ def _rows(facts: dict[str, Any]) -> str:
     return f"it is bad in {named} of the dataset {facts['dataset']} ({where}), and in no other row"
 
 
-def _row_of_batch(facts: dict[str, Any]) -> str:
-    return f"row {facts['rows'][0]} of {facts['size']} in batch {facts['batch']}"
-
-
-def _whole_batch(facts: dict[str, Any]) -> str | None:
+def _whole_batch(facts: dict[str, Any]) -> str:
     samples = facts.get("samples")
     if samples is None:
         return f"it is batch {facts['batch']} of the loader"
@@ -145,9 +134,7 @@ def _from_files(facts: dict[str, Any], *, is_data: bool) -> str:
     return f"; {kind} read before it was {last}"
 
 
-def _of_largest(facts: dict[str, Any] | None) -> str | None:
-    if not facts:
-        return None
+def _of_largest(facts: dict[str, Any]) -> str:
     where = f"{facts['path']}{facts['index']}"
     whose = f", sample {facts['sample']} of the dataset" if "sample" in facts else ""
     return f"the largest input of this step is {number(facts['value'])} at {where}{whose}"
@@ -163,7 +150,7 @@ def _of_sum(facts: dict[str, Any]) -> str:
         return f"of the terms of the loss that are added up at {line}, {bad[0]} is {kinds[0]}"
     only = "only " if all(flag is not None for _, flag in terms) else ""
     names = ", ".join(name for name, _ in terms)
-    said = f"of the terms of the loss ({names}) {only}{_and(bad)} {verb} {' or '.join(kinds)}"
+    said = f"of the terms of the loss ({names}) {only}{in_words(bad)} {verb} {' or '.join(kinds)}"
     return f"{said} ({line})"
 
 
@@ -174,7 +161,7 @@ def _of_term(facts: dict[str, Any] | None) -> str | None:
     guilty = [name for name, is_reached in terms if is_reached]
     names = ", ".join(name for name, _ in terms)
     verb = "leads" if len(guilty) == 1 else "lead"
-    said = f"of the terms of the loss ({names}) only {_and(guilty)} {verb} to this operation"
+    said = f"of the terms of the loss ({names}) only {in_words(guilty)} {verb} to this operation"
     return f"{said} (line {facts['where'][1]})"
 
 
@@ -184,8 +171,4 @@ def _list(what: str, items: list[Any], count: int) -> str:
     shown = [str(item) for item in items[:_MOST]]
     if count > len(shown):
         return f"{what}s {', '.join(shown)} and {count - len(shown)} more"
-    return f"{what}s {_and(shown)}"
-
-
-def _and(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{what}s {in_words(shown)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stayfinite.explain.clue import Clue, diagnosis, largest, number
+from stayfinite.explain.clue import Clue, diagnosis, largest, number, rule
 from stayfinite.records import Diagnosis
 
 # Far beyond anything that is measured or normalised, yet finite.
@@ -28,15 +28,13 @@ def loaded_weights(clue: Clue) -> Diagnosis | None:
     )
 
 
-def narrowed_checkpoint(clue: Clue) -> Diagnosis | None:
-    """Weights that became Inf when they were narrowed for saving."""
-    if clue.op != "to_copy" or clue.dtype != "float16" or not clue.fact("loaded"):
-        return None
-    return diagnosis(
-        "checkpoint_precision_loss",
-        "Values above 65504 were cast to float16 for the checkpoint, became Inf, and were loaded.",
-        "Save state in the precision it is trained in, optimizer state above all.",
-    )
+# Weights that became Inf when they were narrowed for saving.
+narrowed_checkpoint = rule(
+    lambda clue: clue.op == "to_copy" and clue.dtype == "float16" and bool(clue.fact("loaded")),
+    "checkpoint_precision_loss",
+    "Values above 65504 were cast to float16 for the checkpoint, became Inf, and were loaded.",
+    "Save state in the precision it is trained in, optimizer state above all.",
+)
 
 
 def unwritten_memory(clue: Clue) -> Diagnosis | None:
@@ -99,20 +97,18 @@ def absurd_values(clue: Clue) -> Diagnosis | None:
     if clue.origin.phase not in ("forward", "backward", "distributed"):
         return None
     data = clue.fact("data", []) if clue.origin.phase == "forward" else []
-    for item in clue.origin.inputs:
-        if item.name in data and largest(item) > _ABSURD and not _was_computed(clue, item.name):
-            return _out_of_range(item.name, largest(item), clue)
-    outlier = clue.outlier
-    if outlier is not None and _ABSURD < outlier[1] < math.inf:
-        return _out_of_range(outlier[0], outlier[1], clue)
-    return None
-
-
-def _was_computed(clue: Clue, name: str) -> bool:
-    return any(op and op not in _MOVES for op in clue.made_by(name))
-
-
-def _out_of_range(name: str, size: float, clue: Clue) -> Diagnosis:
+    found = [
+        (item.name, largest(item))
+        for item in clue.origin.inputs
+        if item.name in data
+        and largest(item) > _ABSURD
+        and not any(op and op not in _MOVES for op in clue.made_by(item.name))
+    ]
+    if clue.outlier is not None and _ABSURD < clue.outlier[1] < math.inf:
+        found.append(clue.outlier[:2])
+    if not found:
+        return None
+    name, size = found[0]
     usual = f" (usually {number(clue.typical_input)})" if clue.typical_input < size / 30 else ""
     return diagnosis(
         "bad_input_data",

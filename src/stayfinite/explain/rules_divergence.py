@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 
-from stayfinite.explain.clue import Clue, diagnosis, largest, number
+from stayfinite.domains import EXPONENTIALS
+from stayfinite.explain.clue import Clue, diagnosis, largest, number, rule
 from stayfinite.records import Diagnosis, TensorSummary
 
 _RAW = 50.0  # normalised data does not reach it
 _LOOP = 8  # so many runs of one line in one forward pass are a recurrence
 _GROWN = 1e6  # beyond what layers make of normalised data
 _TOO_WIDE = 10.0  # usual weights stay below 7 times fan_in ** -0.5, the largest of them too
-_EXPONENTIALS = ("exp", "expm1", "sinh", "cosh", "exp2", "logaddexp", "softplus", "square")
+_OVERFLOW = (*EXPONENTIALS, "logaddexp", "softplus", "square")
 
 
 def outlier_batch(clue: Clue) -> Diagnosis | None:
@@ -27,30 +28,22 @@ def outlier_batch(clue: Clue) -> Diagnosis | None:
     )
 
 
-def line_search(clue: Clue) -> Diagnosis | None:
-    """LBFGS takes full steps when nobody searches the line."""
-    facts = clue.context.optimizer
-    if facts is None or facts.kind != "LBFGS" or facts.line_search:
-        return None
-    return diagnosis(
-        "lbfgs_no_line_search",
-        "LBFGS without a line search takes the full quasi-Newton step, however far that is.",
-        'Pass line_search_fn="strong_wolfe" to torch.optim.LBFGS.',
-    )
+line_search = rule(
+    lambda clue: clue.optimizer.kind == "LBFGS" and not clue.optimizer.line_search,
+    "lbfgs_no_line_search",
+    "LBFGS without a line search takes the full quasi-Newton step, however far that is.",
+    'Pass line_search_fn="strong_wolfe" to torch.optim.LBFGS.',
+)
 
-
-def recurrence(clue: Clue) -> Diagnosis | None:
-    """One line that runs again on its own result, growing each time."""
-    repeats = int(clue.fact("repeats", 0))
-    if repeats < _LOOP:
-        return None
-    return diagnosis(
-        "exploding_recurrence",
-        f"`{clue.expression}` ran {repeats} times in this step on its own result and grew until it "
-        "overflowed.",
-        "Initialise the recurrent weight with nn.init.orthogonal_, use a gated cell (LSTM, GRU) or "
-        "a normalisation in the loop, and clip the gradient norm.",
-    )
+# One line that runs again on its own result, growing each time.
+recurrence = rule(
+    lambda clue: int(clue.fact("repeats", 0)) >= _LOOP,
+    "exploding_recurrence",
+    "`{clue.expression}` ran {clue.origin.facts[repeats]} times in this step on its own result and "
+    "grew until it overflowed.",
+    "Initialise the recurrent weight with nn.init.orthogonal_, use a gated cell (LSTM, GRU) or a "
+    "normalisation in the loop, and clip the gradient norm.",
+)
 
 
 def huge_weights(clue: Clue) -> Diagnosis | None:
@@ -73,7 +66,8 @@ def raw_inputs(clue: Clue) -> Diagnosis | None:
     if clue.typical_input < _RAW or not (clue.is_diverging or clue.context.step < 3):
         return None
     batches = max(map(len, clue.context.input_ranges.values()), default=0)
-    seen = "in every batch" if batches > 2 else f"in the {_few(batches)} that was seen"
+    few = "one batch" if batches == 1 else "little data"
+    seen = "in every batch" if batches > 2 else f"in the {few} that was seen"
     return diagnosis(
         "unnormalized_input",
         f"The inputs reach {number(clue.typical_input)} {seen}; activations and gradients grow "
@@ -84,63 +78,44 @@ def raw_inputs(clue: Clue) -> Diagnosis | None:
     )
 
 
-def _few(batches: int) -> str:
-    return "one batch" if batches == 1 else "little data"
+# A value network that learns from its own growing targets.
+bootstrapped_values = rule(
+    lambda clue: clue.is_diverging and clue.context.bootstraps,
+    "rl_value_divergence",
+    "The targets come from a network of the same build, and both have grown "
+    "({clue.trend}) until `{clue.expression}` overflowed.",
+    "Update the target network more slowly, lower gamma or the learning rate, and clip or "
+    "normalise rewards and targets.",
+)
 
-
-def bootstrapped_values(clue: Clue) -> Diagnosis | None:
-    """A value network that learns from its own growing targets."""
-    if not clue.is_diverging or not clue.context.bootstraps:
-        return None
-    return diagnosis(
-        "rl_value_divergence",
-        f"The targets come from a network of the same build, and both have grown "
-        f"({_trend(clue)}) until `{clue.expression}` overflowed.",
-        "Update the target network more slowly, lower gamma or the learning rate, and clip or "
-        "normalise rewards and targets.",
-    )
-
-
-def adversaries(clue: Clue) -> Diagnosis | None:
-    """Two networks that push each other away."""
-    if not clue.is_diverging or not clue.context.is_adversarial:
-        return None
-    return diagnosis(
-        "gan_divergence",
-        f"Two optimizers drive each other's loss, and it ran away ({_trend(clue)}).",
-        "Bound the critic (spectral norm, gradient penalty), lower both learning rates, and use "
-        "losses on logits.",
-    )
+# Two networks that push each other away.
+adversaries = rule(
+    lambda clue: clue.is_diverging and clue.context.is_adversarial,
+    "gan_divergence",
+    "Two optimizers drive each other's loss, and it ran away ({clue.trend}).",
+    "Bound the critic (spectral norm, gradient penalty), lower both learning rates, and use "
+    "losses on logits.",
+)
 
 
 def too_fast(clue: Clue) -> Diagnosis | None:
     """Plain divergence."""
     if not clue.is_diverging or not clue.context.was_updated:
         return None
-    rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
+    rate = clue.optimizer.learning_rate
     lower = f" from {number(rate)} to {number(rate / 10)}" if rate else ""
     return diagnosis(
         "lr_too_high",
-        f"Training was diverging ({_trend(clue)}) before `{clue.expression}` overflowed: the steps "
+        f"Training was diverging ({clue.trend}) before `{clue.expression}` overflowed: the steps "
         "are too large.",
         f"Lower the learning rate{lower}, warm it up over the first steps, and clip the gradients: "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
     )
 
 
-def _trend(clue: Clue) -> str:
-    parts = []
-    if len(clue.losses) > 1:
-        parts.append(f"loss from {number(clue.losses[0])} to {number(clue.losses[-1])}")
-    if len(clue.norms) > 1:
-        parts.append(f"gradient norm from {number(clue.norms[0])} to {number(clue.norms[-1])}")
-    steps = len(clue.context.history)
-    return ", ".join(parts) or f"{steps} step{'s' * (steps != 1)}"
-
-
 def exponential(clue: Clue) -> Diagnosis | None:
     """exp(89)."""
-    if clue.op not in _EXPONENTIALS:
+    if clue.op not in _OVERFLOW:
         return None
     item = clue.first
     top = number(item.max) if item else "a large number"
@@ -162,64 +137,47 @@ def exponential(clue: Clue) -> Diagnosis | None:
 
 def before_any_update(clue: Clue) -> Diagnosis | None:
     """An overflow that training has no part in: the weights are as they were made."""
-    size = _size_of_inputs(clue)
-    if clue.context.was_updated or size < _GROWN:
+    if clue.context.was_updated or clue.size < _GROWN:
         return None
-    wide = _wide_weight(clue)
-    if wide is not None:
-        weight, fan_in = wide
+    weight, fan_in = _weight(clue)
+    if weight is not None and largest(weight) * math.sqrt(fan_in) >= _TOO_WIDE:
         return diagnosis(
             "bad_init",
-            f"`{clue.expression}` overflowed on values of {number(size)} before any update was "
-            f"made. Its weight reaches {number(largest(weight))}, where {fan_in} inputs ask for a "
-            f"deviation of about {number(fan_in**-0.5)}.",
+            f"`{clue.expression}` overflowed on values of {number(clue.size)} before any update "
+            f"was made. Its weight reaches {number(largest(weight))}, where {fan_in} inputs ask "
+            f"for a deviation of about {number(fan_in**-0.5)}.",
             "Scale it with the fan-in: nn.init.kaiming_normal_(weight) or std = fan_in ** -0.5.",
         )
-    if not clue.context.initial_weights and _weight(clue) is None:
+    if not clue.context.initial_weights and weight is None:
         return None
     return diagnosis(
         "bad_init",
-        f"`{clue.expression}` overflowed on values of {number(size)} before any update was made: "
-        "they grew within one forward pass.",
+        f"`{clue.expression}` overflowed on values of {number(clue.size)} before any update was "
+        "made: they grew within one forward pass.",
         "Scale the first weights with the fan-in (nn.init.kaiming_normal_), normalise between "
         "layers, and look for a map that is applied many times.",
         sure="possible",
     )
 
 
-def _wide_weight(clue: Clue) -> tuple[TensorSummary, int] | None:
-    """The weight of a product, with its number of inputs, if it is far too large for that."""
-    found = _weight(clue)
-    if found is None or largest(found[0]) * math.sqrt(found[1]) < _TOO_WIDE:
-        return None
-    return found
-
-
-def _weight(clue: Clue) -> tuple[TensorSummary, int] | None:
+def _weight(clue: Clue) -> tuple[TensorSummary | None, int]:
     """The weight of a matrix product or a convolution, with its number of inputs."""
     matrix, kernel = clue.input("mat2"), clue.input("weight")
     if matrix is not None and len(matrix.shape) == 2:
         return matrix, matrix.shape[0]
     if kernel is not None and clue.op.startswith("conv"):
         return kernel, math.prod(kernel.shape[1:])
-    return None
+    return None, 0
 
 
-def _size_of_inputs(clue: Clue) -> float:
-    return max((largest(item) for item in clue.origin.inputs), default=0.0)
-
-
-def slow_growth(clue: Clue) -> Diagnosis | None:
-    """An overflow in plain arithmetic with weights or inputs that are already enormous."""
-    size = _size_of_inputs(clue)
-    if size < _GROWN or not clue.context.was_updated:
-        return None
-    return diagnosis(
-        "lr_too_high",
-        f"`{clue.expression}` overflowed on values that had grown to {number(size)}.",
-        "Lower the learning rate, clip the gradients, and look at which layer grows first.",
-        sure="possible",
-    )
+# An overflow in plain arithmetic with weights or inputs that are already enormous.
+slow_growth = rule(
+    lambda clue: clue.size >= _GROWN and clue.context.was_updated,
+    "lr_too_high",
+    "`{clue.expression}` overflowed on values that had grown to {clue.size}.",
+    "Lower the learning rate, clip the gradients, and look at which layer grows first.",
+    sure="possible",
+)
 
 
 DYNAMICS_RULES = (

@@ -5,34 +5,33 @@ from __future__ import annotations
 import ast
 import math
 
-from stayfinite.explain.clue import Clue, argument, diagnosis, number, operands
-from stayfinite.records import Diagnosis, NaNType, TensorSummary
+from stayfinite.domains import ARCS, ARCS_OF_LARGE, DIVISIONS, LOGS, POWERS, ROOTS
+from stayfinite.explain.clue import Clue, argument, diagnosis, number, operands, rule
+from stayfinite.records import Diagnosis, NaNType
 from stayfinite.text import bare_name
 
-_LOGS = ("log", "log2", "log10", "log1p", "xlogy", "special_xlog1py", "logit")
-_LOG_NODES = ("Log", "Log2", "Log10", "Log1P", "Xlogy", "Logit")
+_LOGS = (*LOGS, "log1p", "xlogy", "special_xlog1py", "logit")
 _RANDOM = ("rand", "rand_like", "uniform", "uniform_", "exponential_", "random_")
 
 
 def in_distribution(clue: Clue) -> Diagnosis | None:
     """Inside torch.distributions: a scale of 0, or a value on the edge of the support."""
-    if not clue.inside.startswith("distributions/") and "distributions/" not in clue.inside:
+    if "distributions/" not in clue.inside:
         return None
-    zeros = {item.name for item in clue.origin.inputs if item.zero_count}
     divides = clue.op in ("div", "reciprocal") or clue.node in ("Div", "Reciprocal")
-    if divides and ("other" in zeros or zeros):
+    if divides and clue.has_zero:
         return diagnosis(
             "zero_scale_distribution",
             f"The scale of the distribution in `{clue.expression}` is 0, and it is divided by.",
             "Bound it from below where it is made: `scale = F.softplus(raw) + 1e-4`.",
         )
-    if clue.op in _LOGS and zeros and "normal" in clue.inside:
+    if clue.op in _LOGS and clue.has_zero and "normal" in clue.inside:
         return diagnosis(
             "zero_scale_distribution",
             f"The scale of the distribution in `{clue.expression}` is 0, and its log is -Inf.",
             "Bound it from below where it is made: `scale = F.softplus(raw) + 1e-4`.",
         )
-    if clue.op in (*_LOGS, "log_sigmoid", "atanh") or clue.node in _LOG_NODES:
+    if clue.op in (*_LOGS, "log_sigmoid", "atanh") or clue.node.lower() in _LOGS:
         return diagnosis(
             "support_boundary",
             f"`{clue.expression}` is asked for a value on the edge of the distribution's support "
@@ -44,24 +43,23 @@ def in_distribution(clue: Clue) -> Diagnosis | None:
 
 def logarithm(clue: Clue) -> Diagnosis | None:
     """log of zero or of less, and what people usually meant."""
-    if not (clue.op in _LOGS or (clue.is_backward and clue.node in _LOG_NODES)):
+    if clue.op not in _LOGS and not clue.is_derivative_of(_LOGS):
         return None
-    inner = argument(clue.expression, clue.op) or argument(clue.expression) or "x"
-    out = clue.output
+    inner = argument(clue.expression, clue.op) or clue.inner
+    out, item = clue.output, clue.first
     if out is not None and out.nan_count and not clue.is_backward:
-        lowest = clue.first.min if clue.first else None
         return diagnosis(
             "log_of_negative",
-            f"`{clue.expression}`: the argument goes down to {number(lowest)}, and the log of a "
+            f"`{clue.expression}`: the argument goes down to {_lowest(clue)}, and the log of a "
             "negative number is NaN.",
             f"Find why `{inner}` can be negative (a wrong scale or sign); "
             f"`torch.log({inner}.clamp_min(1e-8))` only hides it.",
         )
-    if clue.is_backward and clue.node.startswith("Pow") and _goes_below_zero(clue):
+    if clue.is_backward and clue.node.startswith("Pow") and item and item.negative_count:
         return diagnosis(
             "pow_of_negative",
             f"The derivative of `{clue.expression}` by its exponent has the log of the base, which "
-            f"goes down to {number(clue.first.min if clue.first else None)} here.",
+            f"goes down to {_lowest(clue)} here.",
             "Keep the base above 0 before the power: `x.clamp_min(1e-6)`.",
         )
     if any(op in _RANDOM for op in clue.made_by("self")):
@@ -78,18 +76,15 @@ def logarithm(clue: Clue) -> Diagnosis | None:
             "p log p goes to 0.",
             "Use torch.xlogy(p, q), or clamp the probability: `q.clamp_min(1e-8)`.",
         )
-    return diagnosis("log_of_zero", _log_why(clue), _log_fix(clue, inner))
-
-
-def _goes_below_zero(clue: Clue) -> bool:
-    return clue.first is not None and clue.first.negative_count > 0
-
-
-def _log_why(clue: Clue) -> str:
     made = clue.made_by("self")
     via = f" (made by {made[0].rstrip('_')})" if made and made[0] else ""
     side = "derivative of the log there is 1 / 0" if clue.is_backward else "log of 0 is -Inf"
-    return f"The argument of `{clue.expression}` is exactly 0{via}, and the {side}."
+    why = f"The argument of `{clue.expression}` is exactly 0{via}, and the {side}."
+    return diagnosis("log_of_zero", why, _log_fix(clue, inner))
+
+
+def _lowest(clue: Clue) -> str:
+    return number(clue.first.min if clue.first else None)
 
 
 def _log_fix(clue: Clue, inner: str) -> str:
@@ -122,55 +117,48 @@ _NORMS = ("linalg_vector_norm", "norm", "linalg_norm")
 _LINALG = ("linalg_", "cholesky", "svd", "inverse", "lu_", "triangular", "logdet", "ormqr", "eig")
 
 
-def nothing_left(clue: Clue) -> Diagnosis | None:
-    """The mean of no elements."""
-    empty = clue.fact("empty")
-    if not empty or clue.op in ("cat", "stack"):
-        return None
-    return diagnosis(
-        "empty_reduction",
-        f"`{clue.expression}` reduces a tensor without elements: the mean of nothing is 0 / 0.",
-        "Return 0 (or leave the term out) when the selection is empty: "
-        f"`{argument(clue.expression) or 'x'}.sum() / max(1, count)`.",
-    )
+# The mean of no elements.
+nothing_left = rule(
+    lambda clue: bool(clue.fact("empty")) and clue.op not in ("cat", "stack"),
+    "empty_reduction",
+    "`{clue.expression}` reduces a tensor without elements: the mean of nothing is 0 / 0.",
+    "Return 0 (or leave the term out) when the selection is empty: "
+    "`{clue.inner}.sum() / max(1, count)`.",
+)
 
+# A softmax over nothing but -Inf.
+masked_row = rule(
+    lambda clue: (
+        not clue.is_backward
+        and any(name in clue.op for name in ("softmax", "attention", "logsumexp"))
+        and any(item.neg_inf_count for item in clue.origin.inputs)
+    ),
+    "softmax_all_masked",
+    "A whole row of the scores is -Inf in `{clue.expression}`, and the softmax of such a row "
+    "is 0 / 0.",
+    "Leave one position open in each row, or zero those rows: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min), and attn.masked_fill(mask, 0.0) "
+    "after the softmax.",
+)
 
-def masked_row(clue: Clue) -> Diagnosis | None:
-    """A softmax over nothing but -Inf."""
-    if clue.is_backward or not any(n in clue.op for n in ("softmax", "attention", "logsumexp")):
-        return None
-    if not any(item.neg_inf_count for item in clue.origin.inputs):
-        return None
-    return diagnosis(
-        "softmax_all_masked",
-        f"A whole row of the scores is -Inf in `{clue.expression}`, and the softmax of such a row "
-        "is 0 / 0.",
-        "Leave one position open in each row, or zero those rows: "
-        "scores.masked_fill(mask, torch.finfo(scores.dtype).min), and attn.masked_fill(mask, 0.0) "
-        "after the softmax.",
-    )
-
-
-def infeasible_alignment(clue: Clue) -> Diagnosis | None:
-    """CTC with more labels than frames."""
-    if "ctc_loss" not in clue.op:
-        return None
-    return diagnosis(
-        "ctc_infeasible",
-        "A target of the batch (with one blank between equal labels) is longer than its input, so "
-        "no alignment exists and its loss is Inf.",
-        "Pass zero_infinity=True to CTCLoss, or drop samples whose target length plus repeats "
-        "exceeds the number of frames.",
-    )
+# CTC with more labels than frames.
+infeasible_alignment = rule(
+    lambda clue: "ctc_loss" in clue.op,
+    "ctc_infeasible",
+    "A target of the batch (with one blank between equal labels) is longer than its input, so "
+    "no alignment exists and its loss is Inf.",
+    "Pass zero_infinity=True to CTCLoss, or drop samples whose target length plus repeats "
+    "exceeds the number of frames.",
+)
 
 
 def no_labels(clue: Clue) -> Diagnosis | None:
     """Every label is ignore_index."""
     if not clue.op.startswith(("nll_loss", "cross_entropy")) or clue.is_backward:
         return None
-    ignored = clue.scalars.get("ignore_index", -100)
     if any(item.bad_count for item in clue.origin.inputs):
         return None
+    ignored = clue.scalars.get("ignore_index", -100)
     return diagnosis(
         "bad_label",
         f"Every label of this batch is ignore_index ({ignored}) or has weight 0, so the mean in "
@@ -195,43 +183,42 @@ def single_value(clue: Clue) -> Diagnosis | None:
     )
 
 
-def degenerate_matrix(clue: Clue) -> Diagnosis | None:
-    """A matrix that cannot be decomposed or inverted."""
-    if clue.op == "scalar_tensor" and "logdet" in clue.expression:
-        return diagnosis(
-            "degenerate_linalg",
-            f"The determinant in `{clue.expression}` is negative, and its logarithm is NaN.",
-            "Build the matrix so that it is positive definite: from a Cholesky factor, or with a "
-            "correlation of tanh(x), and add a small multiple of the identity.",
-        )
-    if not clue.op.startswith(_LINALG) or clue.op in _NORMS:
-        return None
-    return diagnosis(
-        "degenerate_linalg",
-        f"The matrix in `{clue.expression}` is singular or not positive definite to working "
-        "precision.",
-        "Add a small multiple of the identity, `a + 1e-6 * torch.eye(n)`, and compute in float64.",
-    )
+negative_determinant = rule(
+    lambda clue: clue.op == "scalar_tensor" and "logdet" in clue.expression,
+    "degenerate_linalg",
+    "The determinant in `{clue.expression}` is negative, and its logarithm is NaN.",
+    "Build the matrix so that it is positive definite: from a Cholesky factor, or with a "
+    "correlation of tanh(x), and add a small multiple of the identity.",
+)
+
+# A matrix that cannot be decomposed or inverted.
+degenerate_matrix = rule(
+    lambda clue: clue.op.startswith(_LINALG) and clue.op not in _NORMS,
+    "degenerate_linalg",
+    "The matrix in `{clue.expression}` is singular or not positive definite to working precision.",
+    "Add a small multiple of the identity, `a + 1e-6 * torch.eye(n)`, and compute in float64.",
+)
 
 
 def division(clue: Clue) -> Diagnosis | None:
     """x / 0."""
-    divides = clue.op in ("div", "reciprocal", "rsqrt", "remainder", "fmod", "true_divide")
-    by_node = clue.is_backward and clue.node in ("Div", "Reciprocal", "Rsqrt")
-    if not divides and not by_node:
+    by_node = clue.is_derivative_of(("div", "reciprocal", "rsqrt"))
+    if clue.op not in DIVISIONS and not by_node:
         return None
-    below = _denominator(clue)
+    below = clue.input("other") or (clue.first if clue.op in ("reciprocal", "rsqrt") else None)
     if not (below and below.zero_count) and not by_node and clue.scalars.get("other", 1) != 0:
         return None
-    name = below.name if below else "other"
-    text = _divisor(clue)
-    if set(clue.made_by(name)) & set(_NORMS) and _is_of_weights(clue):
+    made_by = clue.made_by(below.name if below else "other")
+    by_norm = bool({*made_by} & {*_NORMS})
+    pair = operands(clue.expression, ast.Div)
+    text = pair[1] if pair is not None else argument(clue.expression) or "the denominator"
+    if by_norm and clue.origin.module is not None and not clue.fact("from_batch"):
         return diagnosis(
             "weight_norm_of_zero",
             f"`{clue.expression}` divides a weight by its norm, and a row of it is all 0.",
             f"Keep the norm away from 0 (`{text}.clamp_min(1e-8)`), and start with non-zero rows.",
         )
-    if set(clue.made_by(name)) & set(_NORMS):
+    if by_norm:
         return diagnosis(
             "cosine_zero_vector",
             f"`{clue.expression}` divides by the norm of a vector that is all 0.",
@@ -245,7 +232,7 @@ def division(clue: Clue) -> Diagnosis | None:
             "is 0 where the other is not.",
             "Clamp it, `q.clamp_min(1e-8)`, or use F.kl_div on log-probabilities from log_softmax.",
         )
-    if below is not None and below.numel == 1 and "sum" in " ".join(clue.made_by(name)):
+    if below is not None and below.numel == 1 and "sum" in " ".join(made_by):
         guard = f"`{text}.clamp_min(1)` if it counts, else `{text} + 1e-8`"
     else:
         guard = f"`{text}.clamp_min(1e-8)` if it cannot be negative, else `{text} + 1e-8`"
@@ -258,40 +245,20 @@ def division(clue: Clue) -> Diagnosis | None:
     )
 
 
-def _is_of_weights(clue: Clue) -> bool:
-    """Whether no input of the model went into it."""
-    return clue.origin.module is not None and not clue.fact("from_batch")
-
-
-def _denominator(clue: Clue) -> TensorSummary | None:
-    return clue.input("other") or (clue.first if clue.op in ("reciprocal", "rsqrt") else None)
-
-
-def _divisor(clue: Clue) -> str:
-    pair = operands(clue.expression, ast.Div)
-    if pair is not None:
-        return pair[1]
-    return argument(clue.expression) or "the denominator"
-
-
-def root_of_negative(clue: Clue) -> Diagnosis | None:
-    """sqrt(-tiny)."""
-    item = clue.first
-    if clue.op not in ("sqrt", "rsqrt") or item is None or not item.negative_count:
-        return None
-    inner = argument(clue.expression) or "x"
-    return diagnosis(
-        "sqrt_of_negative",
-        f"`{clue.expression}`: the argument goes down to {number(item.min)}; a value that is 0 on "
-        "paper came out negative by rounding, or it has the wrong sign.",
-        f"Clamp before the root: `torch.sqrt({inner}.clamp_min(1e-12))`.",
-    )
+# sqrt(-tiny).
+root_of_negative = rule(
+    lambda clue: clue.op in ROOTS and clue.first is not None and bool(clue.first.negative_count),
+    "sqrt_of_negative",
+    "`{clue.expression}`: the argument goes down to {clue.first.min}; a value that is 0 on "
+    "paper came out negative by rounding, or it has the wrong sign.",
+    "Clamp before the root: `torch.sqrt({clue.inner}.clamp_min(1e-12))`.",
+)
 
 
 def power_of_negative(clue: Clue) -> Diagnosis | None:
     """(-x) ** 0.5, and 0 ** -1."""
     base = clue.first
-    if clue.op not in ("pow", "float_power") or base is None or clue.output is None:
+    if clue.op not in POWERS or base is None or clue.output is None:
         return None
     if clue.output.nan_count and base.negative_count:
         return diagnosis(
@@ -310,18 +277,14 @@ def power_of_negative(clue: Clue) -> Diagnosis | None:
     return None
 
 
-def outside_arccosine(clue: Clue) -> Diagnosis | None:
-    """acos(1.0000001)."""
-    item = clue.first
-    if clue.op not in ("acos", "asin", "atanh", "acosh", "erfinv") or item is None:
-        return None
-    inner = argument(clue.expression) or "x"
-    return diagnosis(
-        "acos_domain",
-        f"`{clue.expression}`: the argument reaches from {number(item.min)} to {number(item.max)}, "
-        f"and {clue.op} is not defined (or infinite) at and beyond 1.",
-        f"Clamp it inside: `{inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
-    )
+# acos(1.0000001).
+outside_arccosine = rule(
+    lambda clue: clue.op in (*ARCS, *ARCS_OF_LARGE) and clue.first is not None,
+    "acos_domain",
+    "`{clue.expression}`: the argument reaches from {clue.first.min} to {clue.first.max}, "
+    "and {clue.op} is not defined (or infinite) at and beyond 1.",
+    "Clamp it inside: `{clue.inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
+)
 
 
 def infinite_arithmetic(clue: Clue) -> Diagnosis | None:
@@ -354,6 +317,7 @@ DOMAIN_RULES = (
     infeasible_alignment,
     no_labels,
     single_value,
+    negative_determinant,
     degenerate_matrix,
     *LOG_RULES,
     root_of_negative,

@@ -5,34 +5,26 @@ There a finite value has a derivative that is not, or would be finite in float32
 
 from __future__ import annotations
 
-from stayfinite.explain.clue import Clue, argument, diagnosis, largest, number
-from stayfinite.records import Diagnosis, NaNType, TensorSummary
+from stayfinite.domains import ARCS, ARCS_OF_LARGE, LOGS, ROOTS
+from stayfinite.explain.clue import Clue, diagnosis, number, rule
+from stayfinite.records import Diagnosis, NaNType
 
 _SELECTORS = ("WhereBackward", "MaskedFillBackward", "MaskedScatterBackward")
-_TRAPPED = (
-    "Pow",
-    "Log",
-    "Sqrt",
-    "Div",
-    "Rsqrt",
-    "Reciprocal",
-    "Acos",
-    "Asin",
-    "Log2",
-    "Atan2",
-    "Exp",
-)
+_TRAPPED = ("pow", "log", "log2", "exp", "div", "reciprocal", "acos", "asin", "atan2", *ROOTS)
 _LINALG = ("Linalg", "Cholesky", "Svd", "Eigh", "Inverse", "LuSolve", "Triangular", "Det", "Qr")
 
 
 def untaken_branch(clue: Clue) -> Diagnosis | None:
     """torch.where picked the other branch, and 0 times an infinite derivative is NaN."""
-    if not clue.is_backward or clue.node not in _TRAPPED:
+    is_selected = any(name.startswith(_SELECTORS) for name in clue.fact("consumers", []))
+    if not clue.is_derivative_of(_TRAPPED) or not is_selected:
         return None
-    consumers = clue.fact("consumers", [])
-    if not any(name.startswith(_SELECTORS) for name in consumers) or not _by_zero_gradient(clue):
+    turned = clue.fact("became_nan") or {}
+    zeros = [bool(item.zero_count) for item in clue.origin.inputs]
+    by_zero = any(item.get("zero_count", 0) for item in turned.get("inputs", []))
+    if not by_zero and sum(zeros) < 2 and not any(zeros[:1]):
         return None
-    inner = argument(clue.expression) or "x"
+    inner = clue.inner
     return diagnosis(
         "where_grad_trap",
         f"torch.where does not use this value of `{clue.expression}`, but its derivative there is "
@@ -42,32 +34,22 @@ def untaken_branch(clue: Clue) -> Diagnosis | None:
     )
 
 
-def _by_zero_gradient(clue: Clue) -> bool:
-    turned = clue.fact("became_nan") or {}
-    given = [item.get("zero_count", 0) for item in turned.get("inputs", [])]
-    zeros = [item.zero_count for item in clue.origin.inputs]
-    return any(given) or sum(bool(count) for count in zeros) > 1 or (bool(zeros) and zeros[0] > 0)
+deviation_at_zero = rule(
+    lambda clue: clue.is_derivative_of(("std", "stdmean")),
+    "sqrt_grad_at_zero",
+    "The standard deviation in `{clue.expression}` is 0 (all values equal, or only one), and the "
+    "derivative of the root there is infinite.",
+    "Use (x.var(...) + 1e-8).sqrt() instead of x.std(...).",
+)
 
-
-def root_at_zero(clue: Clue) -> Diagnosis | None:
-    """1 / (2 sqrt(0)), also inside std()."""
-    if not clue.is_backward or clue.node not in ("Sqrt", "Std", "StdMean"):
-        return None
-    inner = argument(clue.expression) or "x"
-    if clue.node != "Sqrt":
-        return diagnosis(
-            "sqrt_grad_at_zero",
-            f"The standard deviation in `{clue.expression}` is 0 (all values equal, or only one), "
-            "and the derivative of the root there is infinite.",
-            "Use (x.var(...) + 1e-8).sqrt() instead of x.std(...).",
-        )
-    return diagnosis(
-        "sqrt_grad_at_zero",
-        f"`{clue.expression}` is taken at exactly 0, where the derivative 1 / (2 sqrt(x)) is "
-        "infinite.",
-        f"Put an eps inside the root: `torch.sqrt({inner} + 1e-8)`; one added outside comes too "
-        "late.",
-    )
+# 1 / (2 sqrt(0)).
+root_at_zero = rule(
+    lambda clue: clue.is_derivative_of(("sqrt",)),
+    "sqrt_grad_at_zero",
+    "`{clue.expression}` is taken at exactly 0, where the derivative 1 / (2 sqrt(x)) is infinite.",
+    "Put an eps inside the root: `torch.sqrt({clue.inner} + 1e-8)`; one added outside comes too "
+    "late.",
+)
 
 
 def norm_at_zero(clue: Clue) -> Diagnosis | None:
@@ -75,12 +57,7 @@ def norm_at_zero(clue: Clue) -> Diagnosis | None:
     names = f"{clue.node} {clue.fact('made_in') or ''}"
     if not clue.is_backward or not any(n in names for n in ("Norm", "Cdist", "Dist", "Renorm")):
         return None
-    if (
-        "BatchNorm" in names
-        or "LayerNorm" in names
-        or "WeightNorm" in names
-        or "GroupNorm" in names
-    ):
+    if any(f"{layer}Norm" in names for layer in ("Batch", "Layer", "Weight", "Group")):
         return None
     return diagnosis(
         "norm_grad_at_zero",
@@ -89,75 +66,59 @@ def norm_at_zero(clue: Clue) -> Diagnosis | None:
     )
 
 
-def power_at_zero(clue: Clue) -> Diagnosis | None:
-    """p * 0 ** (p - 1)."""
-    if not clue.is_backward or not clue.node.startswith("Pow"):
-        return None
-    base = clue.first
-    if base is None or not any(item.zero_count for item in clue.origin.inputs):
-        return None
-    return diagnosis(
-        "pow_grad_at_zero",
-        f"`{clue.expression}` has a base of exactly 0 and an exponent below 1: the derivative "
-        "p * x ** (p - 1) is infinite there.",
-        "Keep the base positive: `x.clamp_min(1e-8) ** p`.",
-    )
+# p * 0 ** (p - 1).
+power_at_zero = rule(
+    lambda clue: clue.is_backward and clue.node.startswith("Pow") and clue.has_zero,
+    "pow_grad_at_zero",
+    "`{clue.expression}` has a base of exactly 0 and an exponent below 1: the derivative "
+    "p * x ** (p - 1) is infinite there.",
+    "Keep the base positive: `x.clamp_min(1e-8) ** p`.",
+)
 
+# atan2(0, 0).
+angle_at_origin = rule(
+    lambda clue: clue.is_derivative_of(("atan2",)),
+    "atan2_grad_at_zero",
+    "Both arguments of `{clue.expression}` are 0 or so small that their squares are: the "
+    "derivative divides by x**2 + y**2.",
+    "Move the arguments off the origin before the call: `torch.atan2(y, x + 1e-8 * (x == 0))`.",
+)
 
-def angle_at_origin(clue: Clue) -> Diagnosis | None:
-    """atan2(0, 0)."""
-    if not clue.is_backward or clue.node != "Atan2":
-        return None
-    return diagnosis(
-        "atan2_grad_at_zero",
-        f"Both arguments of `{clue.expression}` are 0 or so small that their squares are: the "
-        "derivative divides by x**2 + y**2.",
-        "Move the arguments off the origin before the call: `torch.atan2(y, x + 1e-8 * (x == 0))`.",
-    )
+# acos'(±1).
+edge_of_arccosine = rule(
+    lambda clue: clue.is_derivative_of((*ARCS, *ARCS_OF_LARGE)),
+    "acos_domain",
+    "`{clue.expression}` is taken at the edge of its domain, where its derivative is infinite.",
+    "Stay inside: `{clue.inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
+)
 
+# Repeated singular or eigen values: 1 / (a - b).
+matrix_derivative = rule(
+    lambda clue: clue.is_backward and clue.node.startswith(_LINALG) and "Norm" not in clue.node,
+    "degenerate_linalg",
+    "The derivative of `{clue.expression}` divides by differences of eigenvalues or singular "
+    "values (or by a pivot), and two of them are equal (or it is 0).",
+    "Add a small multiple of the identity or small noise to the matrix, or use only functions "
+    "of it whose derivative is well defined (eigenvalues, not eigenvectors).",
+)
 
-def edge_of_arccosine(clue: Clue) -> Diagnosis | None:
-    """acos'(±1)."""
-    if not clue.is_backward or clue.node not in ("Acos", "Asin", "Atanh", "Acosh", "Erfinv"):
-        return None
-    inner = argument(clue.expression) or "x"
-    return diagnosis(
-        "acos_domain",
-        f"`{clue.expression}` is taken at the edge of its domain, where its derivative is "
-        "infinite.",
-        f"Stay inside: `{inner}.clamp(-1 + 1e-6, 1 - 1e-6)`.",
-    )
-
-
-def matrix_derivative(clue: Clue) -> Diagnosis | None:
-    """Repeated singular or eigen values: 1 / (a - b)."""
-    if not clue.is_backward or not clue.node.startswith(_LINALG) or "Norm" in clue.node:
-        return None
-    return diagnosis(
-        "degenerate_linalg",
-        f"The derivative of `{clue.expression}` divides by differences of eigenvalues or singular "
-        "values (or by a pivot), and two of them are equal (or it is 0).",
-        "Add a small multiple of the identity or small noise to the matrix, or use only functions "
-        "of it whose derivative is well defined (eigenvalues, not eigenvectors).",
-    )
-
-
-def weight_norm(clue: Clue) -> Diagnosis | None:
-    """g * v / |v| with v = 0."""
-    names = f"{clue.node} {clue.op} {clue.inside}"
-    if "weight_norm" not in names.lower() and "WeightNorm" not in names:
-        return None
-    return diagnosis(
-        "weight_norm_of_zero",
-        "weight_norm divides the direction by its norm, and a row of the weight is all 0.",
-        "Initialise the weight with non-zero rows before weight_norm is applied.",
-    )
+# g * v / |v| with v = 0.
+weight_norm = rule(
+    lambda clue: any(
+        "weight_norm" in name.lower() or "WeightNorm" in name
+        for name in (clue.node, clue.op, clue.inside)
+    ),
+    "weight_norm_of_zero",
+    "weight_norm divides the direction by its norm, and a row of the weight is all 0.",
+    "Initialise the weight with non-zero rows before weight_norm is applied.",
+)
 
 
 GRADIENT_RULES = (
     weight_norm,
     norm_at_zero,  # its own second derivative is full of masks
     untaken_branch,
+    deviation_at_zero,
     root_at_zero,
     power_at_zero,
     angle_at_origin,
@@ -166,24 +127,21 @@ GRADIENT_RULES = (
 )
 
 
-_DOMAIN = ("log", "div", "rsqrt", "reciprocal", "log2", "log10", "pow", "native_layer_norm")
+_DOMAIN = (*LOGS, "div", "rsqrt", "reciprocal", "pow", "native_layer_norm")
 
 
 def mask_value(clue: Clue) -> Diagnosis | None:
     """-1e9 as a mask value is -Inf in float16."""
-    item = clue.first
-    if (
-        clue.dtype != "float16"
-        or clue.output is None
-        or clue.output.nan_type is not NaNType.NEG_INF
-    ):
+    item, out = clue.first, clue.output
+    if clue.is_backward or clue.dtype != "float16":
+        return None
+    if out is None or out.nan_type is not NaNType.NEG_INF:
         return None
     constants = [value for value in clue.scalars.values() if isinstance(value, float)]
-    by_constant = any(value < -65504 for value in constants)
-    by_cast = clue.op == "to_copy" and item is not None and (item.min or 0.0) < -65504
-    if not (by_constant or by_cast) or clue.is_backward:
+    is_cast = clue.op == "to_copy" and item is not None and (item.min or 0.0) < -65504
+    if is_cast and item is not None and (item.max or 0.0) > 1e4:
         return None
-    if by_cast and (item is None or (item.max or 0.0) > 1e4):
+    if not is_cast and not any(value < -65504 for value in constants):
         return None
     return diagnosis(
         "mask_value_overflow",
@@ -216,18 +174,16 @@ def overflow(clue: Clue) -> Diagnosis | None:
     """Above 65504 in float16, where float32 has room."""
     if clue.dtype != "float16" or clue.output is None or clue.output.nan_count:
         return None
-    if clue.op in _DOMAIN and any(item.zero_count for item in clue.origin.inputs):
+    if clue.op in _DOMAIN and clue.has_zero:
         return None
-    size = max((largest(item) for item in clue.origin.inputs), default=0.0)
+    detail = ""
     if clue.outlier is not None and not clue.is_backward and clue.op == "to_copy":
         path, now, usual = clue.outlier
         detail = f" ({path} reaches {number(now)}, usually {number(usual)})"
-    else:
-        detail = ""
     return diagnosis(
         "low_precision_overflow",
         f"`{clue.expression}` passed 65504, the largest float16, from inputs up to "
-        f"{number(size)}{detail}; float32 and bfloat16 have room for it.",
+        f"{number(clue.size)}{detail}; float32 and bfloat16 have room for it.",
         "Run it in float32, `with torch.autocast(device_type, enabled=False):` around it with "
         ".float() inputs, or use dtype=torch.bfloat16.",
     )
@@ -239,26 +195,20 @@ def underflow(clue: Clue) -> Diagnosis | None:
     if clue.op not in _DOMAIN or not any(item.zero_count for item in halves):
         return None
     if clue.dtype == "bfloat16":  # it has float32's range: a zero there is one, less a difference
-        return _rounded_difference(clue) if _is_difference(clue, halves) else None
+        if not any({"sub", "rsub"} & set(clue.made_by(item.name)) for item in halves):
+            return None
+        return diagnosis(
+            "low_precision_underflow",
+            f"`{clue.expression}` met a 0 that is a difference of bfloat16 numbers, which have 8 "
+            "bits: what is within 0.4% of 1 is rounded to 1, and 1 - p to 0.",
+            "Compute it in float32 (.float()) and bound it away from 0, or start from the logits "
+            "(logsigmoid, log_softmax).",
+        )
     return diagnosis(
         "low_precision_underflow",
         f"`{clue.expression}` met a 0 in float16, where everything below 6e-8 is 0 (an eps of 1e-8 "
         "too).",
         "Compute it in float32 (.float()), or use an eps that float16 can hold, such as 1e-4.",
-    )
-
-
-def _is_difference(clue: Clue, halves: list[TensorSummary]) -> bool:
-    return any({"sub", "rsub"} & set(clue.made_by(item.name)) for item in halves)
-
-
-def _rounded_difference(clue: Clue) -> Diagnosis:
-    return diagnosis(
-        "low_precision_underflow",
-        f"`{clue.expression}` met a 0 that is a difference of bfloat16 numbers, which have 8 bits: "
-        "what is within 0.4% of 1 is rounded to 1, and 1 - p to 0.",
-        "Compute it in float32 (.float()) and bound it away from 0, or start from the logits "
-        "(logsigmoid, log_softmax).",
     )
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 
-from stayfinite.explain.clue import SMALLEST, Clue, diagnosis, largest, number
+from stayfinite.explain.clue import SMALLEST, Clue, diagnosis, largest, number, rule
 from stayfinite.records import Diagnosis
 
 _SCALES = ("div", "reciprocal", "mul", "linalg_vector_norm")
+_DIVIDES = ("addcdiv", "div", "reciprocal", "rsqrt", "fused_adam", "fused_adamw")
 
 
 def bad_rate(clue: Clue) -> Diagnosis | None:
     """A learning rate that is no learning rate."""
-    rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
-    if rate is None or clue.origin.phase not in ("optimizer", "forward"):
-        return None
-    if math.isfinite(rate) and rate >= 0:
+    rate = clue.optimizer.learning_rate
+    if rate is None or clue.origin.phase not in ("optimizer", "forward") or 0 <= rate < math.inf:
         return None
     return diagnosis(
         "bad_lr_schedule",
@@ -27,13 +26,11 @@ def bad_rate(clue: Clue) -> Diagnosis | None:
 
 def half_precision_eps(clue: Clue) -> Diagnosis | None:
     """Adam's eps rounds to 0 in float16: 0 / 0 for every weight without gradient."""
-    facts = clue.context.optimizer
-    if clue.origin.phase != "optimizer" or facts is None or facts.eps is None:
+    facts = clue.optimizer
+    if facts.eps is None or not _divides_by_zero(clue):
         return None
-    if not _divides(clue) or not any(item.zero_count for item in clue.origin.inputs):
-        return None
-    if _is_written_out(clue):
-        return None
+    if any(sign in clue.expression for sign in ("/", "div", "reciprocal", "rsqrt")):
+        return None  # the division stands in the user's own line, not inside torch's optimizer
     dtype = clue.dtype
     if 0 < facts.eps < SMALLEST.get(dtype, 0.0):
         return diagnosis(
@@ -51,45 +48,35 @@ def half_precision_eps(clue: Clue) -> Diagnosis | None:
     )
 
 
-def _divides(clue: Clue) -> bool:
-    return clue.op in ("addcdiv", "div", "reciprocal", "rsqrt", "fused_adam", "fused_adamw")
+def _divides_by_zero(clue: Clue) -> bool:
+    return clue.origin.phase == "optimizer" and clue.op in _DIVIDES and clue.has_zero
 
 
-def _is_written_out(clue: Clue) -> bool:
-    """Whether the division stands in the user's own line, and is not inside torch's optimizer."""
-    return any(sign in clue.expression for sign in ("/", "div", "reciprocal", "rsqrt"))
-
-
-def division_in_optimizer(clue: Clue) -> Diagnosis | None:
-    """A hand-written optimizer that divides by zero."""
-    if clue.origin.phase != "optimizer" or not _divides(clue):
-        return None
-    if not any(item.zero_count for item in clue.origin.inputs):
-        return None
-    return diagnosis(
-        "division_by_zero_optimizer",
-        f"The optimizer divided by zero in `{clue.expression}`.",
-        "Keep that denominator away from 0: `x.clamp_min(1e-8)`, or take the other branch of the "
-        "update where it is 0.",
-    )
+# A hand-written optimizer that divides by zero.
+division_in_optimizer = rule(
+    lambda clue: _divides_by_zero(clue),
+    "division_by_zero_optimizer",
+    "The optimizer divided by zero in `{clue.expression}`.",
+    "Keep that denominator away from 0: `x.clamp_min(1e-8)`, or take the other branch of the "
+    "update where it is 0.",
+)
 
 
 def overflow_in_optimizer(clue: Clue) -> Diagnosis | None:
     """The update itself overflowed."""
     if clue.origin.phase != "optimizer":
         return None
-    size = max((largest(item) for item in clue.origin.inputs), default=0.0)
     if clue.dtype == "float16":
         return diagnosis(
             "low_precision_overflow",
             f"The optimizer state is kept in float16 and passed 65504 (inputs up to "
-            f"{number(size)}).",
+            f"{number(clue.size)}).",
             "Keep float32 master weights and optimizer state (autocast instead of model.half()).",
         )
-    rate = clue.context.optimizer.learning_rate if clue.context.optimizer else None
+    rate = clue.optimizer.learning_rate
     return diagnosis(
         "lr_too_high",
-        f"The update overflowed: gradients up to {number(size)} at a learning rate of {rate}.",
+        f"The update overflowed: gradients up to {number(clue.size)} at a learning rate of {rate}.",
         "Lower the learning rate, warm it up, and clip the gradients: "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
     )
@@ -142,15 +129,13 @@ def scale_collapse(clue: Clue) -> Diagnosis | None:
     )
 
 
-def accumulation(clue: Clue) -> Diagnosis | None:
-    """Adding up gradients passed the type's limit."""
-    if "AccumulateGrad" not in (clue.origin.node or "") or clue.op != "add":
-        return None
-    return diagnosis(
-        "grad_accumulation_overflow",
-        f"Each gradient was finite; their sum passed the limit of {clue.dtype}.",
-        "Divide the loss by the number of accumulation steps, and accumulate in float32.",
-    )
+# Adding up gradients passed the type's limit.
+accumulation = rule(
+    lambda clue: "AccumulateGrad" in (clue.origin.node or "") and clue.op == "add",
+    "grad_accumulation_overflow",
+    "Each gradient was finite; their sum passed the limit of {clue.dtype}.",
+    "Divide the loss by the number of accumulation steps, and accumulate in float32.",
+)
 
 
 UPDATE_RULES = (

@@ -20,6 +20,8 @@ from stayfinite.detect.hooks import together, wrapped
 from stayfinite.locate.operators import Call, is_bad
 from stayfinite.locate.provenance import NodeSites
 from stayfinite.locate.source import ENGINE, USER, Place, kind_of, positions
+from stayfinite.syntax import called, names_in
+from stayfinite.text import node_name
 
 _SUM_NAMES = ("add", "add_", "sub", "sub_", "stack", "cat")
 _MOST, _LONGEST_NAME = 24, 48
@@ -96,8 +98,7 @@ def _of_pair(left: ast.expr, right: ast.expr, call: Call, frame: FrameType) -> l
 
 def _of_call(node: ast.Call, call: Call, frame: FrameType) -> list[Term]:
     """sum(losses), torch.stack([a, b]), and the like."""
-    called = node.func.attr if isinstance(node.func, ast.Attribute) else _text(node.func)
-    if called not in ("sum", "stack", "cat") or not node.args:
+    if called(node) not in ("sum", "stack", "cat") or not node.args:
         return []
     members = _members(node.args[0], frame)
     given = call.args[0] if call.args and isinstance(call.args[0], (list, tuple)) else ()
@@ -123,7 +124,7 @@ def _of_loop(node: Node, value: ast.expr, call: Call, frame: FrameType) -> list[
     other = call.args[1] if len(call.args) > 1 else None
     if not _flag(other):
         return []
-    labels = [_value(name, frame) for name in ast.walk(loop.target) if isinstance(name, ast.Name)]
+    labels = [_value(name, frame) for name in names_in(loop.target)]
     label = next((str(item) for item in labels if isinstance(item, (str, int))), None)
     return [Term(label or _name(value, frame), _flag(other), _LOOP)]
 
@@ -347,7 +348,7 @@ class _Walk:
 
     def visit(self, edge: tuple[Any, int], name: str) -> None:
         node, output = edge
-        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        kind = node_name(node.name())
         after = [(number, each) for number, each in enumerate(node.next_functions) if each[0]]
         place = self._place_of(node) if kind in (*_SUM_NODES, *_LISTS) else None
         if place is not None and len(after) > 1:

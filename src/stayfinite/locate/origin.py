@@ -11,6 +11,7 @@ from stayfinite.living import Names
 from stayfinite.locate.provenance import Event, Site, ancestors, guilty, path
 from stayfinite.locate.source import Place, relative, resolve
 from stayfinite.records import Hop, Origin, Phase
+from stayfinite.text import bare_name
 
 _MOST_HOPS = 24
 _LOADING = re.compile("load_(from_)?state_dict")
@@ -173,7 +174,7 @@ def sums_of_loss(hops: list[Event], events: Iterable[Event]) -> list[dict[str, A
         here = hop.facts.get("sum")
         if here is not None and all(here["where"] != other["where"] for other in found):
             found.append(_merged(here["where"], known))
-        if _bare(hop.op) not in _AFTER:
+        if bare_name(hop.op) not in _AFTER:
             break
     return [each for each in found if _tells(each)][:2]
 
@@ -193,8 +194,3 @@ def _tells(each: dict[str, Any]) -> bool:
     """Whether some terms are bad, and others are not."""
     flags = [bad for _, bad in each["terms"]]
     return any(flags) and ("" in flags or len(flags) == 1)
-
-
-def _bare(op: str) -> str:
-    parts = op.split(".")
-    return (parts[1] if len(parts) > 1 else op).rstrip("_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -41,22 +42,11 @@ def find_source(
     try:
         # A dispatch mode sees nothing inside compiled code.
         with torch.compiler.set_stance("force_eager"), torch.enable_grad(), tracer:
-            bad = bad_values(model, inputs, targets, loss_fn, tracer)
+            _, bad = one_pass(model, inputs, targets, loss_fn, tracer)
             found = origin_of(tracer.events_of(bad), folder=os.getcwd()) if bad else None
     finally:
         snapshot.restore()
     return found[0] if found else None
-
-
-def bad_values(
-    model: nn.Module,
-    inputs: Any,
-    targets: Any,
-    loss_fn: LossFunction | None,
-    tracer: Tracer | None = None,
-) -> list[Tensor]:
-    """The loss if it is not finite, else the gradients that are not, after a backward pass."""
-    return one_pass(model, inputs, targets, loss_fn, tracer)[1]
 
 
 def one_pass(
@@ -72,19 +62,22 @@ def one_pass(
     model.zero_grad(set_to_none=True)
     loss = loss_of(call(model, inputs), targets, loss_fn)
     loss = loss if weight == 1.0 else loss * weight
-    if not _is_finite(loss, tracer):
-        return loss, [loss]
+    return loss, bad_values(loss, [model], tracer)
+
+
+def bad_values(
+    loss: Tensor, modules: Iterable[nn.Module], tracer: Tracer | None = None
+) -> list[Tensor]:
+    """The loss if it is not finite, else the gradients that are not, after a backward pass."""
+    paused = contextlib.nullcontext if tracer is None else tracer.paused
+    with paused():
+        if not all_finite([loss]):
+            return [loss]
     if loss.requires_grad:
         loss.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return loss, [g for g in gradients if not _is_finite(g, tracer)]
-
-
-def _is_finite(tensor: Tensor, tracer: Tracer | None) -> bool:
-    if tracer is None:
-        return all_finite([tensor])
-    with tracer.paused():
-        return all_finite([tensor])
+    params = (param for module in modules for param in module.parameters())
+    with paused():
+        return [p.grad for p in params if p.grad is not None and not all_finite([p.grad])]
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -310,7 +303,7 @@ class _Search:
     def _loss(self, batch: Any, *, weight: float = 1.0) -> float | None:
         """The loss of a pass; None when it or a gradient is not finite."""
         self.passes += 1
-        inputs, targets = _parted(batch, self._loss_fn)
+        inputs, targets = inputs_and_targets(batch, self._loss_fn)
         try:
             with torch.enable_grad():
                 loss, bad = one_pass(self._model, inputs, targets, self._loss_fn, weight=weight)
@@ -372,7 +365,8 @@ def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
     )
 
 
-def _parted(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+def inputs_and_targets(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+    """The two of a batch; all of it is inputs where there is nothing to compare them with."""
     if loss_fn is not None and isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     return batch, None
@@ -385,7 +379,7 @@ def _described(
     loss_fn: LossFunction | None,
     counts: dict[str, int],
 ) -> BadBatch:
-    inputs, targets = _parted(batch, loss_fn)
+    inputs, targets = inputs_and_targets(batch, loss_fn)
     origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
     reports = tuple(bad_reports(named_tensors(batch, "inputs")))
     if reports:

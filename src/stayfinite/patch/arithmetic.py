@@ -5,747 +5,625 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from stayfinite.patch.code import (
-    Site,
-    assignment,
-    called,
-    calls_in,
-    constant,
-    functional,
-    in_brackets,
-    is_method,
-    keyword,
-    names_in,
-    operand,
-    readers,
-    torch_name,
-    value_of,
-)
+from stayfinite import domains
+from stayfinite.patch.code import Spot
 from stayfinite.patch.edit import (
-    Change,
-    eps,
-    followed,
-    for_the_rest,
+    Rewrite,
+    call_method,
+    call_methods,
+    guard_rest,
     insert_before,
     replace,
-    rewritten,
-    swapped,
-    with_keyword,
+    rewrite,
+    set_keyword,
+    swap,
 )
-from stayfinite.patch.log_space import one_line
 from stayfinite.records import TensorSummary
+from stayfinite.syntax import called, calls_in, constant, is_call, is_operation, keyword, names_in
 
-_OPS = ("div", "true_divide", "reciprocal", "rsqrt", "remainder", "fmod", "floor_divide")
-_CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
-_NORM_CALLS = ("norm", "vector_norm")
+_DIVIDE_CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
 _SIZES = re.compile(r"sum\(|norm|std|var|count|abs\(|exp\(|mask|num|total|area|union|size|\bn\b")
 _COUNTERS = ("sum", "count_nonzero", "bincount", "histc")
 _NUMBERS = re.compile(r"\b(len|math|int|float|item|shape|size)\b")
 _MANY = 16  # values that are a fair sample of a sign
-Division = tuple[ast.AST, ast.expr | None, ast.expr]
+_AWAY_FROM_ZERO = "Keep the denominator away from 0."
 
 
-def divides(site: Site) -> bool:
-    return site.op in _OPS or site.autograd in ("Div", "Reciprocal", "RemainderBackward")
+class Division(NamedTuple):
+    whole: ast.AST
+    above: ast.expr | None
+    below: ast.expr
 
 
-def divisions(site: Site) -> Iterator[Division]:
-    """(the division, its numerator, its denominator); those nearest to the operation first."""
+def divides(spot: Spot) -> bool:
+    is_division = spot.op in (*domains.DIVISIONS, "floor_divide")
+    return is_division or spot.autograd in ("Div", "Reciprocal")
+
+
+def divisions(spot: Spot) -> Iterator[Division]:
+    """Divisions by what is no number; those nearest to the operation first."""
     seen: set[ast.AST] = set()
-    for around in (site.node, site.statement):
+    for around in (spot.node, spot.statement):
         for node in ast.walk(around):
-            found = None if node in seen else _division(site, node)
+            found = None if node in seen else _division(spot, node)
             seen.add(node)
-            if found is not None and constant(found[2]) is None:
+            if found is not None and constant(found.below) is None:
                 yield found
-        if seen and isinstance(around, ast.BinOp) and isinstance(around.op, ast.Div):
+        if is_operation(around, ast.Div):
             return
 
 
-def _division(site: Site, node: ast.AST) -> Division | None:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mod, ast.FloorDiv)):
-        return node, node.left, node.right
+def _division(spot: Spot, node: ast.AST) -> Division | None:
+    if is_operation(node, ast.Div, ast.Mod, ast.FloorDiv):
+        return Division(node, node.left, node.right)
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-        return node, None, node.value
-    if not isinstance(node, ast.Call) or called(node) not in _CALLS:
+        return Division(node, None, node.value)
+    if not is_call(node, *_DIVIDE_CALLS):
         return None
-    first = operand(site.source, node)
+    first = spot.source.operand(node)
     if called(node).startswith("reciprocal"):
-        return (node, None, first) if first is not None else None
-    rest = node.args if is_method(site.source, node) else node.args[1:]
+        return Division(node, None, first) if first is not None else None
+    rest = node.args if spot.source.owner_of(node) is not None else node.args[1:]
     below = rest[0] if rest else keyword(node, "other")
-    return (node, first, below) if below is not None else None
+    return Division(node, first, below) if below is not None else None
 
 
-def normalised(site: Site) -> Iterator[Change]:
+def _denominators_around(spot: Spot, node: ast.AST) -> list[ast.expr]:
+    """Those of all divisions of the function that the node is in."""
+    scope = ast.walk(spot.source.scope(node))
+    return [found.below for each in scope if (found := _division(spot, each))]
+
+
+def normalise(spot: Spot) -> Iterator[Rewrite]:
     """x / x.norm(dim=d, keepdim=True) to F.normalize(x, dim=d, eps=eps)."""
-    if not divides(site):
-        return
-    for whole, above, below in divisions(site):
-        norm = value_of(site.source, below)
-        if not isinstance(norm, ast.Call) or called(norm) not in _NORM_CALLS or above is None:
+    source = spot.source
+    for whole, above, below in divisions(spot) if divides(spot) else ():
+        norm = source.value_of(below)
+        if not is_call(norm, "norm", "vector_norm") or above is None:
             continue
-        inner, dim = operand(site.source, norm), keyword(norm, "dim")
+        inner, dim = source.operand(norm), keyword(norm, "dim")
         same = inner is not None and ast.dump(inner) == ast.dump(above)
         if not same or dim is None or constant(dim) is None or not isinstance(whole, ast.expr):
             continue
-        f, imports = functional(site.source)
-        small = eps(site, single="1e-6", half="1e-3")
-        text = f"{f}.normalize({site.source.of(above)}, dim={site.source.of(dim)}, eps={small})"
-        yield rewritten(site, whole, text, "Normalise with an eps in the norm.", *imports)
+        f, imports = source.functional
+        small = spot.eps("1e-6", half="1e-3")
+        text = f"{f}.normalize({source.of(above)}, dim={source.of(dim)}, eps={small})"
+        yield rewrite(spot, whole, text, "Normalise with an eps in the norm.", *imports)
 
 
-def denominator(site: Site) -> Iterator[Change]:
+def clamp_denominator(spot: Spot) -> Iterator[Rewrite]:
     """a / b to a / b.clamp_min(eps), where b counts to a / b.clamp_min(1)."""
-    if not divides(site):
-        return
-    for _, _, below in divisions(site):
-        if _is_number(site):
-            yield _at_least(site, below)
-        elif _may_be_negative(site, below):
-            yield _moved_away(site, below)
+    source = spot.source
+    for _, _, below in divisions(spot) if divides(spot) else ():
+        if _is_number(spot):  # a number of Python's has no clamp
+            least = "1" if isinstance(spot.fact("scalars", {}).get("other"), int) else "1e-8"
+            yield rewrite(spot, below, f"max({source.of(below)}, {least})", _AWAY_FROM_ZERO)
+        elif _may_be_negative(spot, below):
+            torch, imports = source.torch
+            small, x = _small_denominator(spot), source.in_brackets(below)
+            text = f"{torch}.where({x}.abs() < {small}, {small}, {source.of(below)})"
+            what = "Keep the denominator away from 0, on either side of it."
+            yield rewrite(spot, below, text, what, *imports)
         else:
-            yield from _kept_above(site, below)
+            yield from _clamp_below(spot, below)
 
 
-def _at_least(site: Site, below: ast.expr) -> Change:
-    """A number of Python's has no clamp."""
-    least = "1" if isinstance(site.fact("scalars", {}).get("other"), int) else "1e-8"
-    text = f"max({site.source.of(below)}, {least})"
-    return rewritten(site, below, text, "Keep the denominator away from 0.")
-
-
-def _kept_above(site: Site, below: ast.expr) -> Iterator[Change]:
+def _clamp_below(spot: Spot, below: ast.expr) -> Iterator[Rewrite]:
     """Here, or for a name also where it is made or for all uses that follow."""
-    guards = list(_guards(site, below))
-    made = assignment(site.source, below) if isinstance(below, ast.Name) else None
-    further: list[Change] = []
+    guards = list(_guards(spot, below))
+    made = spot.source.assignment(below)
+    further: list[Rewrite] = []
     if made is not None:
         what = "Keep it away from 0 where it is made."
-        further = [followed(site, made.value, guards[0][0], what)]
-    if _divides_again(site, below):
-        yield from further
+        further = [call_method(spot, made.value, guards[0][0], what)]
+    if isinstance(below, ast.Name):
+        all_below = _denominators_around(spot, below)
+        names = [each.id for each in all_below if isinstance(each, ast.Name)]
+        if names.count(below.id) > 1:
+            yield from further
     for suffix, what in guards:
-        yield followed(site, below, suffix, what)
-    yield from further or for_the_rest(site, below, guards[0][0])
+        yield call_method(spot, below, suffix, what)
+    yield from further or guard_rest(spot, below, guards[0][0])
 
 
-def _divides_again(site: Site, below: ast.expr) -> bool:
-    """Whether the same name is a denominator more than once in the function."""
-    found = [_division(site, node) for node in ast.walk(site.source.scope(below))]
-    names = [each[2].id for each in found if each and isinstance(each[2], ast.Name)]
-    return isinstance(below, ast.Name) and names.count(below.id) > 1
-
-
-def _is_number(site: Site) -> bool:
+def _is_number(spot: Spot) -> bool:
     """Whether the denominator is a number of Python's."""
-    other = site.fact("scalars", {}).get("other")
-    return site.op == "div" and isinstance(other, (int, float)) and other == 0
+    other = spot.fact("scalars", {}).get("other")
+    return spot.op == "div" and isinstance(other, (int, float)) and other == 0
 
 
-def _below(site: Site) -> TensorSummary | None:
-    return site.input("other") or site.input("self")
+def _small_denominator(spot: Spot) -> str:
+    return spot.eps("1e-6", half="1e-3", double="1e-12")
 
 
-def _may_be_negative(site: Site, below: ast.expr) -> bool:
+def _denominator(spot: Spot) -> TensorSummary | None:
+    return spot.input("other") or spot.input("self")
+
+
+def _may_be_negative(spot: Spot, below: ast.expr) -> bool:
     """Whether it was, or was not seen, or is a difference of which few values were seen."""
-    summary = site.input("other") if site.is_backward else _below(site)
+    summary = spot.input("other") if spot.is_backward else _denominator(spot)
     if summary is None:
-        return site.is_backward
-    value = value_of(site.source, below)
-    is_difference = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Sub)
+        return spot.is_backward
+    is_difference = is_operation(spot.source.value_of(below), ast.Sub)
     return summary.negative_count > 0 or (is_difference and summary.numel < _MANY)
 
 
-def _guards(site: Site, below: ast.expr) -> Iterator[tuple[str, str]]:
-    summary = _below(site)
+def _guards(spot: Spot, below: ast.expr) -> Iterator[tuple[str, str]]:
+    summary = _denominator(spot)
     is_count = summary is not None and summary.dtype.startswith(("int", "uint"))
-    counts = (".clamp_min(1)", "Divide by at least 1 where nothing was counted.")
-    if is_count or _looks_like_count(site, below):
-        yield counts
-    small = eps(site, single="1e-6", half="1e-3", double="1e-12")
-    what = "Keep the denominator away from 0."
-    yield f".clamp_min({small})", what
-    if site.is_half:
-        yield ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32."
+    if is_count or _looks_like_count(spot, below):
+        yield ".clamp_min(1)", "Divide by at least 1 where nothing was counted."
+    yield f".clamp_min({_small_denominator(spot)})", _AWAY_FROM_ZERO
+    if spot.is_half:
+        yield ".float().clamp_min(1e-6)", f"{_AWAY_FROM_ZERO[:-1]}, in float32."
     elif not is_count:
-        yield ".clamp_min(1e-3)", what
+        yield ".clamp_min(1e-3)", _AWAY_FROM_ZERO
 
 
-def _looks_like_count(site: Site, below: ast.expr) -> bool:
-    value = value_of(site.source, below)
-    made = [value, *(value_of(site.source, name) for name in names_in(value))]
-    sums = [call for each in made for call in calls_in(each, _COUNTERS)]
-    text = " ".join(site.source.of(each) for each in made)
-    return bool(sums) and bool(_COUNTS.search(text.lower()))
+def _looks_like_count(spot: Spot, below: ast.expr) -> bool:
+    value = spot.source.value_of(below)
+    made = [value, *(spot.source.value_of(name) for name in names_in(value))]
+    text = " ".join(spot.source.of(each) for each in made)
+    is_sum = any(call for each in made for call in calls_in(each, _COUNTERS))
+    return is_sum and bool(_COUNTS.search(text.lower()))
 
 
-def _moved_away(site: Site, below: ast.expr) -> Change:
-    torch, imports = torch_name(site.source)
-    small = eps(site, single="1e-6", half="1e-3", double="1e-12")
-    x = in_brackets(site.source, below)
-    text = f"{torch}.where({x}.abs() < {small}, {small}, {site.source.of(below)})"
-    what = "Keep the denominator away from 0, on either side of it."
-    return rewritten(site, below, text, what, *imports)
-
-
-def all_denominators(site: Site) -> Iterator[Change]:
+def clamp_all_denominators(spot: Spot) -> Iterator[Rewrite]:
     """The same for all divisions of the function, as they may fail one after the other."""
-    if not divides(site) or _is_number(site):
+    if not divides(spot) or _is_number(spot):
         return
-    small = eps(site, single="1e-6", half="1e-3", double="1e-12")
-    found = [_division(site, node) for node in ast.walk(site.source.scope(site.node))]
-    below = [each[2] for each in found if each is not None and _is_size(site, each[2])]
-    if any(_may_be_negative(site, own) for _, _, own in divisions(site)):
-        return
-    if len(below) > 1:
-        edits = tuple(
-            swapped(site.source, each, f"{in_brackets(site.source, each)}.clamp_min({small})")
-            for each in below
-        )
-        yield Change(site.source, "Keep all denominators of the function away from 0.", edits)
+    below = [each for each in _denominators_around(spot, spot.node) if _is_size(spot, each)]
+    if len(below) > 1 and not any(_may_be_negative(spot, own.below) for own in divisions(spot)):
+        edits = call_methods(spot.source, below, f".clamp_min({_small_denominator(spot)})")
+        yield Rewrite(spot.source, "Keep all denominators of the function away from 0.", edits)
 
 
-def _is_size(site: Site, node: ast.expr) -> bool:
+def _is_size(spot: Spot, node: ast.expr) -> bool:
     """Whether it looks like a tensor that cannot be negative."""
-    if constant(node) is not None or _unpacked_from_shape(site, node):
-        return False
     text = ast.unparse(node)
-    is_number = _NUMBERS.search(text)
-    is_same = any(ast.dump(node) == ast.dump(own) for _, _, own in divisions(site))
-    return not is_number and (is_same or bool(_SIZES.search(text)))
+    if constant(node) is not None or _NUMBERS.search(text) or _is_from_shape(spot, node):
+        return False
+    is_same = any(ast.dump(node) == ast.dump(own.below) for own in divisions(spot))
+    return is_same or bool(_SIZES.search(text))
 
 
-def _unpacked_from_shape(site: Site, node: ast.expr) -> bool:
+def _is_from_shape(spot: Spot, node: ast.expr) -> bool:
     """Whether it is n of `b, n, _ = x.shape`."""
     names = {each.id for each in names_in(node)}
-    for each in ast.walk(site.source.scope(node)):
-        if isinstance(each, ast.Assign) and _NUMBERS.search(site.source.of(each.value)):
+    for each in ast.walk(spot.source.scope(node)):
+        if isinstance(each, ast.Assign) and _NUMBERS.search(spot.source.of(each.value)):
             targets = {name.id for target in each.targets for name in names_in(target)}
             if names and names <= targets:
                 return True
     return False
 
 
-DIVISIONS = (normalised, denominator, all_denominators)
+DIVISIONS = (normalise, clamp_denominator, clamp_all_denominators)
 
 
-_NORMS = ("norm", "vector_norm", "dist")
-_SPREADS = ("std", "var", "std_mean", "var_mean")
-
-
-def norm_at_zero(site: Site) -> Iterator[Change]:
+def norm_at_zero(spot: Spot) -> Iterator[Rewrite]:
     """x.norm(dim=d) to x.pow(2).sum(dim=d).clamp_min(eps).sqrt()."""
-    made = str(site.fact("made_in") or "")
-    if not site.is_backward or not ("Norm" in site.autograd or "Norm" in made or _by_cause(site)):
+    nodes = f"{spot.autograd} {spot.fact('made_in') or ''}"
+    if not spot.is_backward or not ("Norm" in nodes or spot.cause == "norm_grad_at_zero"):
         return
-    for call in site.calls(_NORMS):
-        summed = _sum_of_squares(site, call)
-        if summed is None:
-            continue
-        for small in ("1e-6",) if site.is_half else ("1e-12", "1e-8"):
-            what = "Write the norm with an eps under its root, where the derivative is finite."
-            yield rewritten(site, call, f"({summed} + {small}).sqrt()", what)
+    what = "Write the norm with an eps under its root, where the derivative is finite."
+    for call, inner in spot.operands(("norm", "vector_norm", "dist")):
+        summed = _sum_of_squares(spot, call, inner)
+        if summed is not None:
+            for small in ("1e-6",) if spot.is_half else ("1e-12", "1e-8"):
+                yield rewrite(spot, call, f"({summed} + {small}).sqrt()", what)
 
 
-def hypotenuse(site: Site) -> Iterator[Change]:
-    """torch.hypot(a, b) to (a.pow(2) + b.pow(2) + eps).sqrt()."""
-    if site.autograd != "Hypot":
-        return
-    for call in site.calls(("hypot",)):
-        first = operand(site.source, call)
-        other = next((arg for arg in call.args if arg is not first), None)
-        if first is None or other is None:
-            continue
-        a, b = (in_brackets(site.source, each) for each in (first, other))
-        small = "1e-6" if site.is_half else "1e-12"
-        what = "Write the length with an eps under its root, where the derivative is finite."
-        yield rewritten(site, call, f"({a}.pow(2) + {b}.pow(2) + {small}).sqrt()", what)
-
-
-def _by_cause(site: Site) -> bool:
-    return site.cause == "norm_grad_at_zero"
-
-
-def _sum_of_squares(site: Site, call: ast.Call) -> str | None:
+def _sum_of_squares(spot: Spot, call: ast.Call, inner: ast.expr) -> str | None:
     """The text that is under the root of a 2-norm; None for any other norm."""
-    inner = operand(site.source, call)
-    if inner is None:
-        return None
+    source = spot.source
     if called(call) == "dist":
-        other = next((arg for arg in call.args if arg is not inner), None)
-        pair = [in_brackets(site.source, each) for each in (inner, other) if each is not None]
+        pair = [source.in_brackets(each) for each in (inner, *source.other_arguments(call)[:1])]
         return f"({' - '.join(pair)}).pow(2).sum()" if len(call.args) < 3 else None
-    args = call.args if is_method(site.source, call) else call.args[1:]
+    args = call.args if source.owner_of(call) is not None else call.args[1:]
     named = {item.arg: item.value for item in call.keywords if item.arg not in (None, "input")}
     order = args[0] if args else named.pop("p", named.pop("ord", None))
     if order is not None and constant(order) != 2 and ast.unparse(order) not in ("'fro'", "None"):
         return None
-    rest = [site.source.of(arg) for arg in args[1:]]
-    rest += [f"{name}={site.source.of(value)}" for name, value in named.items() if name != "ord"]
-    return f"{in_brackets(site.source, inner)}.pow(2).sum({', '.join(rest)})"
+    rest = [source.of(arg) for arg in args[1:]]
+    rest += [f"{name}={source.of(value)}" for name, value in named.items() if name != "ord"]
+    return f"{source.in_brackets(inner)}.pow(2).sum({', '.join(rest)})"
 
 
-def spread_at_zero(site: Site) -> Iterator[Change]:
-    """x.std(...) to (x.var(...) + eps).sqrt()."""
-    if not site.is_backward or site.autograd not in ("Std", "StdMean", "Sqrt", "Var"):
-        return
-    for call in site.calls(["std"]):
-        if not isinstance(call.func, ast.Attribute):
-            continue
-        text = site.source.of(call)
-        name = site.source.of(call.func)
-        variance = name[: -len("std")] + "var" + text[len(name) :]
-        small = "1e-6" if site.is_half else "1e-12"
-        what = "Put an eps under the root of the standard deviation."
-        yield rewritten(site, call, f"({variance} + {small}).sqrt()", what)
+def hypotenuse(spot: Spot) -> Iterator[Rewrite]:
+    """torch.hypot(a, b) to (a.pow(2) + b.pow(2) + eps).sqrt()."""
+    what = "Write the length with an eps under its root, where the derivative is finite."
+    small = "1e-6" if spot.is_half else "1e-12"
+    for call, first in spot.operands(("hypot",)) if spot.autograd == "Hypot" else ():
+        for other in spot.source.other_arguments(call)[:1]:
+            a, b = (spot.source.in_brackets(each) for each in (first, other))
+            yield rewrite(spot, call, f"({a}.pow(2) + {b}.pow(2) + {small}).sqrt()", what)
 
 
-def group_of_one(site: Site) -> Iterator[Change]:
+def spread_of_one(spot: Spot) -> Iterator[Rewrite]:
     """x.std() to x.std(correction=0), which is 0 for a single value."""
-    names = (site.op.startswith(("std", "var")), site.autograd.startswith(("Std", "Var")))
-    if not any(names) and site.cause != "var_of_single":
+    names = (spot.op.startswith(("std", "var")), spot.autograd.startswith(("Std", "Var")))
+    if not any(names) and spot.cause != "var_of_single":
         return
-    for call in site.calls(_SPREADS):
+    for call in spot.calls(("std", "var", "std_mean", "var_mean")):
         what = f"Use the biased {'variance' if 'var' in called(call) else 'deviation'}, which "
         what += "is defined for a single value."
         flags = [arg for arg in call.args if isinstance(arg, ast.Constant) and arg.value is True]
         if flags:
-            edit = replace(site.source, flags[0], "False")
+            edit = replace(spot.source, flags[0], "False")
         elif any(item.arg == "unbiased" for item in call.keywords):
-            edit = with_keyword(site.source, call, "unbiased", "False")
+            edit = set_keyword(spot.source, call, "unbiased", "False")
         else:
-            edit = with_keyword(site.source, call, "correction", "0")
-        yield Change(site.source, what, (edit,))
+            edit = set_keyword(spot.source, call, "correction", "0")
+        yield Rewrite(spot.source, what, (edit,))
 
 
-NORMS = (norm_at_zero, hypotenuse, group_of_one, spread_at_zero)
+def spread_at_zero(spot: Spot) -> Iterator[Rewrite]:
+    """x.std(...) to (x.var(...) + eps).sqrt()."""
+    if not spot.is_backward or spot.autograd not in ("Std", "StdMean", "Sqrt", "Var"):
+        return
+    small = "1e-6" if spot.is_half else "1e-12"
+    for call in spot.calls(["std"]):
+        if isinstance(call.func, ast.Attribute):
+            text, name = spot.source.of(call), spot.source.of(call.func)
+            variance = name[: -len("std")] + "var" + text[len(name) :]
+            what = "Put an eps under the root of the standard deviation."
+            yield rewrite(spot, call, f"({variance} + {small}).sqrt()", what)
 
 
-LOGS = ("log", "log2", "log10")
-_ARCS = ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv")
+NORMS = (norm_at_zero, hypotenuse, spread_of_one, spread_at_zero)
 
 
-def logarithm(site: Site) -> Iterator[Change]:
+def _small_argument(spot: Spot) -> str:
+    return spot.eps("1e-8", half="1e-4", double="1e-12")
+
+
+def clamp_logarithm(spot: Spot) -> Iterator[Rewrite]:
     """log(x) to log(x.clamp_min(eps))."""
-    if site.op not in LOGS and site.autograd not in ("Log", "Log2", "Log10"):
+    if not spot.ran(domains.LOGS):
         return
     what = "Keep the argument of the logarithm above 0."
-    small = eps(site, single="1e-8", half="1e-4", double="1e-12")
-    for call in site.calls(LOGS):
-        inner = operand(site.source, call)
-        if inner is None:
-            continue
-        yield followed(site, inner, f".clamp_min({small})", what)
-        yield from for_the_rest(site, inner, f".clamp_min({small})")
-        if site.is_half:
-            yield followed(site, inner, ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32.")
-    yield from _all_alike(
-        site, LOGS, f".clamp_min({small})", "Keep the arguments of the logarithms"
+    guard = f".clamp_min({_small_argument(spot)})"
+    for _, inner in spot.operands(domains.LOGS):
+        yield call_method(spot, inner, guard, what)
+        yield from guard_rest(spot, inner, guard)
+        if spot.is_half:
+            yield call_method(spot, inner, ".float().clamp_min(1e-6)", f"{what[:-1]}, in float32.")
+    yield from _clamp_all(
+        spot, domains.LOGS, guard, "Keep the arguments of the logarithms above 0."
     )
 
 
-def ratio(site: Site) -> Iterator[Change]:
+def clamp_ratio(spot: Spot) -> Iterator[Rewrite]:
     """log(p / q) with both sides kept above 0."""
-    if site.cause not in ("kl_of_zero", "log_of_zero", "division_by_zero"):
+    if spot.cause not in ("kl_of_zero", "log_of_zero", "division_by_zero"):
         return
-    small = eps(site, single="1e-8", half="1e-4", double="1e-12")
-    for call in calls_in(site.statement, LOGS):
-        inner = operand(site.source, call)
-        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div):
-            edits = tuple(
-                swapped(site.source, each, f"{in_brackets(site.source, each)}.clamp_min({small})")
-                for each in (inner.left, inner.right)
-                if constant(each) is None
-            )
+    guard = f".clamp_min({_small_argument(spot)})"
+    for call in calls_in(spot.statement, domains.LOGS):
+        inner = spot.source.operand(call)
+        if is_operation(inner, ast.Div):
+            edits = call_methods(spot.source, (inner.left, inner.right), guard)
             what = "Keep both sides of the ratio above 0 before its logarithm."
-            yield Change(site.source, what, edits)
+            yield Rewrite(spot.source, what, edits)
 
 
-def _all_alike(site: Site, names: tuple[str, ...], suffix: str, what: str) -> Iterator[Change]:
+def _clamp_all(spot: Spot, names: tuple[str, ...], guard: str, what: str) -> Iterator[Rewrite]:
     """The same guard for all such calls of the statement, then of the function."""
-    for around in (site.statement, site.source.scope(site.node)):
-        inner = [operand(site.source, call) for call in calls_in(around, names)]
-        edits = [
-            swapped(site.source, each, f"{in_brackets(site.source, each)}{suffix}")
-            for each in inner
-            if each is not None and constant(each) is None
-        ]
+    for around in (spot.statement, spot.source.scope(spot.node)):
+        inner = [spot.source.operand(call) for call in calls_in(around, names)]
+        edits = call_methods(spot.source, inner, guard)
         if len(edits) > 1:
-            yield Change(site.source, f"{what} above 0.", tuple(edits))
+            yield Rewrite(spot.source, what, edits)
 
 
-def logarithm_near_one(site: Site) -> Iterator[Change]:
-    """log1p(x) at -1, logit(x) at 0 and 1."""
-    edge = eps(site, single="1e-6", half="1e-3")
-    if site.op == "log1p" or site.autograd == "Log1P":
-        for call in site.calls(["log1p"]):
-            if (inner := operand(site.source, call)) is not None:
-                what = "Keep the argument of log1p above -1."
-                yield followed(site, inner, f".clamp_min(-1 + {edge})", what)
-    if site.op == "logit" or site.autograd == "Logit":
-        for call in site.calls(["logit"]):
-            if (inner := operand(site.source, call)) is not None:
-                what = "Keep the probability away from 0 and 1 before logit."
-                yield followed(site, inner, f".clamp({edge}, 1 - {edge})", what)
-
-
-def root(site: Site) -> Iterator[Change]:
+def clamp_root(spot: Spot) -> Iterator[Rewrite]:
     """sqrt(x) to sqrt(x.clamp_min(eps)), which has a finite derivative too."""
-    if site.op not in ("sqrt", "rsqrt") and site.autograd not in ("Sqrt", "Rsqrt"):
+    if not spot.ran(domains.ROOTS):
         return
-    for call in site.calls(("sqrt", "rsqrt")):
-        inner = operand(site.source, call)
-        if inner is None or constant(inner) is not None:
-            continue
-        what = "Keep the argument of the square root above 0, where its derivative is finite."
-        for small in _roots(site):
-            yield followed(site, inner, f".clamp_min({small})", what)
-    suffix = f".clamp_min({_roots(site)[0]})"
-    yield from _all_alike(site, ("sqrt", "rsqrt"), suffix, "Keep the arguments of the square roots")
+    what = "Keep the argument of the square root above 0, where its derivative is finite."
+    for _, inner in spot.operands(domains.ROOTS):
+        if constant(inner) is None:
+            for guard in _root_guards(spot):
+                yield call_method(spot, inner, guard, what)
+    what = "Keep the arguments of the square roots above 0."
+    yield from _clamp_all(spot, domains.ROOTS, _root_guards(spot)[0], what)
 
 
-def _roots(site: Site) -> tuple[str, ...]:
-    return ("1e-6", "1e-4") if site.is_half else ("1e-12", "1e-8")
+def _root_guards(spot: Spot) -> tuple[str, str]:
+    small, larger = ("1e-6", "1e-4") if spot.is_half else ("1e-12", "1e-8")
+    return f".clamp_min({small})", f".clamp_min({larger})"
 
 
-def arc(site: Site) -> Iterator[Change]:
-    """acos(x) to acos(x.clamp(-1 + eps, 1 - eps))."""
-    if site.op not in _ARCS and site.autograd.lower() not in _ARCS:
-        return
-    edge = eps(site, single="1e-6", half="1e-3")
-    for call in site.calls(_ARCS):
-        if (inner := operand(site.source, call)) is not None:
-            what = f"Keep the argument of {called(call)} inside (-1, 1)."
-            if site.is_backward:
-                what = "Keep the argument away from -1 and 1, where the derivative is infinite."
-            yield followed(site, inner, f".clamp(-1 + {edge}, 1 - {edge})", what)
+def clamp_to_domain(spot: Spot) -> Iterator[Rewrite]:
+    """log1p at -1, logit at 0 and 1, acos and its like at -1 and 1, acosh at 1."""
+    edge = spot.eps("1e-6", half="1e-3")
+    inside = f".clamp(-1 + {edge}, 1 - {edge})"
+    inside_what = "Keep the argument of {} inside (-1, 1)."
+    if spot.is_backward:
+        inside_what = "Keep the argument away from -1 and 1, where the derivative is infinite."
+    logit_what = "Keep the probability away from 0 and 1 before logit."
+    for names, guard, what in (
+        (("log1p",), f".clamp_min(-1 + {edge})", "Keep the argument of log1p above -1."),
+        (("logit",), f".clamp({edge}, 1 - {edge})", logit_what),
+        (domains.ARCS, inside, inside_what),
+        (domains.ARCS_OF_LARGE, f".clamp_min(1 + {edge})", "Keep acosh above 1."),
+    ):
+        for call, inner in spot.operands(names) if spot.ran(names) else ():
+            yield call_method(spot, inner, guard, what.format(called(call)))
 
 
-def arc_of_large(site: Site) -> Iterator[Change]:
-    """acosh(x) at 1."""
-    if site.op != "acosh" and site.autograd != "Acosh":
-        return
-    edge = eps(site, single="1e-6", half="1e-3")
-    for call in site.calls(("acosh", "arccosh")):
-        if (inner := operand(site.source, call)) is not None:
-            yield followed(site, inner, f".clamp_min(1 + {edge})", "Keep acosh above 1.")
-
-
-def power(site: Site) -> Iterator[Change]:
+def clamp_power(spot: Spot) -> Iterator[Rewrite]:
     """x ** p with a negative base, or a base of 0 where the derivative is infinite."""
-    if site.op not in ("pow", "float_power") and not site.autograd.startswith("Pow"):
+    if spot.op not in domains.POWERS and not spot.autograd.startswith("Pow"):
         return
-    if site.cause in ("low_precision_overflow", "lr_too_high"):
+    if spot.cause in ("low_precision_overflow", "lr_too_high"):
         return
-    small = eps(site, single="1e-8", half="1e-4", double="1e-12")
-    for whole, base, exponent in powers(site):
-        if _has_negative(site) and not site.is_backward:
-            yield _signed(site, whole, base, exponent)
-        what = "Keep the base of the power above 0."
-        yield followed(site, base, f".clamp_min({small})", what)
-        if _has_negative(site) and site.is_backward:
-            yield _signed(site, whole, base, exponent)
+    seen = spot.input("self")
+    guard = f".clamp_min({_small_argument(spot)})"
+    for whole, base, exponent in powers(spot):
+        above_zero = call_method(spot, base, guard, "Keep the base of the power above 0.")
+        if seen is None or not seen.negative_count:
+            yield above_zero
+            continue
+        x, p = spot.source.in_brackets(base), spot.source.of(exponent)
+        if isinstance(whole, ast.Call):
+            raised = f"{x}.abs().pow({p})"
+        else:
+            is_plain = isinstance(exponent, (ast.Name, ast.Constant))
+            raised = f"{x}.abs() ** {p if is_plain else f'({p})'}"
+        edit = swap(spot.source, whole, f"{x}.sign() * {raised}")
+        what = "Raise the magnitude to the power, and give it back its sign."
+        signed = Rewrite(spot.source, what, (edit,))
+        yield from (above_zero, signed) if spot.is_backward else (signed, above_zero)
 
 
-def _has_negative(site: Site) -> bool:
-    base = site.input("self")
-    return base is not None and base.negative_count > 0
-
-
-def _signed(site: Site, whole: ast.expr, base: ast.expr, exponent: ast.expr) -> Change:
-    x, p = in_brackets(site.source, base), site.source.of(exponent)
-    power_of = "{}.pow({})" if isinstance(whole, ast.Call) else "{} ** {}"
-    if not isinstance(whole, ast.Call) and not isinstance(exponent, (ast.Name, ast.Constant)):
-        p = f"({p})"
-    text = f"{x}.sign() * {power_of.format(f'{x}.abs()', p)}"
-    what = "Raise the magnitude to the power, and give it back its sign."
-    return Change(site.source, what, (swapped(site.source, whole, text),))
-
-
-def powers(site: Site) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
+def powers(spot: Spot) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
     """(the power, its base, its exponent) of each power in the expression or statement."""
-    for root_node in (site.node, site.statement):
-        for node in ast.walk(root_node):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+    for around in (spot.node, spot.statement):
+        for node in ast.walk(around):
+            if is_operation(node, ast.Pow):
                 yield node, node.left, node.right
-    for call in site.calls(("pow", "float_power")):
-        base = operand(site.source, call)
+    for call, base in spot.operands(domains.POWERS):
         rest = [arg for arg in (*call.args, *(k.value for k in call.keywords)) if arg is not base]
-        if base is not None and rest:
+        if rest:
             yield call, base, rest[0]
 
 
-def upstream(site: Site) -> Iterator[Change]:
+def clamp_upstream(spot: Spot) -> Iterator[Rewrite]:
     """The value comes from a root that is 0 there: the root is kept above 0, and both with it."""
-    if not site.is_backward:
-        return
-    names = names_in(site.node)
-    values = [value for name in names if (value := value_of(site.source, name)) is not name]
-    for value in values:
-        edits = [
-            swapped(site.source, inner, f"{in_brackets(site.source, inner)}.clamp_min({small})")
-            for call in calls_in(value, ("sqrt", "rsqrt"))
-            if (inner := operand(site.source, call)) is not None and constant(inner) is None
-            for small in _roots(site)[:1]
-        ]
-        if edits:
+    for name in names_in(spot.node) if spot.is_backward else ():
+        value = spot.source.value_of(name)
+        roots = [spot.source.operand(call) for call in calls_in(value, domains.ROOTS)]
+        edits = call_methods(spot.source, roots, _root_guards(spot)[0])
+        if value is not name and edits:
             what = "Keep the square root that it comes from above 0."
-            yield Change(site.source, what, tuple(edits))
+            yield Rewrite(spot.source, what, edits)
 
 
-DOMAINS = (logarithm, logarithm_near_one, root, arc, arc_of_large, power, upstream)
+DOMAINS = (clamp_logarithm, clamp_root, clamp_to_domain, clamp_power, clamp_upstream)
 
 
-_EXPS = ("exp", "exp2", "expm1", "sinh", "cosh")
-
-
-def _overflows(site: Site) -> bool:
-    return site.op in _EXPS or site.autograd in ("Exp", "Exp2", "Expm1", "Sinh", "Cosh")
-
-
-def written_out(site: Site) -> Iterator[Change]:
+def write_sigmoid(spot: Spot) -> Iterator[Rewrite]:
     """1 / (1 + exp(-x)) and exp(x) / (1 + exp(x)) to sigmoid(x)."""
-    if not _overflows(site) and site.op not in ("div", "reciprocal", "add"):
+    if not spot.ran(domains.EXPONENTIALS) and spot.op not in ("div", "reciprocal", "add"):
         return
-    torch, imports = torch_name(site.source)
-    for node in ast.walk(site.source.scope(site.node)):
-        found = _sigmoid(site, node) if isinstance(node, ast.BinOp) else None
-        if found is not None and isinstance(node, ast.expr) and _is_near(site, node):
+    torch, imports = spot.source.torch
+    for node in _quotients_near(spot):
+        found = _sigmoid_argument(spot, node)
+        if found is not None:
             text = f"{torch}.sigmoid({found})"
-            yield rewritten(site, node, text, "Use sigmoid, which does not overflow.", *imports)
+            yield rewrite(spot, node, text, "Use sigmoid, which does not overflow.", *imports)
 
 
-def _is_near(site: Site, node: ast.expr) -> bool:
-    inside = {id(each) for each in ast.walk(node)}
-    inside |= {id(e) for name in names_in(node) for e in ast.walk(value_of(site.source, name))}
-    return id(site.node) in inside or any(each is node for each in ast.walk(site.node))
+def _quotients_near(spot: Spot) -> Iterator[ast.BinOp]:
+    """Quotients of the function that the operation is part of, also by a name, or that it holds."""
+    for node in spot.function_nodes():
+        if not is_operation(node, ast.Div):
+            continue
+        values = (spot.source.value_of(name) for name in names_in(node))
+        inside = {id(each) for part in (node, *values) for each in ast.walk(part)}
+        if id(spot.node) in inside or any(each is node for each in ast.walk(spot.node)):
+            yield node
 
 
-def _sigmoid(site: Site, node: ast.BinOp) -> str | None:
+def _sigmoid_argument(spot: Spot, node: ast.BinOp) -> str | None:
     """x of a sigmoid that is written out."""
-    if not isinstance(node.op, ast.Div):
+    source = spot.source
+    above, below = source.value_of(node.left), source.value_of(node.right)
+    if not is_operation(below, ast.Add):
         return None
-    above, below = value_of(site.source, node.left), value_of(site.source, node.right)
-    exponent = _one_plus_exp(site, below)
+    for one, other in ((below.left, below.right), (below.right, below.left)):
+        call = source.value_of(other)
+        if constant(one) == 1 and is_call(call, "exp"):
+            exponent = source.operand(call)
+            break
+    else:
+        return None
     if exponent is None:
         return None
     if constant(above) == 1:
         if isinstance(exponent, ast.UnaryOp) and isinstance(exponent.op, ast.USub):
-            return one_line(site.source, exponent.operand)
-        return f"-({one_line(site.source, exponent)})"
-    if isinstance(above, ast.Call) and called(above) == "exp":
-        inner = operand(site.source, above)
-        if inner is not None and ast.dump(inner) == ast.dump(exponent):
-            return one_line(site.source, inner)
-    return None
+            return source.one_line(exponent.operand)
+        return f"-({source.one_line(exponent)})"
+    inner = source.operand(above) if is_call(above, "exp") else None
+    is_same = inner is not None and ast.dump(inner) == ast.dump(exponent)
+    return source.one_line(exponent) if is_same else None
 
 
-def _one_plus_exp(site: Site, node: ast.expr) -> ast.expr | None:
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
-        return None
-    for one, other in ((node.left, node.right), (node.right, node.left)):
-        call = value_of(site.source, other)
-        if constant(one) == 1 and isinstance(call, ast.Call) and called(call) == "exp":
-            return operand(site.source, call)
-    return None
-
-
-def softmax_by_hand(site: Site) -> Iterator[Change]:
+def write_softmax(spot: Spot) -> Iterator[Rewrite]:
     """exp(x) / exp(x).sum(dim=d, keepdim=True) to softmax(x, dim=d)."""
-    if not _overflows(site) and site.op not in ("div", "sum"):
+    if not spot.ran(domains.EXPONENTIALS) and spot.op not in ("div", "sum"):
         return
-    torch, imports = torch_name(site.source)
-    for node in ast.walk(site.source.scope(site.node)):
-        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+    torch, imports = spot.source.torch
+    for node in _quotients_near(spot):
+        above = spot.source.value_of(node.left)
+        total, dim = _sum_below(spot, node)
+        if not is_call(above, "exp") or total is None:
             continue
-        above, below = value_of(site.source, node.left), value_of(site.source, node.right)
-        if not (isinstance(above, ast.Call) and called(above) == "exp" and _is_near(site, node)):
-            continue
-        if not isinstance(below, ast.Call) or called(below) != "sum":
-            continue
-        total = operand(site.source, below)
-        inner = operand(site.source, above)
-        same = total is not None and ast.dump(value_of(site.source, total)) == ast.dump(above)
-        dim = _dim(site, below)
+        inner = spot.source.operand(above)
+        same = ast.dump(spot.source.value_of(total)) == ast.dump(above)
         if same and inner is not None and dim is not None:
-            text = f"{torch}.softmax({one_line(site.source, inner)}, dim={dim})"
-            yield rewritten(site, node, text, "Use softmax, which does not overflow.", *imports)
+            text = f"{torch}.softmax({spot.source.one_line(inner)}, dim={dim})"
+            yield rewrite(spot, node, text, "Use softmax, which does not overflow.", *imports)
 
 
-def shifted(site: Site) -> Iterator[Change]:
+def _sum_below(spot: Spot, node: ast.BinOp) -> tuple[ast.expr | None, str | None]:
+    """What a quotient's denominator sums, and the dim as it is written."""
+    below = spot.source.value_of(node.right)
+    if not is_call(below, "sum"):
+        return None, None
+    dim = next(iter(spot.source.other_arguments(below)), keyword(below, "dim"))
+    return spot.source.operand(below), spot.source.of(dim) if dim is not None else None
+
+
+def subtract_maximum(spot: Spot) -> Iterator[Rewrite]:
     """exp(x) that is divided by its own sum: exp(x - max), which has the same ratio."""
-    statement = site.statement
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    if not _overflows(site) or not isinstance(target, ast.Name):
+    target = spot.target
+    if not spot.ran(domains.EXPONENTIALS) or not isinstance(target, ast.Name):
         return
-    for node in ast.walk(site.source.scope(site.node)):
-        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+    for node in spot.function_nodes():
+        if not is_operation(node, ast.Div):
             continue
-        below = value_of(site.source, node.right)
-        if not isinstance(below, ast.Call) or called(below) != "sum":
-            continue
-        total, dim = operand(site.source, below), _dim(site, below)
+        total, dim = _sum_below(spot, node)
         same = isinstance(total, ast.Name) and total.id == target.id == getattr(node.left, "id", "")
-        for call in site.calls(["exp"]) if same and dim is not None else ():
-            if (inner := operand(site.source, call)) is not None:
-                x = in_brackets(site.source, inner)
-                text = f"{x} - {x}.amax(dim={dim}, keepdim=True)"
-                what = "Subtract the maximum before the exponential, which leaves the ratios."
-                yield rewritten(site, inner, text, what)
+        for _, inner in spot.operands(["exp"]) if same and dim is not None else ():
+            x = spot.source.in_brackets(inner)
+            text = f"{x} - {x}.amax(dim={dim}, keepdim=True)"
+            what = "Subtract the maximum before the exponential, which leaves the ratios."
+            yield rewrite(spot, inner, text, what)
 
 
-def _dim(site: Site, call: ast.Call) -> str | None:
-    """The dim of a sum, as it is written."""
-    inner = operand(site.source, call)
-    rest = [arg for arg in call.args if arg is not inner]
-    found = rest[0] if rest else keyword(call, "dim")
-    return site.source.of(found) if found is not None else None
-
-
-def shared_exponent(site: Site) -> Iterator[Change]:
+def bound_shared_exponent(spot: Spot) -> Iterator[Rewrite]:
     """Several exponentials of one variable: the variable is bounded before all of them."""
-    if not _overflows(site):
+    if not spot.ran(domains.EXPONENTIALS):
         return
-    scope = site.source.scope(site.node)
-    inside = [operand(site.source, call) for call in calls_in(scope, ["exp"])]
-    names = [{each.id for each in names_in(node)} for node in inside if node is not None]
+    source = spot.source
+    calls = list(calls_in(source.scope(spot.node), ["exp"]))
+    inside = [inner for call in calls if (inner := source.operand(call)) is not None]
+    names = [{each.id for each in names_in(node)} for node in inside]
     if len(names) < 3 or len(set.union(*names)) != 1:
         return
     (name,) = names[0]
-    limit = 2 if site.is_half else 20
-    first = min(
-        (found for call in calls_in(scope, ["exp"]) if (found := site.source.statement(call))),
-        key=lambda statement: statement.lineno,
-    )
+    statements = [found for call in calls if (found := source.statement(call))]
+    first = min(statements, key=lambda statement: statement.lineno)
+    line = f"{name} = {name}.clamp(max={2 if spot.is_half else 20})"
     what = f"Bound {name} before the exponentials, which overflow together."
-    edit = insert_before(site.source, first, f"{name} = {name}.clamp(max={limit})")
-    yield Change(site.source, what, (edit,))
+    yield Rewrite(source, what, (insert_before(source, first, line),))
 
 
-def bounded(site: Site) -> Iterator[Change]:
+def bound_in_loss(spot: Spot) -> Iterator[Rewrite]:
+    """poisson_nll_loss(x, y), which exponentiates x."""
+    if not spot.ran(domains.EXPONENTIALS) or "nn/functional.py" not in str(
+        spot.fact("inside") or ""
+    ):
+        return
+    if isinstance(spot.node, ast.Call) and spot.node.args:
+        for limit in _limits(spot):
+            what = "Bound what the loss exponentiates."
+            yield call_method(spot, spot.node.args[0], f".clamp(max={limit})", what)
+
+
+def _limits(spot: Spot) -> tuple[str, str]:
+    return ("10", "5") if spot.is_half else ("20", "8")
+
+
+def bound_exponent(spot: Spot) -> Iterator[Rewrite]:
     """exp(x) to exp(x.clamp(max=20))."""
-    if not _overflows(site):
-        return
-    for call in site.calls(_EXPS):
-        inner = operand(site.source, call)
-        if inner is None:
-            continue
-        for limit in ("10", "5") if site.is_half else ("20", "8"):
+    for call, inner in (
+        spot.operands(domains.EXPONENTIALS) if spot.ran(domains.EXPONENTIALS) else ()
+    ):
+        for limit in _limits(spot):
             sides = f"-{limit}, {limit}" if called(call) in ("sinh", "cosh") else f"max={limit}"
-            yield followed(site, inner, f".clamp({sides})", "Bound the exponent.")
+            yield call_method(spot, inner, f".clamp({sides})", "Bound the exponent.")
 
 
-def bounded_for_all(site: Site) -> Iterator[Change]:
+def bound_variable(spot: Spot) -> Iterator[Rewrite]:
     """Bound the variable itself, where it is used again after this exponential."""
-    if not _overflows(site):
-        return
-    for call in site.calls(["exp"]):
-        inner = operand(site.source, call)
-        names = {each.id for each in names_in(inner)} if inner is not None else set()
-        names -= set(site.source.imported) | {"self"}
+    for _, inner in spot.operands(["exp"]) if spot.ran(domains.EXPONENTIALS) else ():
+        names = {each.id for each in names_in(inner)} - {*spot.source.imported, "self"}
         if len(names) != 1:
             continue
         (name,) = names
-        if any(readers(site.source, name, after=site.statement)):
-            limit = 10 if site.is_half else 20
-            line = f"{name} = {name}.clamp(max={limit})"
-            edit = insert_before(site.source, site.statement, line)
+        if any(spot.source.readers(name, after=spot.statement)):
+            line = f"{name} = {name}.clamp(max={_limits(spot)[0]})"
+            edit = insert_before(spot.source, spot.statement, line)
             what = f"Bound {name} before all that exponentiates it."
-            yield Change(site.source, what, (edit,))
-
-
-def inside_loss(site: Site) -> Iterator[Change]:
-    """poisson_nll_loss(x, y), which exponentiates x."""
-    if not _overflows(site) or "nn/functional.py" not in str(site.fact("inside") or ""):
-        return
-    if isinstance(site.node, ast.Call) and site.node.args:
-        for limit in ("10", "5") if site.is_half else ("20", "8"):
-            what = "Bound what the loss exponentiates."
-            yield followed(site, site.node.args[0], f".clamp(max={limit})", what)
+            yield Rewrite(spot.source, what, (edit,))
 
 
 EXPONENTIALS = (
-    written_out,
-    softmax_by_hand,
-    shifted,
-    shared_exponent,
-    inside_loss,
-    bounded,
-    bounded_for_all,
+    write_sigmoid,
+    write_softmax,
+    subtract_maximum,
+    bound_shared_exponent,
+    bound_in_loss,
+    bound_exponent,
+    bound_variable,
 )
 
 
-_UNARY = {"log": "safe_log", "sqrt": "safe_sqrt", "acos": "safe_acos"}
-
-
-def safe_operation(site: Site) -> Iterator[Change]:
+def use_safe_operation(spot: Spot) -> Iterator[Rewrite]:
     """torch.log(x) to stayfinite.safe_log(x)."""
-    name = site.op or site.autograd.lower()
-    if name in _UNARY:
-        for call in site.calls([name]):
-            if (inner := operand(site.source, call)) is not None:
-                yield _by(site, call, _UNARY[name], inner)
-    if divides(site):
-        for whole, above, below in divisions(site):
-            if isinstance(whole, ast.expr) and above is not None:
-                yield _by(site, whole, "safe_div", above, below)
+    found: list[tuple[ast.expr, str, tuple[ast.expr, ...]]] = []
+    name = spot.op or spot.autograd.lower()
+    if name in ("log", "sqrt", "acos"):
+        found += [(call, f"safe_{name}", (inner,)) for call, inner in spot.operands([name])]
+    for whole, above, below in divisions(spot) if divides(spot) else ():
+        if isinstance(whole, ast.expr) and above is not None:
+            found.append((whole, "safe_div", (above, below)))
     if name.startswith("pow"):
-        for power, base, exponent in powers(site):
-            yield _by(site, power, "safe_pow", base, exponent)
-
-
-def _by(site: Site, node: ast.expr, name: str, *args: ast.expr) -> Change:
-    given = ", ".join(site.source.of(arg) for arg in args)
-    what = f"Use stayfinite.{name}, which is finite there and has a finite derivative."
-    return rewritten(site, node, f"stayfinite.{name}({given})", what, "import stayfinite")
+        found += [(power, "safe_pow", (base, by)) for power, base, by in powers(spot)]
+    for node, safe, args in found:
+        given = ", ".join(spot.source.of(arg) for arg in args)
+        what = f"Use stayfinite.{safe}, which is finite there and has a finite derivative."
+        yield rewrite(spot, node, f"stayfinite.{safe}({given})", what, "import stayfinite")
 
 
 _SPECTRA = ("svd", "svdvals", "eigh", "eig")
-_SQUARE = (
-    "cholesky", "cholesky_ex", "inv", "inv_ex", "inverse", "solve", "det", "logdet", "slogdet",
-)  # fmt: skip
+_SQUARE = ("cholesky", "cholesky_ex", "inv", "inv_ex", "inverse", "solve")
+_DETERMINANTS = ("det", "logdet", "slogdet")
 _ANY = ("qr", "pinv", "lstsq")
 
 
-def magnitude_of_determinant(site: Site) -> Iterator[Change]:
+def magnitude_of_determinant(spot: Spot) -> Iterator[Rewrite]:
     """torch.logdet(x) to torch.linalg.slogdet(x)[1], which a negative determinant has too."""
-    if site.cause not in ("degenerate_linalg", "log_of_negative"):
+    if spot.cause not in ("degenerate_linalg", "log_of_negative"):
         return
-    for call in site.calls(("logdet",)):
-        inner = operand(site.source, call)
-        if inner is not None:
-            torch, imports = torch_name(site.source)
-            text = f"{torch}.linalg.slogdet({site.source.of(inner)})[1]"
-            what = "Take the logarithm of the determinant's magnitude, whatever its sign."
-            yield rewritten(site, call, text, what, *imports)
+    torch, imports = spot.source.torch
+    for call, inner in spot.operands(("logdet",)):
+        text = f"{torch}.linalg.slogdet({spot.source.of(inner)})[1]"
+        what = "Take the logarithm of the determinant's magnitude, whatever its sign."
+        yield rewrite(spot, call, text, what, *imports)
 
 
-def with_diagonal(site: Site) -> Iterator[Change]:
+def add_diagonal(spot: Spot) -> Iterator[Rewrite]:
     """A degenerate matrix gets a small diagonal, with distinct entries where they must differ."""
-    if site.cause != "degenerate_linalg":
+    if spot.cause != "degenerate_linalg":
         return
-    torch, _ = torch_name(site.source)
-    for call in calls_in(site.node, (*_SPECTRA, *_SQUARE, *_ANY)):
-        matrix = call.args[0] if call.args else None
-        if matrix is None:
+    source, (torch, _) = spot.source, spot.source.torch
+    what = "Add a small diagonal, so that the matrix is not degenerate."
+    for call in calls_in(spot.node, (*_SPECTRA, *_SQUARE, *_DETERMINANTS, *_ANY)):
+        if not call.args:
             continue
-        x = in_brackets(site.source, matrix)
-        what = "Add a small diagonal, so that the matrix is not degenerate."
-        for size in ("1e-6", "1e-3"):
+        matrix = call.args[0]
+        x = source.in_brackets(matrix)
+        if called(call) in _SPECTRA:
+            diagonal = f"{torch}.diag({torch}.arange(1.0, {x}.shape[-1] + 1))"
+        elif called(call) in _ANY:
+            diagonal = f"{torch}.eye(*{x}.shape[-2:])"
+        else:
             diagonal = f"{torch}.eye({x}.shape[-1])"
-            if called(call) in _SPECTRA:
-                diagonal = f"{torch}.diag({torch}.arange(1.0, {x}.shape[-1] + 1))"
-            elif called(call) in _ANY:
-                diagonal = f"{torch}.eye(*{x}.shape[-2:])"
-            added = f"{x} + {size} * {diagonal}.to({site.source.of(matrix)})"
+        for size in ("1e-6", "1e-3"):
+            added = f"{x} + {size} * {diagonal}.to({source.of(matrix)})"
             if isinstance(matrix, ast.Name):
-                edit = insert_before(site.source, site.statement, f"{x} = {added}")
-                yield Change(site.source, what, (edit,))
+                edit = insert_before(source, spot.statement, f"{x} = {added}")
+                yield Rewrite(source, what, (edit,))
             else:
-                yield rewritten(site, matrix, added, what)
+                yield rewrite(spot, matrix, added, what)
 
 
-MATRICES = (magnitude_of_determinant, with_diagonal)
+MATRICES = (magnitude_of_determinant, add_diagonal)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stayfinite.errors import PatchError
-from stayfinite.patch.code import Site, Source, import_edit, in_brackets, names_in, quiet, readers
+from stayfinite.patch.code import Code, Spot, quiet
+from stayfinite.syntax import PRIMARY, constant, is_operation, names_in
 
 
 @dataclass(frozen=True)
@@ -22,76 +23,34 @@ class Edit:
     text: str
 
 
-def edited(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all edits made; of edits that overlap, the later ones are left out."""
-    pieces, done = [], 0
-    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
-        if edit.start < done:
-            continue
-        pieces += [text[done : edit.start], edit.text]
-        done = edit.end
-    return "".join([*pieces, text[done:]])
-
-
 @dataclass(frozen=True)
-class Change:
-    """Edits of one file that belong together."""
+class Rewrite:
+    """Edits of one file that belong together, and the imports that they need."""
 
-    source: Source
+    source: Code
     what: str
     edits: tuple[Edit, ...]
     imports: tuple[str, ...] = ()
 
     def patch(self) -> Patch | None:
         """The patch that it makes; None when nothing changes or the result is no Python."""
-        edits = [*self.edits, *_imports(self.source, self.imports)]
-        after = _laid_out(self.source, edited(self.source.text, edits))
-        if after == self.source.text or not _parses(after):
+        source = self.source
+        edits = [*self.edits, *_import_edits(source, self.imports)]
+        after = _with_edits(source.text, edits)
+        known = set(lines_of(source.text))
+        lines = [
+            line if line in known else break_line(line, source.newline, source.longest_line)
+            for line in lines_of(after)
+        ]
+        after = text if _is_python(text := "".join(lines)) else after
+        if after == source.text or not _is_python(after):
             return None
-        return Patch(file=self.source.path, before=self.source.text, after=after, what=self.what)
-
-
-def replace(source: Source, node: ast.expr | ast.stmt, text: str) -> Edit:
-    """Write `text` where the node stands."""
-    return Edit(source.start(node), source.end(node), text)
-
-
-def _imports(source: Source, lines: Iterable[str]) -> Iterable[Edit]:
-    for line in lines:
-        if (at := import_edit(source, line)) is not None:
-            yield Edit(at, at, line + source.newline)
-
-
-def _laid_out(source: Source, after: str) -> str:
-    """The text with new lines broken where they are too long, as far as it stays Python."""
-    known = set(lines_of(source.text))
-    end, longest = source.newline, source.longest_line
-    lines = [line if line in known else _broken(line, end, longest) for line in lines_of(after)]
-    text = "".join(lines)
-    return text if _parses(text) else after
-
-
-def _broken(line: str, end: str, longest: int) -> str:
-    text = line.removesuffix(end)
-    return broken(text, end, longest=longest) + line[len(text) :]
-
-
-def _parses(text: str) -> bool:
-    try:
-        with quiet():
-            compile(text.removeprefix("\ufeff"), "<patch>", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
-
-
-NO_NEWLINE = "\\ No newline at end of file\n"
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+        return Patch(file=source.path, before=source.text, after=after, what=self.what)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """A change of one file that may cure an incident; it is a fix only once it was tried."""
+    """A proposal for one file that may cure an incident; it is a fix only once it was tried."""
 
     file: str
     """Absolute."""
@@ -106,115 +65,141 @@ class Patch:
         return unified(self.before, self.after, name=name)
 
 
-def unified(before: str, after: str, *, name: str) -> str:
-    """The unified diff of two texts, with three lines of context; "" when they are equal."""
-    lines = difflib.unified_diff(lines_of(before), lines_of(after), f"a/{name}", f"b/{name}")
-    return "".join(line if line.endswith("\n") else f"{line}\n{NO_NEWLINE}" for line in lines)
+def _with_edits(text: str, edits: Iterable[Edit]) -> str:
+    """The text with all edits made; of edits that overlap, the later ones are left out."""
+    pieces, done = [], 0
+    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
+        if edit.start >= done:
+            pieces += [text[done : edit.start], edit.text]
+            done = edit.end
+    return "".join([*pieces, text[done:]])
 
 
-def lines_of(text: str) -> list[str]:
-    r"""The lines with their ends; only "\n" ends one, so that "\r\n" and "\f" stay as they are."""
-    return _LINE.findall(text)
+def _import_edits(source: Code, lines: Iterable[str]) -> Iterator[Edit]:
+    """Import lines that are not there yet: after those of torch, or of others, or the docstring."""
+    body = source.tree.body
+    for line in lines:
+        (wanted,) = ast.parse(line).body
+        if any(ast.dump(node) == ast.dump(wanted) for node in body):
+            continue
+        imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        of_torch = [node for node in imports if ast.unparse(node).split()[1].startswith("torch")]
+        docstring = [
+            node
+            for node in body[:1]
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ]
+        after = (of_torch or imports)[-1:] or docstring
+        last = (after[0].end_lineno or after[0].lineno) if after else 0
+        if last < source.line_count or not after:
+            at = source.offset(last + 1, 0)
+            yield Edit(at, at, line + source.newline)
 
 
-LONGEST_LINE = 100
+def _is_python(text: str) -> bool:
+    try:
+        with quiet():
+            compile(text.removeprefix("\ufeff"), "<patch>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return True
+
+
+_LONGEST_LINE = 100
 _OPEN = re.compile(r"\(\s*$")
 _CLOSE = re.compile(r"\s*\)")
-_PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 _TIGHT = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript, ast.Compare, ast.BoolOp)
-_IS_ARGUMENT = (ast.Call, ast.keyword)
 _SIMPLE = (ast.Assign, ast.Return, ast.Expr, ast.AugAssign)
-_LATER = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_LATER = (ast.Lambda, ast.IfExp, ast.BoolOp, *_COMPREHENSIONS)
 
 
-def swapped(source: Source, node: ast.expr, text: str) -> Edit:
+def replace(source: Code, node: ast.expr | ast.stmt, text: str) -> Edit:
+    """Write `text` where the node stands."""
+    return Edit(source.start(node), source.end(node), text)
+
+
+def rename(source: Code, call: ast.Call, name: str, to: str) -> Edit:
+    """Write `to` for the last part of the function's name, which is `name`."""
+    end = source.end(call.func)
+    return Edit(end - len(name), end, to)
+
+
+def swap(source: Code, node: ast.expr, text: str) -> Edit:
     """Write `text` for the expression, in brackets where it needs them and only there."""
     start, end = source.start(node), source.end(node)
     parent = source.parents.get(node)
-    is_argument = isinstance(parent, _IS_ARGUMENT) and node is not getattr(parent, "func", None)
+    is_argument = isinstance(parent, (ast.Call, ast.keyword))
+    is_argument = is_argument and node is not getattr(parent, "func", None)
     before = _OPEN.search(source.text, max(0, start - 200), start)
     after = _CLOSE.match(source.text, end)
     is_grouped = bool(before and after) and not is_argument and not isinstance(parent, ast.stmt)
-    if _is_whole(text):
+    try:
+        with quiet():
+            new: ast.expr | None = ast.parse(text.replace("\r", ""), mode="eval").body
+    except (SyntaxError, ValueError):
+        new = None
+    # A method could be called on it as it is.
+    if isinstance(new, (*PRIMARY, ast.Constant)) or (new is not None and new.col_offset > 0):
         if is_grouped and before and after:
             start, end = before.start(), after.end()
-    elif isinstance(parent, _TIGHT) and not is_grouped and not _binds(parent, text):
+    elif isinstance(parent, _TIGHT) and not is_grouped and not _binds(new, parent):
         text = f"({text})"
     return Edit(start, end, text)
 
 
-def _is_whole(text: str) -> bool:
-    """Whether a method could be called on the text as it is."""
-    node = _parsed(text)
-    return isinstance(node, _PRIMARY) or (node is not None and node.col_offset > 0)
-
-
-def _binds(parent: ast.AST, text: str) -> bool:
-    """Whether the text's operator binds more tightly than the sum that it is part of."""
-    node = _parsed(text)
-    is_sum = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub))
+def _binds(node: ast.expr | None, parent: ast.AST) -> bool:
+    """Whether its operator binds more tightly than the sum that it is part of."""
+    is_sum = is_operation(parent, ast.Add, ast.Sub)
     products = (ast.Mult, ast.Div, ast.Pow, ast.MatMult)
     return is_sum and isinstance(node, ast.BinOp) and isinstance(node.op, products)
 
 
-def _parsed(text: str) -> ast.expr | None:
-    try:
-        with quiet():
-            return ast.parse(text.replace("\r", ""), mode="eval").body
-    except (SyntaxError, ValueError):
-        return None
-
-
-def placed(source: Source, node: ast.expr, text: str, *, name: str) -> list[Edit]:
+def place(source: Code, node: ast.expr, text: str, *, name: str) -> tuple[Edit, ...]:
     """The text for the expression; where that makes the line too long, by a name before it."""
-    edit, statement = swapped(source, node, text), source.statement(node)
+    edit, statement = swap(source, node, text), source.statement(node)
     line = source.line(node.lineno)
     longer = len(line) + len(text) - (edit.end - edit.start)
     if longer <= max(source.longest_line, len(line)) or not isinstance(statement, _SIMPLE):
-        return [edit]
-    if statement.value is node:
-        return [edit]
-    is_taken = any(each.id == name for each in names_in(source.tree))
-    if is_taken or not _is_at_once(source, node) or len(text) <= len(name) + 8:
-        return [edit]
-    return [insert_before(source, statement, f"{name} = {text}"), swapped(source, node, name)]
+        return (edit,)
+    if statement.value is node or source.has_name(name) or len(text) <= len(name) + 8:
+        return (edit,)
+    # It must be computed once whenever its statement is, and the statement begin its line.
+    above = source.above(node)
+    stop = next((each for each in above if isinstance(each, (ast.stmt, *_LATER))), None)
+    if stop is not statement:
+        return (edit,)
+    if source.indent(statement) != source.line(statement.lineno)[: statement.col_offset]:
+        return (edit,)
+    return insert_before(source, statement, f"{name} = {text}"), swap(source, node, name)
 
 
-def _is_at_once(source: Source, node: ast.expr) -> bool:
-    """Whether it is computed once, whenever its statement is."""
-    for parent in source.above(node):
-        if isinstance(parent, ast.stmt):
-            return source.indent(parent) == source.line(parent.lineno)[: parent.col_offset]
-        if isinstance(parent, (*_LATER, ast.GeneratorExp)):
-            return False
-    return False
-
-
-def insert_before(source: Source, statement: ast.stmt, *lines: str) -> Edit:
+def insert_before(source: Code, statement: ast.stmt, *lines: str) -> Edit:
     """New lines before the statement, indented like it."""
     indent, end = source.indent(statement), source.newline
     at = source.offset(statement.lineno, 0)
-    return Edit(at, at, "".join(broken(f"{indent}{line}", end) + end for line in lines))
+    return Edit(at, at, "".join(break_line(indent + line + end, end) for line in lines))
 
 
-def insert_after(source: Source, statement: ast.stmt, *lines: str) -> Edit:
+def insert_after(source: Code, statement: ast.stmt, *lines: str) -> Edit:
     """New lines after the statement, indented like it."""
     indent, end = source.indent(statement), source.newline
     last = statement.end_lineno or statement.lineno
     at = source.offset(last, len(source.line(last)))
-    return Edit(at, at, "".join(end + broken(f"{indent}{line}", end) for line in lines))
+    return Edit(at, at, "".join(end + break_line(indent + line, end) for line in lines))
 
 
-def broken(line: str, newline: str, *, longest: int = LONGEST_LINE) -> str:
+def break_line(whole: str, newline: str, longest: int = _LONGEST_LINE) -> str:
     """The line, or several where it is too long and sets or returns a call or a sum of things."""
+    line = whole.removesuffix(newline)
     text = line.lstrip()
     if len(line) <= longest or not text.isascii():
-        return line
+        return whole
     try:
         with quiet():
             (statement,) = ast.parse(text).body
     except (SyntaxError, ValueError):
-        return line
+        return whole
     value = getattr(statement, "value", None)
     if isinstance(value, ast.Call) and value.end_col_offset == len(text):
         given: list[ast.expr | ast.keyword] = [*value.args, *value.keywords]
@@ -226,53 +211,68 @@ def broken(line: str, newline: str, *, longest: int = LONGEST_LINE) -> str:
         at += len(text[at:]) - len(text[at:].lstrip(") "))
         parts = [text[value.col_offset : at].rstrip(), text[at:]]
     else:
-        return line
+        return whole
     indent = line[: len(line) - len(text)]
     deeper = indent + ("\t" if "\t" in indent else "    ")
     inside = [deeper + part for part in parts]
-    return newline.join([f"{indent}{head}(", *inside, f"{indent})"])
+    return newline.join([f"{indent}{head}(", *inside, f"{indent})"]) + whole[len(line) :]
 
 
-def eps(site: Site, *, single: str, half: str, double: str | None = None) -> str:
-    """A small number that the type of the operation can hold."""
-    if site.dtype == "float16":
-        return half
-    return (double or single) if site.dtype == "float64" else single
-
-
-def followed(site: Site, node: ast.expr, suffix: str, what: str) -> Change:
-    """The expression with a method called on it: x to x.clamp_min(1e-8)."""
-    return rewritten(site, node, f"{in_brackets(site.source, node)}{suffix}", what)
-
-
-def rewritten(site: Site, node: ast.expr, text: str, what: str, *imports: str) -> Change:
+def rewrite(spot: Spot, node: ast.expr, text: str, what: str, *imports: str) -> Rewrite:
     """Other text in place of the expression."""
     name = f"safe_{node.id}" if isinstance(node, ast.Name) else "safe"
-    return Change(site.source, what, tuple(placed(site.source, node, text, name=name)), imports)
+    return Rewrite(spot.source, what, place(spot.source, node, text, name=name), imports)
 
 
-def for_the_rest(site: Site, node: ast.expr, suffix: str) -> Iterator[Change]:
+def call_method(spot: Spot, node: ast.expr, suffix: str, what: str) -> Rewrite:
+    """The expression with a method called on it: x to x.clamp_min(1e-8)."""
+    return rewrite(spot, node, spot.source.in_brackets(node) + suffix, what)
+
+
+def call_methods(source: Code, nodes: Iterable[ast.expr | None], suffix: str) -> tuple[Edit, ...]:
+    """The same for several expressions, but for numbers."""
+    return tuple(
+        swap(source, node, source.in_brackets(node) + suffix)
+        for node in nodes
+        if node is not None and constant(node) is None
+    )
+
+
+def guard_rest(spot: Spot, node: ast.expr, suffix: str) -> Iterator[Rewrite]:
     """A name that is used again: guarded once, before the statement, for all uses from there."""
     if not isinstance(node, ast.Name):
         return
-    here = [each for each in names_in(site.statement) if each.id == node.id]
-    if len(here) > 1 or any(readers(site.source, node.id, after=site.statement)):
-        edit = insert_before(site.source, site.statement, f"{node.id} = {node.id}{suffix}")
-        yield Change(site.source, f"Keep {node.id} away from 0 for all that follows.", (edit,))
+    here = [each for each in names_in(spot.statement) if each.id == node.id]
+    if len(here) > 1 or any(spot.source.readers(node.id, after=spot.statement)):
+        edit = insert_before(spot.source, spot.statement, f"{node.id} = {node.id}{suffix}")
+        yield Rewrite(spot.source, f"Keep {node.id} away from 0 for all that follows.", (edit,))
 
 
-def with_keyword(source: Source, call: ast.Call, name: str, value: str) -> Edit:
+def set_keyword(source: Code, call: ast.Call, name: str, value: str) -> Edit:
     """The call with a keyword argument set to the value."""
     for item in call.keywords:
         if item.arg == name:
-            return Edit(source.start(item.value), source.end(item.value), value)
+            return replace(source, item.value, value)
     inside = source.text[source.end(call.func) : source.end(call) - 1].rstrip()
     at = source.end(call.func) + len(inside)
     comma = "" if inside.endswith("(") else " " if inside.endswith(",") else ", "
     return Edit(at, at, f"{comma}{name}={value}")
 
 
+_NO_NEWLINE = "\\ No newline at end of file\n"
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*\n")
+
+
+def lines_of(text: str) -> list[str]:
+    r"""The lines with their ends; only "\n" ends one, so that "\r\n" and "\f" stay as they are."""
+    return _LINE.findall(text)
+
+
+def unified(before: str, after: str, *, name: str) -> str:
+    """The unified diff of two texts, with three lines of context; "" when they are equal."""
+    lines = difflib.unified_diff(lines_of(before), lines_of(after), f"a/{name}", f"b/{name}")
+    return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -320,24 +320,20 @@ def _hunk(lines: list[str], at: int) -> tuple[Hunk, int]:
     new: list[str] = []
     at += 1
     while at < len(lines) and (len(old) < old_count or len(new) < new_count):
-        at = _take(lines, at, old, new)
+        mark, text = lines[at][:1], lines[at][1:]
+        if mark not in (" ", "-", "+"):
+            raise PatchError(f"line {at + 1} of the diff is neither kept, taken out nor put in.")
+        if at + 1 < len(lines) and lines[at + 1] == _NO_NEWLINE:
+            text, at = text.removesuffix("\n"), at + 1
+        if mark in " -":
+            old.append(text)
+        if mark in " +":
+            new.append(text)
+        at += 1
     if (len(old), len(new)) != (old_count, new_count):
         raise PatchError("a hunk of the diff has another length than its head says.")
-    start = old_at - 1 if old_count else old_at
-    return Hunk(start, tuple(old), new_at - 1 if new_count else new_at, tuple(new)), at
-
-
-def _take(lines: list[str], at: int, old: list[str], new: list[str]) -> int:
-    mark, text = lines[at][:1], lines[at][1:]
-    if mark not in (" ", "-", "+"):
-        raise PatchError(f"line {at + 1} of the diff is neither kept, taken out nor put in.")
-    if at + 1 < len(lines) and lines[at + 1] == NO_NEWLINE:
-        text, at = text.removesuffix("\n"), at + 1
-    if mark in " -":
-        old.append(text)
-    if mark in " +":
-        new.append(text)
-    return at + 1
+    old_start, new_start = old_at - bool(old_count), new_at - bool(new_count)
+    return Hunk(old_start, tuple(old), new_start, tuple(new)), at
 
 
 def apply(diff: FileDiff | str, text: str) -> str:

@@ -1,333 +1,347 @@
-"""Changes of a training loop: the optimizer and its options, first values, batches and samples."""
+"""Rewrites of a training loop: the optimizer and its options, first values, batches, samples."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple
 
+from stayfinite.causes import cause_of
 from stayfinite.patch.arithmetic import divisions
-from stayfinite.patch.code import (
-    Site,
-    Source,
-    called,
-    calls_in,
-    constant,
-    in_brackets,
-    keyword,
-    name_of,
-    names_in,
-    operand,
-    torch_name,
-    value_of,
-)
+from stayfinite.patch.code import Code, Spot
 from stayfinite.patch.edit import (
-    Change,
     Edit,
-    eps,
-    followed,
+    Rewrite,
+    call_method,
+    call_methods,
     insert_after,
     insert_before,
-    rewritten,
-    swapped,
-    with_keyword,
+    rename,
+    replace,
+    rewrite,
+    set_keyword,
+    swap,
 )
+from stayfinite.syntax import called, calls_in, constant, is_call, is_operation, keyword, names_in
 
-_DIVERGING = frozenset(
-    ["lr_too_high", "gan_divergence", "rl_value_divergence", "exploding_recurrence"]
-    + ["unnormalized_input", "bad_init"]
+_OPTIMIZERS = frozenset(
+    ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adadelta"]
+    + ["Adagrad", "Adafactor", "RMSprop", "Rprop", "LBFGS", "Muon"]
 )
 _WITH_EPS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta")
+_DEFAULT_RATES = {"SGD": 1e-3, "Adagrad": 1e-2, "RMSprop": 1e-2, "LBFGS": 1.0, "Adamax": 2e-3}
+_RATE = re.compile(r"^(lr|learning_rate|learningrate|step_size|base_lr|\w+_lr|lr_\w+)$", re.I)
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-def optimizer_eps(site: Site) -> Iterator[Change]:
+def _constructors(
+    spot: Spot, names: frozenset[str] | tuple[str, ...] = _OPTIMIZERS
+) -> Iterator[tuple[Code, ast.Call]]:
+    """Calls that make an optimizer of torch's, or what else has these names, in all files."""
+    return ((source, call) for source in spot.sources for call in calls_in(source.tree, names))
+
+
+def optimizer_eps(spot: Spot) -> Iterator[Rewrite]:
     """An eps that the type of the weights can hold."""
-    if site.cause not in ("optimizer_eps", "division_by_zero_optimizer"):
+    if spot.cause not in ("optimizer_eps", "division_by_zero_optimizer"):
         return
-    small = "1e-4" if site.is_half else "1e-8"
-    for source, call in constructors(site.sources):
-        if called(call) in _WITH_EPS:
-            what = f"Give {called(call)} an eps that is not 0 in {site.dtype}."
-            yield Change(source, what, (with_keyword(source, call, "eps", small),))
+    small = "1e-4" if spot.is_half else "1e-8"
+    for source, call in _constructors(spot, _WITH_EPS):
+        what = f"Give {called(call)} an eps that is not 0 in {spot.dtype}."
+        yield Rewrite(source, what, (set_keyword(source, call, "eps", small),))
 
 
-def line_search(site: Site) -> Iterator[Change]:
+def line_search(spot: Spot) -> Iterator[Rewrite]:
     """LBFGS(...) to LBFGS(..., line_search_fn="strong_wolfe")."""
-    if site.cause != "lbfgs_no_line_search":
+    if spot.cause != "lbfgs_no_line_search":
         return
-    for source, call in constructors(site.sources):
-        if called(call) == "LBFGS":
-            value = f"{source.quote}strong_wolfe{source.quote}"
-            edit = with_keyword(source, call, "line_search_fn", value)
-            yield Change(source, "Let LBFGS search along its direction.", (edit,))
+    for source, call in _constructors(spot, ("LBFGS",)):
+        edit = set_keyword(source, call, "line_search_fn", source.quoted("strong_wolfe"))
+        yield Rewrite(source, "Let LBFGS search along its direction.", (edit,))
 
 
-def accumulated(site: Site) -> Iterator[Change]:
+def divide_accumulated(spot: Spot) -> Iterator[Rewrite]:
     """Each micro-batch counts for its part: loss.backward() to (loss / n).backward()."""
-    if site.cause != "grad_accumulation_overflow":
+    if spot.cause != "grad_accumulation_overflow":
         return
-    for source in site.sources:
-        for call in calls_in(source.tree, ["backward"]):
-            loops = [each for each in source.above(call) if isinstance(each, ast.For)]
-            count = _times(source, loops[0]) if loops else None
-            if count is None or not isinstance(call.func, ast.Attribute):
-                continue
+    for source, call in _constructors(spot, ("backward",)):
+        loop = next((each for each in source.above(call) if isinstance(each, ast.For)), None)
+        times = loop.iter if loop is not None else None  # the n of `for ... in range(n)`
+        if not is_call(times, "range") or len(times.args) != 1:
+            continue
+        if isinstance(call.func, ast.Attribute):
             loss = call.func.value
-            text = f"({in_brackets(source, loss)} / {count})"
+            text = f"({source.in_brackets(loss)} / {source.of(times.args[0])})"
             what = "Divide the loss by the number of backward passes that are added up."
-            yield Change(source, what, (swapped(source, loss, text),))
+            yield Rewrite(source, what, (swap(source, loss, text),))
 
 
-def _times(source: Source, loop: ast.For) -> str | None:
-    """The n of `for ... in range(n)`."""
-    if not isinstance(loop.iter, ast.Call) or called(loop.iter) != "range":
-        return None
-    return source.of(loop.iter.args[0]) if len(loop.iter.args) == 1 else None
-
-
-def recurrent_start(site: Site) -> Iterator[Change]:
+def orthogonal_recurrence(spot: Spot) -> Iterator[Rewrite]:
     """A recurrent matrix that keeps lengths, and clipping to keep it so."""
-    if site.cause != "exploding_recurrence" or not isinstance(site.node, ast.BinOp):
+    if spot.cause != "exploding_recurrence" or not isinstance(spot.node, ast.BinOp):
         return
-    weight = site.source.of(site.node.right)
-    torch, imports = torch_name(site.source)
-    for node in ast.walk(site.source.tree):
-        if isinstance(node, ast.Assign) and site.source.of(node.targets[0]) == weight:
-            line = f"{torch}.nn.init.orthogonal_({weight})"
-            edit = insert_after(site.source, node, line)
+    source = spot.source
+    weight = source.of(spot.node.right)
+    torch, imports = source.torch
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and source.of(node.targets[0]) == weight:
+            edit = insert_after(source, node, f"{torch}.nn.init.orthogonal_({weight})")
             what = "Start with a recurrent matrix that keeps lengths, and clip the gradients."
-            clips = [c.edits for c in clipped(site) if c.source is site.source]
-            yield Change(site.source, what, (edit, *(clips[0] if clips else ())), imports)
+            clips = next((c.edits for c in clip_gradients(spot) if c.source is source), ())
+            yield Rewrite(source, what, (edit, *clips), imports)
             return
 
 
-def is_diverging(site: Site) -> bool:
-    return site.cause in _DIVERGING
+OPTIMIZER = (optimizer_eps, line_search, divide_accumulated, orthogonal_recurrence)
 
 
-def lower_rate(site: Site) -> Iterator[Change]:
+def lower_rate(spot: Spot) -> Iterator[Rewrite]:
     """A tenth of the learning rate."""
-    if is_diverging(site) and site.cause != "exploding_recurrence":
-        yield from _lower(site, 10)
+    if spot.cause != "exploding_recurrence":
+        yield from _lower(spot, 10, "a tenth")
 
 
-def much_lower_rate(site: Site) -> Iterator[Change]:
+def lower_rate_much(spot: Spot) -> Iterator[Rewrite]:
     """A hundredth of the learning rate."""
-    if is_diverging(site):
-        yield from _lower(site, 100)
+    yield from _lower(spot, 100, "a hundredth")
 
 
-def _lower(site: Site, factor: int) -> Iterator[Change]:
-    words = {10: "a tenth", 100: "a hundredth"}[factor]
-    found = list(rates(site.sources))
-    for source in site.sources:
+def _lower(spot: Spot, factor: int, words: str) -> Iterator[Rewrite]:
+    for source in spot.sources if cause_of(spot.cause).cured_by_smaller_steps else ():
+        found = dict.fromkeys([*_rate_arguments(source), *_named_rates(source)])
         edits = [
-            Edit(source.start(node), source.end(node), _shrunk(source, node, value / factor))
-            for owner, node, value in found
-            if owner is source
+            replace(source, node, _number(value / factor, like=source.of(node)))
+            for node in found
+            if (value := constant(node))
         ]
-        edits = edits or _given(source, factor)
-        if edits:
-            yield Change(source, f"Lower the learning rate to {words}.", tuple(edits))
-
-
-def _shrunk(source: Source, node: ast.expr, value: float) -> str:
-    return number(value, like=source.of(node))
-
-
-def _given(source: Source, factor: int) -> list[Edit]:
-    """A rate for optimizers that have none."""
-    return [
-        with_keyword(source, call, "lr", number(DEFAULT_RATES.get(called(call), 1e-3) / factor))
-        for _, call in constructors((source,))
-        if keyword(call, "lr") is None and len(call.args) == 1
-    ]
-
-
-def clipped(site: Site) -> Iterator[Change]:
-    """Clip the norm of the gradients before each update."""
-    if not is_diverging(site):
-        return
-    for source in site.sources:
-        found = list(updates((source,)))
-        if any(calls_in(source.tree, ["clip_grad_norm_", "clip_grad_value_"])):
-            yield from _clip_harder(source)
-        elif found:
-            torch, imports = torch_name(source)
-            edits = tuple(_clip(source, update, torch) for update in found)
-            yield Change(source, "Clip the gradient norm before the update.", edits, imports)
-
-
-def warmed_up(site: Site) -> Iterator[Change]:
-    """A learning rate that rises over the first steps."""
-    if site.cause != "lr_too_high":
-        return
-    for source in site.sources:
-        for _, call in constructors((source,)):
-            made = source.parents.get(call)
-            if not isinstance(made, ast.Assign) or called(call) == "LBFGS":
-                continue
-            optimizer = source.of(made.targets[0])
-            after = [each for each in updates((source,)) if _is_reached(source, made, each)]
-            if len(after) != 1 or any(each.id == "warmup" for each in names_in(source.tree)):
-                continue
-            torch, imports = torch_name(source)
-            name = "self.warmup" if optimizer.startswith("self.") else "warmup"
-            schedule = f"{torch}.optim.lr_scheduler.LinearLR({optimizer}, 0.01, total_iters=500)"
-            edits = (
-                insert_after(source, made, f"{name} = {schedule}"),
-                insert_after(source, after[0].statement, f"{name}.step()"),
+        edits = edits or [
+            set_keyword(
+                source, call, "lr", _number(_DEFAULT_RATES.get(called(call), 1e-3) / factor)
             )
-            yield Change(source, "Warm the learning rate up over 500 steps.", edits, imports)
+            for call in calls_in(source.tree, _OPTIMIZERS)
+            if keyword(call, "lr") is None and len(call.args) == 1
+        ]
+        if edits:
+            yield Rewrite(source, f"Lower the learning rate to {words}.", tuple(edits))
 
 
-def _is_reached(source: Source, made: ast.Assign, update: Update) -> bool:
-    """Whether the update reads the optimizer that the statement made."""
-    name = source.of(made.targets[0])
-    same = source.scope(made) is source.scope(update.statement) or name.startswith("self.")
-    return same and name == update.optimizer
+def _rate_arguments(source: Code) -> Iterator[ast.expr]:
+    for call in calls_in(source.tree, _OPTIMIZERS):
+        given = keyword(call, "lr")
+        if given is None and len(call.args) > 1:
+            given = call.args[1]
+        if given is not None:
+            yield given
 
 
-def _clip(source: Source, update: Update, torch: str) -> Edit:
-    quote, optimizer = source.quote, update.optimizer
+def _named_rates(source: Code) -> Iterator[ast.expr]:
+    """Values of variables, parameters, options and keys that are called a rate."""
+    pairs: list[tuple[object, ast.expr | None]] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            pairs.append((_bare(node.targets[0]), node.value))
+        elif isinstance(node, ast.AnnAssign):
+            pairs.append((_bare(node.target), node.value))
+        elif isinstance(node, ast.arguments):
+            plain = [*node.posonlyargs, *node.args]
+            with_default = zip(plain[::-1], node.defaults[::-1], strict=False)
+            pairs += [(name.arg, value) for name, value in with_default]
+            named = zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            pairs += [(name.arg, value) for name, value in named]
+        elif isinstance(node, ast.Dict):
+            items = zip(node.keys, node.values, strict=True)
+            pairs += [(key.value, value) for key, value in items if isinstance(key, ast.Constant)]
+        elif isinstance(node, ast.keyword):
+            pairs.append((node.arg or "", node.value))
+        elif is_call(node, "add_argument") and node.args:
+            flag = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            name = str(flag).lstrip("-").replace("-", "_")
+            pairs.append((name, keyword(node, "default")))
+    return (value for name, value in pairs if value is not None and _RATE.match(str(name)))
+
+
+def _bare(target: ast.expr) -> str:
+    return target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
+
+
+def _number(value: float, *, like: str = "") -> str:
+    """The number as a person writes it: 0.002, or 2e-3 where the old one was written so."""
+    text = f"{value:.6e}" if "e" in like else f"{value:g}"
+    mantissa, e, power = text.partition("e")
+    return f"{float(mantissa):g}e{int(power)}" if e else text
+
+
+class UpdateCall(NamedTuple):
+    """A statement `optimizer.step()` or `scaler.step(optimizer)`."""
+
+    statement: ast.stmt
+    optimizer: str
+    scaler: str | None = None
+
+
+def _updates(source: Code) -> Iterator[UpdateCall]:
+    for call in calls_in(source.tree, ["step"]):
+        statement = source.parents.get(call)
+        if not isinstance(statement, ast.Expr) or not isinstance(call.func, ast.Attribute):
+            continue
+        owner = source.of(call.func.value)
+        name = owner.lower()
+        if len(call.args) == 1 and "scaler" in name:
+            yield UpdateCall(statement, source.of(call.args[0]), owner)
+        elif not call.args and "opt" in name and "sched" not in name:
+            yield UpdateCall(statement, owner)
+
+
+def clip_gradients(spot: Spot) -> Iterator[Rewrite]:
+    """Clip the norm of the gradients before each update, or to a tenth where they are clipped."""
+    for source in spot.sources if cause_of(spot.cause).cured_by_smaller_steps else ():
+        found, clips = list(_updates(source)), list(calls_in(source.tree, _CLIPS))
+        if clips:
+            given = [c.args[1] if len(c.args) > 1 else keyword(c, "max_norm") for c in clips]
+            edits = tuple(
+                replace(source, limit, _number(value / 10, like=source.of(limit)))
+                for limit in given
+                if limit is not None and (value := constant(limit))
+            )
+            if edits:
+                yield Rewrite(source, "Clip the gradients to a tenth.", edits)
+        elif found:
+            edits = tuple(_clip_before(source, update) for update in found)
+            what = "Clip the gradient norm before the update."
+            yield Rewrite(source, what, edits, source.torch[1])
+
+
+def _clip_before(source: Code, update: UpdateCall) -> Edit:
     lines = []
     if update.scaler and not any(calls_in(source.tree, ["unscale_"])):
-        lines.append(f"{update.scaler}.unscale_({optimizer})")
+        lines.append(f"{update.scaler}.unscale_({update.optimizer})")
     parameters = _parameters(source, update)
     if parameters is None:
-        groups = f"{optimizer}.param_groups"
-        lines.append(f"params = [p for group in {groups} for p in group[{quote}params{quote}]]")
-    lines.append(f"{torch}.nn.utils.clip_grad_norm_({parameters or 'params'}, 1.0)")
+        groups, key = f"{update.optimizer}.param_groups", source.quoted("params")
+        lines.append(f"params = [p for group in {groups} for p in group[{key}]]")
+    lines.append(f"{source.torch[0]}.nn.utils.clip_grad_norm_({parameters or 'params'}, 1.0)")
     return insert_before(source, update.statement, *lines)
 
 
-def _parameters(source: Source, update: Update) -> str | None:
+def _parameters(source: Code, update: UpdateCall) -> str | None:
     """model.parameters() as it was given to the optimizer, where that can be read here too."""
-    for _, call in constructors((source,)):
+    for call in calls_in(source.tree, _OPTIMIZERS):
         made = source.parents.get(call)
         if not isinstance(made, ast.Assign) or source.of(made.targets[0]) != update.optimizer:
             continue
-        given = call.args[0] if call.args else None
-        if given is None or not isinstance(given, ast.Call) or called(given) != "parameters":
+        if not call.args or called(call.args[0]) != "parameters":
             continue
-        text = source.of(given)
-        if source.scope(made) is source.scope(update.statement) or text.startswith("self."):
+        text, scope = source.of(call.args[0]), source.scope(made)
+        if scope is source.scope(update.statement) or text.startswith("self."):
             return text
         model = text.removesuffix(".parameters()")
-        kept = f"self.{model} = {model}"
-        if any(source.of(each) == kept for each in ast.walk(source.scope(made)) if _sets(each)):
+        assigned = (each for each in ast.walk(scope) if isinstance(each, ast.Assign))
+        if any(source.of(each) == f"self.{model} = {model}" for each in assigned):
             return f"self.{text}"
     return None
 
 
-def _sets(node: ast.AST) -> TypeGuard[ast.Assign]:
-    return isinstance(node, ast.Assign)
+def warm_up(spot: Spot) -> Iterator[Rewrite]:
+    """A learning rate that rises over the first steps."""
+    for source, call in _constructors(spot) if spot.cause == "lr_too_high" else ():
+        made = source.parents.get(call)
+        if not isinstance(made, ast.Assign) or called(call) == "LBFGS":
+            continue
+        optimizer, scope = source.of(made.targets[0]), source.scope(made)
+        is_own = optimizer.startswith("self.")
+        after = [
+            update.statement
+            for update in _updates(source)
+            if update.optimizer == optimizer and (is_own or source.scope(update.statement) is scope)
+        ]
+        if len(after) != 1 or source.has_name("warmup"):
+            continue
+        torch, imports = source.torch
+        name = "self.warmup" if is_own else "warmup"
+        schedule = f"{torch}.optim.lr_scheduler.LinearLR({optimizer}, 0.01, total_iters=500)"
+        edits = (
+            insert_after(source, made, f"{name} = {schedule}"),
+            insert_after(source, after[0], f"{name}.step()"),
+        )
+        yield Rewrite(source, "Warm the learning rate up over 500 steps.", edits, imports)
 
 
-def _clip_harder(source: Source) -> Iterator[Change]:
-    edits = []
-    for call in calls_in(source.tree, ["clip_grad_norm_", "clip_grad_value_"]):
-        limit = call.args[1] if len(call.args) > 1 else keyword(call, "max_norm")
-        value = constant(limit)
-        if limit is not None and value:
-            text = _shrunk(source, limit, value / 10)
-            edits.append(Edit(source.start(limit), source.end(limit), text))
-    if edits:
-        yield Change(source, "Clip the gradients to a tenth.", tuple(edits))
-
-
-OPTIMIZER = (optimizer_eps, line_search, accumulated, recurrent_start)
-
-
-_EMPTY = ("empty", "empty_like", "new_empty", "FloatTensor", "Tensor")
+_ZEROS = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}
+_WHAT_BUFFER = "Make {} a buffer, which is saved and restored with the model."
 _SCHEDULE = re.compile(r"lr|rate|warm|sched|decay|anneal|ramp", re.I)
 
 
-def unwritten(site: Site) -> Iterator[Change]:
+def initialise_memory(spot: Spot) -> Iterator[Rewrite]:
     """nn.Parameter(torch.empty(a, b)), filled right after."""
-    if site.cause != "uninitialized_memory":
+    if spot.cause != "uninitialized_memory":
         return
-    statement = site.statement
-    for call in site.calls(_EMPTY):
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        is_parameter = "Parameter" in site.source.of(statement)
-        shape = [arg for arg in call.args if not isinstance(arg, ast.Starred)]
-        if target is not None and is_parameter:
-            name = site.source.of(target)
-            nn = name_of(site.source, "torch.nn")
-            torch, imports = torch_name(site.source)
+    source, statement, target = spot.source, spot.statement, spot.target
+    for call in spot.calls((*_ZEROS, "FloatTensor", "Tensor")):
+        if target is not None and "Parameter" in source.of(statement):
+            name, (torch, imports) = source.of(target), source.torch
+            sizes = [arg for arg in call.args if not isinstance(arg, ast.Starred)]
             several = (ast.Tuple, ast.List, ast.Starred)
-            is_matrix = len(shape) > 1 or any(isinstance(arg, several) for arg in call.args)
+            is_matrix = len(sizes) > 1 or any(isinstance(arg, several) for arg in call.args)
             fill = "xavier_uniform_" if is_matrix and "bias" not in name else "zeros_"
-            line = f"{nn or f'{torch}.nn'}.init.{fill}({name})"
-            edit = insert_after(site.source, statement, line)
-            yield Change(site.source, "Initialise the parameter.", (edit,), imports)
-        yield _zeros(site, call)
+            line = f"{source.name_of('torch.nn') or f'{torch}.nn'}.init.{fill}({name})"
+            edit = insert_after(source, statement, line)
+            yield Rewrite(source, "Initialise the parameter.", (edit,), imports)
+        edit = rename(source, call, called(call), _ZEROS.get(called(call), "zeros"))
+        yield Rewrite(source, "Allocate memory that is filled with zeros.", (edit,))
 
 
-def _zeros(site: Site, call: ast.Call) -> Change:
-    name = called(call)
-    text = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}.get(name)
-    end = site.source.end(call.func)
-    edit = Edit(end - len(name), end, text or "zeros")
-    return Change(site.source, "Allocate memory that is filled with zeros.", (edit,))
-
-
-def poor_start(site: Site) -> Iterator[Change]:
+def initialise_smaller(spot: Spot) -> Iterator[Rewrite]:
     """nn.init with a spread that is far too large, or zeros where a direction is needed."""
-    if site.cause not in ("bad_init", "weight_norm_of_zero"):
+    if spot.cause not in ("bad_init", "weight_norm_of_zero"):
         return
-    names = ("zeros_", "constant_") if site.cause != "bad_init" else ("normal_", "uniform_")
-    for source in site.sources:
-        edits = []
-        for call in calls_in(source.tree, names):
-            target = operand(source, call)
-            if target is None or "bias" in source.of(target):
-                continue
-            torch, _ = torch_name(source)
-            nn = name_of(source, "torch.nn") or f"{torch}.nn"
-            text = f"{nn}.init.xavier_uniform_({source.of(target)})"
-            edits.append(Edit(source.start(call), source.end(call), text))
+    is_large = spot.cause == "bad_init"
+    names = ("normal_", "uniform_") if is_large else ("zeros_", "constant_")
+    for source in spot.sources:
+        nn = source.name_of("torch.nn") or f"{source.torch[0]}.nn"
+        calls = ((call, source.operand(call)) for call in calls_in(source.tree, names))
+        edits = tuple(
+            replace(source, call, f"{nn}.init.xavier_uniform_({source.of(target)})")
+            for call, target in calls
+            if target is not None and "bias" not in source.of(target)
+        )
         if edits:
-            what = "Start from weights of a size that fits the layer."
-            yield Change(source, what, tuple(edits))
-        yield from _scaled_start(source) if site.cause == "bad_init" else ()
+            yield Rewrite(source, "Start from weights of a size that fits the layer.", edits)
+        edits = tuple(_scaled_starts(source)) if is_large else ()
+        if edits:
+            yield Rewrite(source, "Scale the first weights with their width.", edits)
 
 
-def _scaled_start(source: Source) -> Iterator[Change]:
+def _scaled_starts(source: Code) -> Iterator[Edit]:
     """nn.Parameter(torch.randn(a, b)) to one that is scaled with its width."""
-    edits = []
     for call in calls_in(source.tree, ["randn", "rand"]):
         parent = source.parents.get(call)
         top = parent if isinstance(parent, ast.BinOp) and parent.left is call else call
         if called(source.parents.get(top, call)) == "Parameter" and len(call.args) > 1:
-            text = f"{source.of(call)} * {in_brackets(source, call.args[-1])} ** -0.5"
-            edits.append(Edit(source.start(top), source.end(top), text))
-    if edits:
-        yield Change(source, "Scale the first weights with their width.", tuple(edits))
+            text = f"{source.of(call)} * {source.in_brackets(call.args[-1])} ** -0.5"
+            yield replace(source, top, text)
 
 
-def lost_buffer(site: Site) -> Iterator[Change]:
+def register_divisor(spot: Spot) -> Iterator[Rewrite]:
     """self.x = torch.zeros(()) to self.register_buffer("x", ...), which is saved and restored."""
-    if site.cause not in ("checkpoint_incomplete", "division_by_zero"):
+    if spot.cause not in ("checkpoint_incomplete", "division_by_zero"):
         return
-    for _, _, below in divisions(site):
-        if not isinstance(below, ast.Attribute) or site.source.of(below.value) != "self":
+    source = spot.source
+    for _, _, below in divisions(spot):
+        if not isinstance(below, ast.Attribute) or source.of(below.value) != "self":
             continue
-        owner = next((n for n in site.source.above(below) if isinstance(n, ast.ClassDef)), None)
-        made = _made_in_init(site.source, owner, below.attr) if owner else None
+        owner = source.class_around(below)
+        made = _made_in_init(source, owner, below.attr) if owner else None
         if made is not None:
-            quote = site.source.quote
-            value = site.source.of(made.value)
-            text = f"self.register_buffer({quote}{below.attr}{quote}, {value})"
-            edit = Edit(site.source.start(made), site.source.end(made), text)
-            what = f"Make {below.attr} a buffer, which is saved and restored with the model."
-            yield Change(site.source, what, (edit,))
+            edit = replace(source, made, _buffer(source, below.attr, source.of(made.value)))
+            yield Rewrite(source, _WHAT_BUFFER.format(below.attr), (edit,))
 
 
-def _made_in_init(source: Source, owner: ast.ClassDef, name: str) -> ast.Assign | None:
+def _buffer(source: Code, name: str, value: str) -> str:
+    return f"self.register_buffer({source.quoted(name)}, {value})"
+
+
+def _made_in_init(source: Code, owner: ast.ClassDef, name: str) -> ast.Assign | None:
     makers = ("zeros", "ones", "tensor", "full", "empty")
     for function in owner.body:
         if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
@@ -338,104 +352,98 @@ def _made_in_init(source: Source, owner: ast.ClassDef, name: str) -> ast.Assign 
     return None
 
 
-def lost_statistic(site: Site) -> Iterator[Change]:
+def register_statistic(spot: Spot) -> Iterator[Rewrite]:
     """self.x = None that is measured once: a buffer, so that it is not measured after loading."""
-    source, statement = site.source, site.statement
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    around = source.parents.get(statement)
+    source, target = spot.source, spot.target
     if not isinstance(target, ast.Attribute) or "load_state_dict" not in source.text:
         return
-    name = source.of(target)
-    owner = next((n for n in source.above(statement) if isinstance(n, ast.ClassDef)), None)
-    unset = f"{name} is None"
-    if owner is None or not isinstance(around, ast.If) or source.of(around.test) != unset:
+    name, owner = source.of(target), source.class_around(spot.statement)
+    around = source.parents.get(spot.statement)
+    if owner is None or not isinstance(around, ast.If):
         return
-    quote, (torch, imports) = source.quote, torch_name(source)
-    made = f"self.register_buffer({quote}{target.attr}{quote}, {torch}.zeros(()))"
+    if source.of(around.test) != f"{name} is None":
+        return
+    torch, imports = source.torch
     edits = [
-        Edit(source.start(node), source.end(node), made)
+        replace(source, node, _buffer(source, target.attr, f"{torch}.zeros(())"))
         for node in ast.walk(owner)
         if isinstance(node, ast.Assign) and source.of(node) == f"{name} = None"
     ]
     if edits:
-        edits.append(Edit(source.start(around.test), source.end(around.test), f"{name} == 0"))
-        what = f"Make {target.attr} a buffer, which is saved and restored with the model."
-        yield Change(source, what, tuple(edits), imports)
+        edits.append(replace(source, around.test, f"{name} == 0"))
+        yield Rewrite(source, _WHAT_BUFFER.format(target.attr), tuple(edits), imports)
 
 
-def narrowed(site: Site) -> Iterator[Change]:
+def save_unnarrowed(spot: Spot) -> Iterator[Rewrite]:
     """torch.save of v.half() to torch.save of v."""
-    if not site.cause.startswith("checkpoint_"):
+    if not spot.cause.startswith("checkpoint_"):
         return
     what = "Save the state in the precision that it is trained in."
-    for source in site.sources:
-        for save in calls_in(source.tree, ["save"]):
-            for call in calls_in(save, ("half", "bfloat16")):
-                if isinstance(call.func, ast.Attribute):
-                    text = source.of(call.func.value)
-                    yield Change(source, what, (swapped(source, call, text),))
+    for source, save in _constructors(spot, ("save",)):
+        for call in calls_in(save, ("half", "bfloat16")):
+            if isinstance(call.func, ast.Attribute):
+                text = source.of(call.func.value)
+                yield Rewrite(source, what, (swap(source, call, text),))
 
 
-def schedule(site: Site) -> Iterator[Change]:
+def repair_schedule(spot: Spot) -> Iterator[Rewrite]:
     """step / warm_up to step / max(warm_up, 1), in the code that computes the rate."""
-    if site.cause != "bad_lr_schedule":
-        return
-    for source in site.sources:
+    for source in spot.sources if spot.cause == "bad_lr_schedule" else ():
         for node in ast.walk(source.tree):
-            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+            if not is_operation(node, ast.Div):
                 continue
-            if constant(node.right) is None and _sets_rate(source, node):
+            statement = source.statement(node)
+            words = getattr(source.scope(node), "name", "")
+            words += f" {source.of(statement)}" if statement is not None else ""
+            if constant(node.right) is None and _SCHEDULE.search(words):
                 text = f"max({source.of(node.right)}, 1)"
                 what = "Keep the schedule from dividing by 0."
-                yield Change(source, what, (swapped(source, node.right, text),))
+                yield Rewrite(source, what, (swap(source, node.right, text),))
 
 
-def _sets_rate(source: Source, node: ast.expr) -> bool:
-    scope = source.scope(node)
-    name = scope.name if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else ""
-    statement = source.statement(node)
-    said = source.of(statement) if statement is not None else ""
-    return bool(_SCHEDULE.search(name) or _SCHEDULE.search(said))
-
-
-STARTS = (unwritten, poor_start, lost_buffer, lost_statistic, narrowed, schedule)
+STARTS = (
+    initialise_memory,
+    initialise_smaller,
+    register_divisor,
+    register_statistic,
+    save_unnarrowed,
+    repair_schedule,
+)
 
 
 _MOVES = ("to", "cuda", "float", "long", "view", "reshape", "unsqueeze", "from_numpy", "next")
 
 
-def bad_batch(site: Site) -> Iterator[Change]:
+def leave_out_batch(spot: Spot) -> Iterator[Rewrite]:
     """Leave out a batch that is not finite."""
-    if site.cause not in ("bad_input_data", "bad_label") or site.origin.phase != "data":
+    source = spot.source
+    if spot.cause not in ("bad_input_data", "bad_label") or spot.origin.phase != "data":
         return
-    if any("distributed" in each for each in site.source.imported.values()):
+    if any("distributed" in each for each in source.imported.values()):
         return  # a rank that leaves out a step lets the others wait for it
-    found = _in_loop(site)
-    if found is None:
+    found = _use_in_loop(spot)
+    if found is None or not found[1]:
         return
     statement, names = found
-    torch, imports = torch_name(site.source)
-    tests = [_finite(site.source, text, torch) for text in names]
-    if tests:
-        test = f"not {tests[0]}" if len(tests) == 1 else f"not ({' and '.join(tests)})"
-        indent, end = site.source.indent(statement), site.source.newline
-        deeper = "\t" if "\t" in indent else "    "
-        at = site.source.offset(statement.lineno, 0)
-        text = f"{indent}if {test}:{end}{indent}{deeper}continue{end}"
-        what = "Leave out a batch that is not finite; better, repair it where it is read."
-        yield Change(site.source, what, (Edit(at, at, text),), imports)
+    torch, imports = source.torch
+    tests = [_finite_test(source, text, torch) for text in names]
+    test = f"not {tests[0]}" if len(tests) == 1 else f"not ({' and '.join(tests)})"
+    indent, end = source.indent(statement), source.newline
+    at = source.offset(statement.lineno, 0)
+    text = f"{indent}if {test}:{end}{indent}{source.deeper(statement)}continue{end}"
+    what = "Leave out a batch that is not finite; better, repair it where it is read."
+    yield Rewrite(source, what, (Edit(at, at, text),), imports)
 
 
-def _in_loop(site: Site) -> tuple[ast.stmt, list[str]] | None:
+def _use_in_loop(spot: Spot) -> tuple[ast.stmt, list[str]] | None:
     """The statement of a loop that uses the batch, and the batch's names there."""
-    source = site.source
-    if _loop_around(source, site.statement) is not None:
-        return site.statement, list(_tensors(site))
-    scope = source.scope(site.node)
-    name = getattr(scope, "name", None)
+    source = spot.source
+    if _loop_around(source, spot.statement) is not None:
+        return spot.statement, _batch_names(spot)
+    name = getattr(source.scope(spot.node), "name", None)
     for call in calls_in(source.tree, [name] if name else []):
         statement = source.statement(call)
-        loop = _loop_around(source, statement) if statement is not None else None
+        loop = _loop_around(source, statement)
         if statement is not None and isinstance(loop, ast.For):
             bound = {each.id for each in names_in(loop.target)}
             given = [source.of(arg) for arg in call.args if {n.id for n in names_in(arg)} & bound]
@@ -443,246 +451,120 @@ def _in_loop(site: Site) -> tuple[ast.stmt, list[str]] | None:
     return None
 
 
-def _loop_around(source: Source, statement: ast.stmt) -> ast.For | ast.While | None:
+def _loop_around(source: Code, statement: ast.stmt | None) -> ast.For | ast.While | None:
     """The loop that a `continue` before the statement would belong to."""
-    if isinstance(statement, (ast.For, ast.While)):
+    if statement is None or isinstance(statement, (ast.For, ast.While)):
         return None
     kinds = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef)
     found = next((each for each in source.above(statement) if isinstance(each, kinds)), None)
     return found if isinstance(found, (ast.For, ast.While)) else None
 
 
-def _finite(source: Source, text: str, torch: str) -> str:
+def _finite_test(source: Code, text: str, torch: str) -> str:
     """The test of one argument, which may be a dict or a tuple of tensors."""
-    keys = [
-        node.slice.value
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Subscript)
+    has_keys = any(
+        isinstance(node, ast.Subscript)
         and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
         and source.of(node.value) == text
-    ]
-    if not any(isinstance(key, str) for key in keys):
-        return f"{torch}.isfinite({text}).all()"
-    return f"all({torch}.isfinite(x).all() for x in {text}.values())"
+        for node in ast.walk(source.tree)
+    )
+    if has_keys:
+        return f"all({torch}.isfinite(x).all() for x in {text}.values())"
+    return f"{torch}.isfinite({text}).all()"
 
 
-def _tensors(site: Site) -> Iterator[str]:
+def _batch_names(spot: Spot) -> list[str]:
     """What goes into the calls of the expression and is not their result: names, parts of them."""
-    seen = set()
-    for node in ast.walk(site.node):
+    found = []
+    for node in ast.walk(spot.node):
         for arg in node.args if isinstance(node, ast.Call) else ():
-            text, value = site.source.of(arg), value_of(site.source, arg)
+            text, value = spot.source.of(arg), spot.source.value_of(arg)
             is_plain = isinstance(arg, (ast.Name, ast.Subscript, ast.Attribute))
             is_result = isinstance(value, ast.Call) and called(value) not in _MOVES
-            if is_plain and not is_result and text not in seen and not text.startswith("self."):
-                seen.add(text)
-                yield text
+            if is_plain and not is_result and not text.startswith("self."):
+                found.append(text)
+    return list(dict.fromkeys(found))
 
 
-def wide_input(site: Site) -> Iterator[Change]:
+def bound_input(spot: Spot) -> Iterator[Rewrite]:
     """An input that does not fit into float16 is bounded before it is cast."""
-    if site.cause not in ("bn_stats_poisoned", "low_precision_overflow") or site.op != "to_copy":
+    if spot.cause not in ("bn_stats_poisoned", "low_precision_overflow") or spot.op != "to_copy":
         return
-    if isinstance(site.node, ast.Call) and site.node.args:
-        first = site.node.args[0]
-        text = f"{site.source.of(first)}.clamp(-1e4, 1e4)"
-        what = "Bound the input before it is cast to float16."
-        yield rewritten(site, first, text, what)
+    if isinstance(spot.node, ast.Call) and spot.node.args:
+        first = spot.node.args[0]
+        text = f"{spot.source.of(first)}.clamp(-1e4, 1e4)"
+        yield rewrite(spot, first, text, "Bound the input before it is cast to float16.")
 
 
-BATCHES = (bad_batch, wide_input)
+BATCHES = (leave_out_batch, bound_input)
 
 
 _SCALED = ("Normal", "LogNormal", "Laplace", "Cauchy", "Gumbel", "HalfNormal", "StudentT")
 _WEIGHTED = ("Categorical", "OneHotCategorical", "Multinomial", "Beta", "Gamma", "Dirichlet")
 _WEIGHTS = ("probs", "concentration", "concentration0", "concentration1", "rate")
-_WITHOUT_LOCATION = ("HalfNormal", "HalfCauchy")
+_SCALE_AT = {"HalfNormal": 0, "HalfCauchy": 0, "StudentT": 2}
 
 
-def scale(site: Site) -> Iterator[Change]:
+def clamp_scale(spot: Spot) -> Iterator[Rewrite]:
     """Normal(mu, std) to Normal(mu, std.clamp_min(eps))."""
-    if site.cause != "zero_scale_distribution":
+    if spot.cause != "zero_scale_distribution":
         return
-    small = eps(site, single="1e-4", half="1e-2")
-    what = "Keep the scale of the distribution away from 0."
-    for source in site.sources:
-        for call in calls_in(source.tree, _SCALED):
-            given = _scale_of(call)
-            if given is not None and constant(given) is None:
-                text = f"{in_brackets(source, given)}.clamp_min({small})"
-                yield Change(source, what, (swapped(source, given, text),))
+    small = spot.eps("1e-4", half="1e-2")
+    for source, call in _constructors(spot, _SCALED):
+        at = _SCALE_AT.get(called(call), 1)
+        scale = keyword(call, "scale") or (call.args[at] if len(call.args) > at else None)
+        edits = call_methods(source, [scale], f".clamp_min({small})")
+        if edits:
+            yield Rewrite(source, "Keep the scale of the distribution away from 0.", edits)
 
 
-def weights(site: Site) -> Iterator[Change]:
-    """Probabilities and concentrations of 0."""
-    if site.cause not in ("zero_scale_distribution", "support_boundary"):
-        return
-    small = eps(site, single="1e-6", half="1e-3")
-    for source in site.sources:
-        for call in calls_in(source.tree, _WEIGHTED):
-            given = [*call.args, *(k.value for k in call.keywords if k.arg in _WEIGHTS)]
-            edits = tuple(
-                swapped(source, each, f"{in_brackets(source, each)}.clamp_min({small})")
-                for each in given
-                if constant(each) is None and not isinstance(each, ast.Starred)
-            )
-            if edits:
-                what = f"Keep what {called(call)} is given away from 0."
-                yield Change(source, what, edits)
-
-
-def _scale_of(call: ast.Call) -> ast.expr | None:
-    named = keyword(call, "scale")
-    at = 0 if called(call) in _WITHOUT_LOCATION else 2 if called(call) == "StudentT" else 1
-    return named if named is not None else call.args[at] if len(call.args) > at else None
-
-
-def edge_of_support(site: Site) -> Iterator[Change]:
+def clamp_value(spot: Spot) -> Iterator[Rewrite]:
     """d.log_prob(x) to d.log_prob(x.clamp(eps, 1 - eps))."""
-    if site.cause != "support_boundary":
+    if spot.cause != "support_boundary":
         return
-    edge = eps(site, single="1e-6", half="1e-3")
-    what = "Keep the value inside the support of the distribution."
-    zeros = [item for item in site.origin.inputs if item.zero_count]
+    edge = spot.eps("1e-6", half="1e-3")
     limits = [f".clamp({edge}, 1 - {edge})", f".clamp_min({edge})"]
-    if any((item.max or 0.0) > 1 for item in zeros):
+    if any((item.max or 0.0) > 1 for item in spot.origin.inputs if item.zero_count):
         limits.reverse()
-    if site.op == "atanh":  # the inverse of a tanh transform
+    if spot.op == "atanh":  # the inverse of a tanh transform
         limits = [f".clamp(-1 + {edge}, 1 - {edge})"]
-    for call in site.calls(["log_prob"]):
+    what = "Keep the value inside the support of the distribution."
+    for call in spot.calls(["log_prob"]):
         for limit in limits if call.args else ():
-            yield followed(site, call.args[0], limit, what)
+            yield call_method(spot, call.args[0], limit, what)
 
 
-def angle(site: Site) -> Iterator[Change]:
-    """atan2(y, x) with x moved off the origin where both are almost 0."""
-    if site.autograd != "Atan2" and site.cause != "atan2_grad_at_zero":
+def clamp_weights(spot: Spot) -> Iterator[Rewrite]:
+    """Probabilities and concentrations of 0."""
+    if spot.cause not in ("zero_scale_distribution", "support_boundary"):
         return
-    torch, imports = torch_name(site.source)
-    small = eps(site, single="1e-12", half="1e-6")
-    for call in site.calls(("atan2", "arctan2")):
-        pair = _pair(site.source, call)
-        if pair is None:
+    small = spot.eps("1e-6", half="1e-3")
+    for source, call in _constructors(spot, _WEIGHTED):
+        given = [arg for arg in call.args if not isinstance(arg, ast.Starred)]
+        given += [item.value for item in call.keywords if item.arg in _WEIGHTS]
+        edits = call_methods(source, given, f".clamp_min({small})")
+        if edits:
+            yield Rewrite(source, f"Keep what {called(call)} is given away from 0.", edits)
+
+
+def angle_at_origin(spot: Spot) -> Iterator[Rewrite]:
+    """atan2(y, x) with x moved off the origin where both are almost 0."""
+    if spot.autograd != "Atan2" and spot.cause != "atan2_grad_at_zero":
+        return
+    source, (torch, imports) = spot.source, spot.source.torch
+    small = spot.eps("1e-12", half="1e-6")
+    for call in spot.calls(("atan2", "arctan2")):
+        pair = call.args
+        if len(pair) == 1 and isinstance(call.func, ast.Attribute):
+            pair = [call.func.value, *pair]
+        if len(pair) != 2:
             continue
-        y, x = (in_brackets(site.source, node) for node in pair)
+        y, x = (source.in_brackets(node) for node in pair)
         near = f"{x} ** 2 + {y} ** 2 < {small}"
-        text = f"{torch}.where({near}, {torch}.ones_like({site.source.of(pair[1])}), {x})"
+        text = f"{torch}.where({near}, {torch}.ones_like({source.of(pair[1])}), {x})"
         what = "Take the angle at a fixed point where both sides are almost 0."
-        yield rewritten(site, pair[1], text, what, *imports)
+        yield rewrite(spot, pair[1], text, what, *imports)
 
 
-def _pair(source: Source, call: ast.Call) -> tuple[ast.expr, ast.expr] | None:
-    if len(call.args) == 2:
-        return call.args[0], call.args[1]
-    if len(call.args) == 1 and isinstance(call.func, ast.Attribute):
-        return call.func.value, call.args[0]
-    return None
-
-
-SAMPLES = (scale, edge_of_support, weights, angle)
-
-
-OPTIMIZERS = frozenset(
-    ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adadelta"]
-    + ["Adagrad", "Adafactor", "RMSprop", "Rprop", "LBFGS", "Muon"]
-)
-DEFAULT_RATES = {"SGD": 1e-3, "Adagrad": 1e-2, "RMSprop": 1e-2, "LBFGS": 1.0, "Adamax": 2e-3}
-_RATE = re.compile(r"^(lr|learning_rate|learningrate|step_size|base_lr|\w+_lr|lr_\w+)$", re.I)
-_OPTIMIZER = re.compile(r"opt", re.I)
-_NOT_OPTIMIZER = re.compile(r"sched", re.I)
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """A statement that makes an update."""
-
-    source: Source
-    statement: ast.stmt
-    optimizer: str
-    scaler: str | None = None
-
-
-def constructors(sources: tuple[Source, ...]) -> Iterator[tuple[Source, ast.Call]]:
-    """Calls that make an optimizer of torch's."""
-    for source in sources:
-        for call in calls_in(source.tree, OPTIMIZERS):
-            yield source, call
-
-
-def rates(sources: tuple[Source, ...]) -> Iterator[tuple[Source, ast.expr, float]]:
-    """Numbers that are learning rates, where they are written."""
-    for source in sources:
-        seen: set[ast.expr] = set()
-        for node in (*_rate_arguments(source), *_named_rates(source)):
-            value = constant(node)
-            if value and node not in seen:
-                seen.add(node)
-                yield source, node, value
-
-
-def _rate_arguments(source: Source) -> Iterator[ast.expr]:
-    for call in calls_in(source.tree, OPTIMIZERS):
-        given = keyword(call, "lr")
-        if given is None and len(call.args) > 1:
-            given = call.args[1]
-        if given is not None:
-            yield given
-
-
-def _named_rates(source: Source) -> Iterator[ast.expr]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            if _is_rate(node.targets[0]):
-                yield node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None and _is_rate(node.target):
-            yield node.value
-        elif isinstance(node, ast.arguments):
-            yield from _defaults(node)
-        elif isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and _RATE.match(str(key.value)):
-                    yield value
-        elif isinstance(node, ast.keyword) and node.arg and _RATE.match(node.arg):
-            yield node.value
-        elif isinstance(node, ast.Call) and called(node) == "add_argument" and node.args:
-            flag = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
-            default = keyword(node, "default")
-            if default is not None and _RATE.match(str(flag).lstrip("-").replace("-", "_")):
-                yield default
-
-
-def _defaults(arguments: ast.arguments) -> Iterator[ast.expr]:
-    plain = [*arguments.posonlyargs, *arguments.args]
-    pairs = [*zip(plain[::-1], arguments.defaults[::-1], strict=False)]
-    pairs += [
-        (name, value)
-        for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if value is not None
-    ]
-    yield from (value for name, value in pairs if _RATE.match(name.arg))
-
-
-def _is_rate(node: ast.expr) -> bool:
-    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
-    return bool(_RATE.match(name))
-
-
-def updates(sources: tuple[Source, ...]) -> Iterator[Update]:
-    """Statements `optimizer.step()` and `scaler.step(optimizer)`."""
-    for source in sources:
-        for call in calls_in(source.tree, ["step"]):
-            statement = source.parents.get(call)
-            if not isinstance(statement, ast.Expr) or not isinstance(call.func, ast.Attribute):
-                continue
-            owner = source.of(call.func.value)
-            if len(call.args) == 1 and "scaler" in owner.lower():
-                yield Update(source, statement, source.of(call.args[0]), owner)
-            elif not call.args and _OPTIMIZER.search(owner) and not _NOT_OPTIMIZER.search(owner):
-                yield Update(source, statement, owner)
-
-
-def number(value: float, *, like: str = "") -> str:
-    """The number as a person writes it: 0.002, or 2e-3 where the old one was written so."""
-    text = f"{value:.6e}" if "e" in like else f"{value:g}"
-    mantissa, e, power = text.partition("e")
-    return f"{float(mantissa):g}e{int(power)}" if e else text
+SAMPLES = (clamp_scale, clamp_value, clamp_weights, angle_at_origin)

@@ -92,8 +92,12 @@ class ActivationClamp:
     @property
     def counts(self) -> dict[str, ClampCount]:
         """What has been seen, by the name of the module; without those that were not called."""
-        counted = {name: hook.count() for name, hook in self._hooks.items()}
-        return {name: count for name, count in counted.items() if count.elements}
+        seen = {name: hook.seen.tolist() for name, hook in self._hooks.items()}  # host sync
+        return {
+            name: ClampCount(elements=elements, clamped=clamped, nan=nan)
+            for name, (elements, clamped, nan) in seen.items()
+            if elements
+        }
 
     def remove(self) -> None:
         """Leave the modules as they were; the counts stay. A second call does nothing."""
@@ -117,33 +121,23 @@ class _Clamp:
         self.seen = torch.zeros(3, dtype=torch.int64)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map(self._clamped, output)
+        return tree_map(self._clamp, output)
 
-    def count(self) -> ClampCount:
-        elements, moved, nan = self.seen.tolist()  # host sync
-        return ClampCount(elements=elements, clamped=moved, nan=nan)
-
-    def _clamped(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not _can_be_clamped(value):
+    def _clamp(self, value: Any) -> Any:
+        is_real = isinstance(value, Tensor) and value.dtype in _DTYPES
+        if not is_real or value.layout is not torch.strided:
             return value
         # torch refuses a limit that the dtype cannot hold.
         limit = torch.finfo(value.dtype).max
-        low = max(self.low, -limit)
-        high = min(self.high, limit)
+        low, high = max(self.low, -limit), min(self.high, limit)
         with torch.no_grad():
-            self._add(value.detach(), low, high)
+            before = value.detach()
+            moved = ((before < low) | (before > high)).sum()
+            elements = torch.full_like(moved, before.numel())
+            new = torch.stack([elements, moved, before.isnan().sum()])
+            # Not in place: a tensor made under inference_mode could not be changed outside of it.
+            self.seen = self.seen.to(new.device) + new
         return value.clamp(low, high)
-
-    def _add(self, value: Tensor, low: float, high: float) -> None:
-        moved = ((value < low) | (value > high)).sum()
-        elements = torch.full_like(moved, value.numel())
-        new = torch.stack([elements, moved, value.isnan().sum()])
-        # Not in place: a tensor made under inference_mode could not be changed outside of it.
-        self.seen = self.seen.to(new.device) + new
-
-
-def _can_be_clamped(value: Tensor) -> bool:
-    return value.dtype in _DTYPES and value.layout is torch.strided
 
 
 def _chosen(
@@ -159,8 +153,10 @@ def _chosen(
     for selector in selectors:
         found = [item for item in named.items() if _is_chosen(*item, selector)]
         if not found:
+            kind = selector if isinstance(selector, type) else type(selector)
+            said = repr(selector) if isinstance(selector, str) else kind.__name__
             raise ConfigError(
-                f"modules has {_shown(selector)}, which is not in the model; it has "
+                f"modules has {said}, which is not in the model; it has "
                 f"{', '.join(name for name in named if name) or 'no modules below it'}."
             )
         yield from found
@@ -172,9 +168,3 @@ def _is_chosen(name: str, module: nn.Module, selector: Selector) -> bool:
     if isinstance(selector, nn.Module):
         return module is selector
     return isinstance(module, selector)
-
-
-def _shown(selector: Selector) -> str:
-    if isinstance(selector, str):
-        return repr(selector)
-    return (selector if isinstance(selector, type) else type(selector)).__name__

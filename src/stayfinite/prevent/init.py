@@ -124,15 +124,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or id(tensor) in seen or not _has_values(tensor):
+            if tensor is None or id(tensor) in seen or is_lazy(tensor) or tensor.is_meta:
                 continue
-            seen.add(id(tensor))
-            yield f"{prefix}.{name}" if prefix else name, module, tensor
-
-
-def _has_values(tensor: Tensor) -> bool:
-    is_real = tensor.is_floating_point() and tensor.layout is torch.strided
-    return is_real and not is_lazy(tensor) and not tensor.is_meta and tensor.numel() > 0
+            if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}" if prefix else name, module, tensor
 
 
 def _problems(name: str, module: nn.Module, tensor: Tensor) -> Iterator[tuple[Kind, str]]:
@@ -147,55 +143,43 @@ def _problems(name: str, module: nn.Module, tensor: Tensor) -> Iterator[tuple[Ki
         yield "non_finite", f"{bad} of {tensor.numel()} values are NaN or Inf"
         return
     values = tensor.detach().float() if tensor.dtype != torch.float64 else tensor.detach()
+    size, largest, subnormal = values.abs(), float(values.abs().max()), 0.0
+    if tensor.dtype != torch.float16:  # where small weights are subnormal
+        is_subnormal = (size > 0) & (size < torch.finfo(tensor.dtype).tiny)
+        subnormal = float(is_subnormal.double().mean())
     fan_in = _fan_in(name, module, tensor)
-    if fan_in is None or not tensor.requires_grad:
-        yield from _absolute(values, tensor.dtype)
-    else:
-        yield from _of_weight(values, tensor.dtype, fan_in, module)
-
-
-def _absolute(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[Kind, str]]:
-    subnormal, largest = _subnormal_part(values, dtype), float(values.abs().max())
     if subnormal > _SUBNORMAL_PART:
         yield "uninitialised", f"{subnormal:.0%} of the values are subnormal, such as 1e-40"
     elif largest > _LARGEST:
         yield "too_large", f"its largest value is {largest:.3g}"
+    elif fan_in is not None and tensor.requires_grad:
+        yield from _weight_problems(values, largest, fan_in, module)
 
 
-def _of_weight(
-    values: Tensor, dtype: torch.dtype, fan_in: int, module: nn.Module
+def _weight_problems(
+    values: Tensor, largest: float, fan_in: int, module: nn.Module
 ) -> Iterator[tuple[Kind, str]]:
-    at_once = next(_absolute(values, dtype), None)
-    if at_once is not None:
-        yield at_once
-        return
     norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-    rms, largest = float(norm) / math.sqrt(values.numel()), float(values.abs().max())
-    gain, single = rms * math.sqrt(fan_in), largest * math.sqrt(fan_in)
-    if largest == 0:
-        yield "zero", "all weights are 0"
-    elif _units_are_alike(values, module):
-        yield "constant", "the weights of all units are the same"
-    elif gain > _LARGEST_GAIN or single > _LARGEST_SINGLE_GAIN:
-        yield "too_large", _sizes(rms, largest, fan_in, gain)
-    elif gain < _SMALLEST_GAIN:
-        yield "near_zero", _sizes(rms, largest, fan_in, gain)
-    elif dead := _dead_units(values, module):
-        yield "dead_units", f"of {len(_rows(values, module))} units, {dead} have only weights of 0"
-
-
-def _sizes(rms: float, largest: float, fan_in: int, gain: float) -> str:
-    return (
+    rms = float(norm) / math.sqrt(values.numel())
+    gain, largest_gain = rms * math.sqrt(fan_in), largest * math.sqrt(fan_in)
+    sizes = (
         f"std {rms:.3g} and largest {largest:.3g} for a fan-in of {fan_in}: "
         f"what comes in is multiplied by about {gain:.3g}"
     )
-
-
-def _subnormal_part(values: Tensor, dtype: torch.dtype) -> float:
-    if dtype == torch.float16:
-        return 0.0  # small weights are subnormal there
-    size = values.abs()
-    return float(((size > 0) & (size < torch.finfo(dtype).tiny)).double().mean())
+    # The weights of each unit that the layer gives out.
+    is_transposed = isinstance(module, _ConvTransposeNd) and module.groups == 1
+    units = (values.transpose(0, 1) if is_transposed else values).flatten(1)
+    is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)  # a row for padding is 0
+    if largest == 0:
+        yield "zero", "all weights are 0"
+    elif len(units) > 1 and bool((units == units[:1]).all()):
+        yield "constant", "the weights of all units are the same"
+    elif gain > _LARGEST_GAIN or largest_gain > _LARGEST_SINGLE_GAIN:
+        yield "too_large", sizes
+    elif gain < _SMALLEST_GAIN:
+        yield "near_zero", sizes
+    elif not is_embedding and (dead := int((units == 0).all(-1).sum())):
+        yield "dead_units", f"of {len(units)} units, {dead} have only weights of 0"
 
 
 def _fan_in(name: str, module: nn.Module, tensor: Tensor) -> int | None:
@@ -211,21 +195,3 @@ def _fan_in(name: str, module: nn.Module, tensor: Tensor) -> int | None:
     if isinstance(module, _Weighted | nn.MultiheadAttention):
         return tensor[0].numel()
     return None
-
-
-def _units_are_alike(values: Tensor, module: nn.Module) -> bool:
-    rows = _rows(values, module)
-    return len(rows) > 1 and bool((rows == rows[:1]).all())
-
-
-def _dead_units(values: Tensor, module: nn.Module) -> int:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):  # a row for padding is 0
-        return 0
-    return int((_rows(values, module) == 0).all(-1).sum())
-
-
-def _rows(values: Tensor, module: nn.Module) -> Tensor:
-    """The weights of each unit that the layer gives out."""
-    if isinstance(module, _ConvTransposeNd) and module.groups == 1:
-        values = values.transpose(0, 1)
-    return values.flatten(1)

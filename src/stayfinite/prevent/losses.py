@@ -1,4 +1,10 @@
-"""Losses and masked means that are finite, with finite gradients, for all finite inputs."""
+"""Losses and masked means that are finite, with finite gradients, for all finite inputs.
+
+All are losses: 0 is best. Half precision is computed, and returned, in float32. `mask` is a bool
+tensor, True keeps; the mean of nothing is 0, so that a batch without positives is harmless. What
+is masked out does not matter at all, even if it is NaN: it gets a gradient of 0 and gives nothing
+to anyone else's.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +28,13 @@ from stayfinite.prevent.ops import (
     widened,
 )
 
-# Losses from logits, finite with finite gradients for all finite logits.
-#
-# All are losses: 0 is best. Half precision is computed, and returned, in float32. `mask` is a bool
-# tensor, True keeps; the mean of nothing is 0, so that a batch without positives is harmless.
+Reduction = Literal["mean", "sum", "none"]
+
+_COLDEST = 2.0**-14
+# A box below a 128th of the enclosing one has a place and a size to learn before its shape.
+_SHAPELESS = 2.0**-7
+# Gradients by a coordinate are at most so many times 1 / size of the enclosing box.
+_STEEPNESS, _STEEPNESS_OF_SHAPE = 4.0, 2.0**8
 
 
 def stable_bce(
@@ -38,7 +47,7 @@ def stable_bce(
     """
     logits, target, mask = _prepared(logits, target, mask)
     loss = functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
-    return reduced(loss, reduction, mask)
+    return _reduced(loss, reduction, mask)
 
 
 def focal(
@@ -65,7 +74,7 @@ def focal(
     for_true, for_false = (1.0, 1.0) if alpha is None else (alpha, 1 - alpha)
     loss = for_true * target * _focal_of(logits, gamma)
     loss = loss + for_false * (1 - target) * _focal_of(-logits, gamma)
-    return reduced(loss, reduction, mask)
+    return _reduced(loss, reduction, mask)
 
 
 def _focal_of(logits: Tensor, gamma: float) -> Tensor:
@@ -102,11 +111,11 @@ def dice(
     if not smooth > 0:
         raise ConfigError(f"smooth is {smooth}; it must be greater than 0.")
     logits, target, mask = _prepared(logits, target, mask)
-    probability, target = kept_only(mask, torch.sigmoid(logits), target)
+    probability, target = _kept(mask, torch.sigmoid(logits)), _kept(mask, target)
     dims = tuple(range(min(1, logits.ndim - 1), logits.ndim)) if dim is None else dim
     overlap = (probability * target).sum(dims)
     total = probability.sum(dims) + target.sum(dims)
-    return reduced(1 - (2 * overlap + smooth) / (total + smooth), reduction)
+    return _reduced(1 - (2 * overlap + smooth) / (total + smooth), reduction)
 
 
 def dfl_loss(
@@ -121,11 +130,15 @@ def dfl_loss(
     >>> dfl_loss(torch.tensor([[200.0, 0.0, -50.0]]), torch.tensor([1.5]))
     tensor(225.)
     """
-    _check_bins(logits, target)
+    if logits.ndim < 1 or logits.shape[-1] < 2 or logits.shape[:-1] != target.shape:
+        raise InputError(
+            f"logits are {tuple(logits.shape)} and the target is {tuple(target.shape)}; they "
+            "must be (..., bins), with at least 2 bins, and (...), with the same dimensions."
+        )
     logits, target = widened(logits), widened(target)
     if mask is not None:
-        mask = checked_mask(mask, target)
-        (logits,), (target,) = kept_only(mask.unsqueeze(-1), logits), kept_only(mask, target)
+        mask = _checked_mask(mask, target)
+        logits, target = _kept(mask.unsqueeze(-1), logits), _kept(mask, target)
     bins = logits.shape[-1]
     target = target.clamp(0, bins - 1)
     # A NaN is no index; it stays in the weight.
@@ -135,15 +148,7 @@ def dfl_loss(
     # Logits that are further apart than the largest number give -inf.
     log_p = logits.log_softmax(-1).gather(-1, pair).clamp_min(torch.finfo(logits.dtype).min)
     loss = -(log_p * torch.stack([1 - weight, weight], -1)).sum(-1)
-    return reduced(loss, reduction, mask)
-
-
-def _check_bins(logits: Tensor, target: Tensor) -> None:
-    if logits.ndim < 1 or logits.shape[-1] < 2 or logits.shape[:-1] != target.shape:
-        raise InputError(
-            f"logits are {tuple(logits.shape)} and the target is {tuple(target.shape)}; they "
-            "must be (..., bins), with at least 2 bins, and (...), with the same dimensions."
-        )
+    return _reduced(loss, reduction, mask)
 
 
 def _prepared(
@@ -157,17 +162,8 @@ def _prepared(
         )
     logits = widened(logits)
     target = target.to(logits.dtype)
-    mask = None if mask is None else checked_mask(mask, logits)
-    logits, target = kept_only(mask, logits, target)
-    return logits, target, mask
-
-
-# Softmax and mean over what a mask keeps, also when it keeps nothing.
-#
-# True keeps. What is masked out does not matter at all, even if it is NaN: it gets a gradient of 0
-# and gives nothing to anyone else's.
-
-Reduction = Literal["mean", "sum", "none"]
+    mask = None if mask is None else _checked_mask(mask, logits)
+    return _kept(mask, logits), _kept(mask, target), mask
 
 
 def masked_softmax(x: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
@@ -177,7 +173,7 @@ def masked_softmax(x: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
     tensor([[0.5000, 0.5000, 0.0000],
             [0.0000, 0.0000, 0.0000]])
     """
-    kept = checked_mask(mask, x)
+    kept = _checked_mask(mask, x)
     x = floating(x)
     # Scores of an empty row are 0 instead of -inf, whose softmax is NaN.
     other = torch.where(kept.any(dim, keepdim=True), -torch.inf, 0.0).to(x.dtype)
@@ -202,18 +198,17 @@ def masked_mean(
     if mask is None:
         parts = widened(x) / max(1, math.prod([x.shape[each] for each in dims]))
     else:
-        kept = checked_mask(mask, x)
+        kept = _checked_mask(mask, x)
         count = kept.sum(dims, keepdim=True).clamp_min(1)
         parts = torch.where(kept, widened(x), 0.0) / count
     return parts.sum(dims, keepdim=keepdim).to(x.dtype)
 
 
-def reduced(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> Tensor:
+def _reduced(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> Tensor:
     """The losses that the mask keeps as one number, or all of them, 0 where it does not."""
     if reduction == "mean":
         return masked_mean(loss, mask)
-    if mask is not None:
-        loss = torch.where(mask, loss, 0.0)
+    loss = _kept(mask, loss)
     if reduction == "none":
         return loss
     if reduction != "sum":
@@ -223,14 +218,12 @@ def reduced(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> T
     return loss.sum().clamp(max=torch.finfo(loss.dtype).max)
 
 
-def kept_only(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with 0 in place of what the mask leaves out."""
-    if mask is None:
-        return tensors
-    return tuple(torch.where(mask, tensor, 0.0) for tensor in tensors)
+def _kept(mask: Tensor | None, tensor: Tensor) -> Tensor:
+    """The tensor with 0 in place of what the mask leaves out."""
+    return tensor if mask is None else torch.where(mask, tensor, 0.0)
 
 
-def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
+def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     """The mask in the shape of x; InputError if it is not a mask for it."""
     if mask.dtype != torch.bool:
         raise InputError(
@@ -243,9 +236,6 @@ def checked_mask(mask: Tensor, x: Tensor) -> Tensor:
         raise InputError(
             f"the mask has shape {tuple(mask.shape)}, which does not broadcast to {tuple(x.shape)}."
         ) from None
-
-
-_COLDEST = 2.0**-14
 
 
 def kl(
@@ -273,10 +263,13 @@ def kl(
     dtype = torch.promote_types(floating(p_logits).dtype, floating(q_logits).dtype)
     p_logits, q_logits = widened(p_logits.to(dtype)), widened(q_logits.to(dtype))
     if mask is not None:
-        mask = checked_mask(mask, p_logits.select(dim, 0))
-        p_logits, q_logits = kept_only(mask.unsqueeze(dim), p_logits, q_logits)
-    log_p, log_q = _log_softmax(p_logits, dim), _log_softmax(q_logits, dim)
-    return reduced((log_p.exp() * (log_p - log_q)).sum(dim), reduction, mask)
+        mask = _checked_mask(mask, p_logits.select(dim, 0))
+        inside = mask.unsqueeze(dim)
+        p_logits, q_logits = _kept(inside, p_logits), _kept(inside, q_logits)
+    # Logits that are further apart than the largest number give -inf; differences need room.
+    lowest = torch.finfo(p_logits.dtype).min / 4
+    log_p, log_q = (x.log_softmax(dim).clamp_min(lowest) for x in (p_logits, q_logits))
+    return _reduced((log_p.exp() * (log_p - log_q)).sum(dim), reduction, mask)
 
 
 def info_nce(
@@ -302,20 +295,13 @@ def info_nce(
         )
     temperature = _temperature(temperature, widened(queries))
     near = eps_of(queries.dtype) + 8 / (temperature.detach() * torch.finfo(queries.dtype).max)
-    with _without_autocast(queries.device.type):  # it would multiply in half precision
+    kind = queries.device.type
+    no_autocast: AbstractContextManager[Any] = nullcontext()
+    if torch.amp.is_autocast_available(kind):  # it would multiply in half precision
+        no_autocast = torch.autocast(kind, enabled=False)
+    with no_autocast:
         angles = direction(widened(queries), near) @ direction(widened(keys), near).T
-    return reduced(-(angles / temperature).log_softmax(-1).diagonal(), reduction)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
-
-
-def _log_softmax(logits: Tensor, dim: int) -> Tensor:
-    # Logits that are further apart than the largest number give -inf; differences need room.
-    return logits.log_softmax(dim).clamp_min(torch.finfo(logits.dtype).min / 4)
+    return _reduced(-(angles / temperature).log_softmax(-1).diagonal(), reduction)
 
 
 def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
@@ -334,12 +320,7 @@ def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
 # Boxes are (..., 4), two opposite corners x1, y1, x2, y2 in either order. Both boxes of a pair are
 # measured in units of the box that encloses them, in which nothing can overflow, and the losses do
 # not depend on units. Only gradients do, and a pair whose enclosing box is smaller than eps gets
-# none. All are losses, 0 is best, and float32 for half precision.
-
-# A box below a 128th of the enclosing one has a place and a size to learn before its shape.
-_SHAPELESS = 2.0**-7
-# Gradients by a coordinate are at most so many times 1 / size of the enclosing box.
-_STEEPNESS, _STEEPNESS_OF_SHAPE = 4.0, 2.0**8
+# none.
 
 
 def giou(
@@ -352,7 +333,7 @@ def giou(
     """
     near = _near(boxes, target, eps, _STEEPNESS)
     iou, filled = _overlap(_measured(boxes, target), near)
-    return reduced(2 - iou - filled, reduction)
+    return _reduced(2 - iou - filled, reduction)
 
 
 def ciou(
@@ -370,7 +351,7 @@ def ciou(
     aspect = _aspect(pair, near)
     with torch.no_grad():
         alpha = safe_div(aspect, 1 - iou + aspect)
-    return reduced(1 - iou + _distance(pair, near) + alpha * aspect, reduction)
+    return _reduced(1 - iou + _distance(pair, near) + alpha * aspect, reduction)
 
 
 class _Pair(NamedTuple):

@@ -1,4 +1,13 @@
-"""Operations that are finite, with a finite gradient, for every finite input."""
+"""Operations that are finite, with a finite gradient, for every finite input.
+
+One rule holds for all of them. The value is the true one wherever that exists and the dtype can
+hold it; elsewhere the input is moved to the nearest number that has one, or the result to the
+largest finite one. The gradient is the true one too, and 0 where the input was moved or is
+nearer than eps to a singularity. 0 rather than the steep 1 / eps, because one such step of SGD
+ruins a run: benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite
+input is not covered. eps is 1e-8 unless given, but never so small that 1 / eps is too large for
+the dtype (6e-5 in float16), or of two operands for the narrower one.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +22,8 @@ from torch.autograd.function import Function
 
 from stayfinite.errors import ConfigError, InputError
 
-# Elementwise operations that are finite, with a finite gradient, for every finite input.
-#
-# One rule holds for all of them. The value is the true one wherever that exists and the dtype can
-# hold it; elsewhere the input is moved to the nearest number that has one, or the result to the
-# largest finite one. The gradient is the true one too, and 0 where the input was moved or is
-# nearer than eps to a singularity. 0 rather than the steep 1 / eps, because one such step of SGD
-# ruins a run: benchmarks/stable.py trains the same model with both. NaN stays NaN; an infinite
-# input is not covered. eps is 1e-8 unless given, but never so small that 1 / eps is too large for
-# the dtype (6e-5 in float16), or of two operands for the narrower one.
+EPS = 1e-8
+"""How near to a singularity a gradient is still given, where the dtype can hold it."""
 
 
 def safe_log(x: Tensor, eps: float | None = None) -> Tensor:
@@ -234,9 +236,6 @@ def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Te
 # so that the branch that is not taken has a harmless input too. Slopes are written like that, for
 # second derivatives go through them; and masks are applied to the inputs of a loss, not to it.
 
-EPS = 1e-8
-"""How near to a singularity a gradient is still given, where the dtype can hold it."""
-
 
 def eps_of(dtype: torch.dtype, eps: float | None = None, *, steepness: float = 1.0) -> float:
     """The given eps or the default, but so large that steepness / eps leaves two bits of room."""
@@ -318,7 +317,7 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool
     tensor([5.0000e+30, 0.0000e+00])
     """
     x = floating(x)
-    dims = _dims(x, dim)
+    dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
     if not x.numel():
         return x.sum(dims, keepdim=keepdim)
     limit = torch.finfo(x.dtype).max
@@ -363,9 +362,3 @@ def _root_of_squares(ratios: Tensor, dims: tuple[int, ...]) -> Tensor:
     """At least 1, for one of the ratios is; and 1 for a zero vector."""
     total = (ratios * ratios).sum(dims, keepdim=True)
     return torch.where(total == 0, 1.0, total).sqrt()
-
-
-def _dims(x: Tensor, dim: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    if dim is None:
-        return tuple(range(x.ndim))
-    return (dim,) if isinstance(dim, int) else dim

@@ -77,18 +77,16 @@ def proven(risks: list[Risk], edges: list[Risk]) -> list[Risk]:
     proofs: dict[str, Risk] = {}
     for edge in edges:
         proofs.setdefault(edge.where, edge)
+    shown: list[Risk] = []
+    for risk in risks:
+        if risk.is_warning and risk.where in proofs:
+            name = proofs[risk.where].evidence["probe"]
+            what = f"{risk.what} A pass with {name} shows it."
+            evidence = {**risk.evidence, "probe": name}
+            risk = dataclasses.replace(risk, what=what, evidence=evidence, score=risk.score + 1)
+        shown.append(risk)
     known = {risk.where for risk in risks if risk.is_warning}
-    new = [edge for where, edge in proofs.items() if where not in known]
-    return [*(_with_proof(risk, proofs.get(risk.where)) for risk in risks), *new]
-
-
-def _with_proof(risk: Risk, proof: Risk | None) -> Risk:
-    if proof is None or not risk.is_warning:
-        return risk
-    name = proof.evidence["probe"]
-    what = f"{risk.what} A pass with {name} shows it."
-    evidence = {**risk.evidence, "probe": name}
-    return dataclasses.replace(risk, what=what, evidence=evidence, score=risk.score + 1)
+    return [*shown, *(edge for where, edge in proofs.items() if where not in known)]
 
 
 def lowered(risk: Risk) -> Risk:

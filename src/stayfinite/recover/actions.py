@@ -5,7 +5,6 @@ With the loss scale, the learning rates and the eps that they change.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -25,6 +24,7 @@ from stayfinite.clip import ClipResult, clip_gradients
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.memory import float_parts
 from stayfinite.errors import CheckpointError, NonFiniteError, SnapshotError, TrainingAbortedError
+from stayfinite.living import living
 from stayfinite.nested import Named, named_states, named_weights
 from stayfinite.records import NaNReport
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
@@ -35,8 +35,11 @@ from stayfinite.training import gradients_of, params_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from stayfinite.checkpoint.load import Restored
     from stayfinite.snapshot import SnapshotRing
+
+logger = logging.getLogger("stayfinite")
+_MOST_NAMES = 3
+_OLDEST = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,29 +100,23 @@ class Cannot:
 
 
 Answer = Done | Cannot
-
-
-# One function per strategy: what it does, or why it cannot help here.
-#
-# After any of them the parameters and the optimizer's state are as they were, or from a good
-# snapshot. A step is skipped by taking its gradients away: an optimizer leaves a parameter without
-# a gradient alone, while a gradient of zero would still move it.
-
-logger = logging.getLogger("stayfinite")
-_MOST_NAMES = 3
-_OLDEST = sys.maxsize
-
 Action = Callable[[Situation, RecoveryConfig, Trouble], Answer]
 
 
 def act(
     strategy: RecoveryStrategy, situation: Situation, config: RecoveryConfig, trouble: Trouble
 ) -> Answer:
-    """What came of the strategy; a failure of our own is logged and counts as Cannot."""
+    """What came of the strategy; a failure of our own is logged and counts as Cannot.
+
+    Afterwards the parameters and the optimizer's state are as they were, or from a good snapshot.
+    A step is skipped by taking its gradients away: an optimizer leaves a parameter without a
+    gradient alone, while a gradient of zero would still move it.
+    """
+    action, keeps_weights = _ACTIONS[strategy]
     try:
-        if strategy in _KEEPING and (bad := first_bad_state(situation, trouble)):
+        if keeps_weights and (bad := first_bad_state(situation, trouble)):
             return Cannot(f"{bad} is not finite already, and only a good snapshot mends that")
-        return _ACTIONS[strategy](situation, config, trouble)
+        return action(situation, config, trouble)
     except TrainingAbortedError:
         raise
     except Exception as error:
@@ -137,7 +134,9 @@ def reduce_scale(situation: Situation, config: RecoveryConfig, trouble: Trouble)
     scale = current_scale(scaler)
     if scale is None:
         return Cannot("there is no enabled loss scaler")
-    floor = floor_of(scaler)
+    given = getattr(scaler, "min_scale", None)
+    # Below a scale of 1 the loss would be made smaller, which no overflow needs.
+    floor = float(given) if isinstance(given, (int, float)) and given > 0 else 1.0
     if not scale > floor:
         return Cannot(f"the loss scale is {scale:g}, and its floor is {floor:g}")
     lower = max(scale * config.scale_reduction_factor, floor)
@@ -149,36 +148,83 @@ def reduce_scale(situation: Situation, config: RecoveryConfig, trouble: Trouble)
 def clip(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
     if situation.will_rerun:
         return Done("the gradients are clipped when the step is run again")
-    optimizer, scaler = situation.optimizer, situation.scaler
+    optimizer, scaler, whole = situation.optimizer, situation.scaler, config.drop_whole_tensors
     params = [param for param in params_of(optimizer) if param.grad is not None]
-    whole = config.drop_whole_tensors
-    has_bad_loss = any(report.location == "loss" for report in trouble.reports)
-    if has_bad_loss and _finite_share(params) < 0.5:
-        return Cannot("the loss is not finite, nor is most of the gradients")
-    if not any(_is_usable(param.grad, whole=whole) for param in params):
+    parts = [list(float_parts(param.grad)) for param in params]
+    if any(report.location == "loss" for report in trouble.reports):
+        elements = sum(part.numel() for its in parts for part in its)
+        finite = sum(int(part.isfinite().sum()) for its in parts for part in its)  # host sync
+        if finite < 0.5 * max(1, elements):
+            return Cannot("the loss is not finite, nor is most of the gradients")
+    if not any(_has_usable_values(its, whole=whole) for its in parts):
         left = "nothing finite is left of the gradients but zeros"
         return Cannot(left if params else "there are no gradients")
     limit = math.inf if config.grad_clip_value is None else config.grad_clip_value
+    named = situation.model.named_parameters() if situation.model is not None else ()
+    names = {id(param): name for name, param in named}
     result = clip_gradients(
         params,
-        limit * gradient_scale(scaler, optimizer),
+        limit * _gradient_scale(scaler, optimizer),
         drop="tensors" if whole else "elements",
-        names=_names(situation, params),
+        names=[names.get(id(param), str(number)) for number, param in enumerate(params)],
     )
-    forget_found_inf(scaler, optimizer)
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
+        # The bad values that it has found are gone: it is to make this step after all.
+        for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            flag.zero_()
     return Done(_clip_text(result))
 
 
+def _has_usable_values(parts: list[Tensor], *, whole: bool) -> bool:
+    if whole and not all_finite(parts):
+        return False
+    return any(bool((part.isfinite() & (part != 0)).any()) for part in parts)  # host sync
+
+
+def _gradient_scale(scaler: Any, optimizer: Optimizer) -> float:
+    """What the optimizer's gradients are multiplied with now: 1 once they are unscaled."""
+    scale = current_scale(scaler)
+    if scale is None or not isinstance(scaler, GradScaler):
+        return 1.0
+    # Only the scaler's own notes tell whether unscale_() was called.
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return scale if stage is OptState.READY and math.isfinite(scale) else 1.0
+
+
+def _clip_text(result: ClipResult) -> str:
+    text = f"the gradient norm was {result.norm:g}"
+    if not result.dropped:
+        return text
+    more = len(result.dropped) - _MOST_NAMES
+    names = ", ".join(result.dropped[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    count = result.dropped_elements
+    elements = "1 bad element was" if count == 1 else f"{count} bad elements were"
+    return f"{elements} dropped from {names}; {text}"
+
+
 def reset_model(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
-    return _go_back_or_load(situation, config)
+    """To the newest snapshot; where there is none that can be used, to a checkpoint on disk."""
+    if config.checkpoint_path is None:
+        return _go_back(situation)
+    try:
+        answer = _go_back(situation)
+    except (NonFiniteError, SnapshotError) as error:
+        answer = Cannot(f"the snapshot cannot be used: {str(error).rstrip('.')}")
+    if isinstance(answer, Done):
+        return answer
+    loaded = load_from_disk(situation, config.checkpoint_path)
+    if isinstance(loaded, Cannot):
+        return Cannot(f"{answer.reason}, and {loaded.reason}")
+    drop_gradients(situation)
+    return loaded
 
 
 def rewind(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
     answer = _go_back(situation, config.rewind_snapshots)
     if isinstance(answer, Cannot) or not config.rewind_skip_batches:
         return answer
-    skipped = f"{answer.detail}; the next {config.rewind_skip_batches} batches are left out"
-    return Done(skipped, went_back_to=answer.went_back_to)
+    left_out = f"; the next {config.rewind_skip_batches} batches are left out"
+    return replace(answer, detail=answer.detail + left_out)
 
 
 def custom(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
@@ -199,20 +245,20 @@ def custom(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> An
 
 def lower_lr(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
     optimizer, factor = situation.optimizer, config.lr_reduction_factor
-    before, target = max(rates_of(optimizer), default=0.0), height_of(optimizer) * factor
+    before, target = max(rates_of(optimizer), default=0.0), _height_of(optimizer) * factor
     if not before > 0:
         return Cannot("there is no learning rate above 0")
     # Divergence begins long before the first bad value.
     back = _go_back(situation, _OLDEST) if config.lower_lr_goes_back else None
     schedulers = situation.schedulers or schedulers_of(optimizer)
     lower_rates(optimizer, schedulers, factor)
-    while height_of(optimizer) > 1.01 * target:  # going back has undone earlier cuts
+    while _height_of(optimizer) > 1.01 * target:  # going back has undone earlier cuts
         lower_rates(optimizer, schedulers, factor)
     drop_gradients(situation)
     lowered = f"the learning rate went from {before:g} to {max(rates_of(optimizer)):g}"
     if not isinstance(back, Done):
         return Done(lowered)
-    return Done(f"{back.detail}; {lowered}", went_back_to=back.went_back_to)
+    return replace(back, detail=f"{back.detail}; {lowered}")
 
 
 def raise_precision(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
@@ -235,119 +281,6 @@ def raise_precision(situation: Situation, config: RecoveryConfig, trouble: Troub
     return Done(f"{name} runs in float32 from now on", undo=raised.undo)
 
 
-def abort(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
-    """Leave the weights at a good state, whatever can still be done for that."""
-    drop_gradients(situation)
-    if first_bad_state(situation, trouble) is None:
-        return Done("training stops here; the weights are those of the last good step")
-    answer = _go_back_or_load(situation, config)
-    if isinstance(answer, Cannot):
-        return Done(f"training stops here; the state is not finite, and {answer.reason}")
-    return replace(answer, detail=f"training stops here; {answer.detail}")
-
-
-_ACTIONS: dict[RecoveryStrategy, Action] = {
-    RecoveryStrategy.SKIP_STEP: skip_step,
-    RecoveryStrategy.REDUCE_SCALE: reduce_scale,
-    RecoveryStrategy.CLIP_GRADIENTS: clip,
-    RecoveryStrategy.RESET_MODEL: reset_model,
-    RecoveryStrategy.CUSTOM: custom,
-    RecoveryStrategy.LOWER_LR: lower_lr,
-    RecoveryStrategy.REWIND: rewind,
-    RecoveryStrategy.RAISE_PRECISION: raise_precision,
-    RecoveryStrategy.ABORT: abort,
-}
-# The others can mend weights that are bad already, or need not.
-_KEEPING = frozenset(
-    {
-        RecoveryStrategy.SKIP_STEP,
-        RecoveryStrategy.REDUCE_SCALE,
-        RecoveryStrategy.CLIP_GRADIENTS,
-        RecoveryStrategy.LOWER_LR,
-        RecoveryStrategy.RAISE_PRECISION,
-    }
-)
-
-
-def _finite_share(params: list[Tensor]) -> float:
-    """How much of the gradients is finite, from 0 to 1."""
-    parts = [part for param in params for part in float_parts(param.grad)]
-    finite = sum(int(part.isfinite().sum()) for part in parts)  # host sync
-    return finite / max(1, sum(part.numel() for part in parts))
-
-
-def _is_usable(gradient: Tensor | None, *, whole: bool) -> bool:
-    if gradient is None:
-        return False
-    parts = list(float_parts(gradient))
-    if whole and not all_finite(parts):
-        return False
-    return any(bool((part.isfinite() & (part != 0)).any()) for part in parts)  # host sync
-
-
-def _names(situation: Situation, params: list[Tensor]) -> list[str]:
-    named = situation.model.named_parameters() if situation.model is not None else ()
-    known = {id(param): name for name, param in named}
-    return [known.get(id(param), str(number)) for number, param in enumerate(params)]
-
-
-def _clip_text(result: ClipResult) -> str:
-    text = f"the gradient norm was {result.norm:g}"
-    if not result.dropped:
-        return text
-    more = len(result.dropped) - _MOST_NAMES
-    names = ", ".join(result.dropped[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-    count = result.dropped_elements
-    elements = "1 bad element was" if count == 1 else f"{count} bad elements were"
-    return f"{elements} dropped from {names}; {text}"
-
-
-def way_back(
-    strategy: RecoveryStrategy, situation: Situation, config: RecoveryConfig
-) -> Snapshot | None:
-    """The snapshot that the strategy would restore; None where it restores none."""
-    if strategy is RecoveryStrategy.RESET_MODEL:
-        return _snapshot(situation)[1]
-    if strategy is RecoveryStrategy.REWIND:
-        return _snapshot(situation, config.rewind_snapshots)[1]
-    if strategy is RecoveryStrategy.LOWER_LR and config.lower_lr_goes_back:
-        return _snapshot(situation, _OLDEST)[1]
-    return None
-
-
-def _snapshot(situation: Situation, back: int = 0) -> tuple[int, Snapshot | None]:
-    """The one that is so many older than the newest, or the oldest there is."""
-    ring = situation.snapshots
-    number = min(back, len(ring) - 1) if ring is not None else -1
-    return number, ring.back(number) if ring is not None else None
-
-
-def _go_back(situation: Situation, back: int = 0) -> Answer:
-    number, snapshot = _snapshot(situation, back)
-    if snapshot is None or situation.snapshots is None:
-        return Cannot("there is no snapshot")
-    situation.snapshots.restore(number)
-    drop_gradients(situation)
-    return Done(f"back at the snapshot of step {snapshot.step}", went_back_to=snapshot.step)
-
-
-def _go_back_or_load(situation: Situation, config: RecoveryConfig) -> Answer:
-    """To the newest snapshot; where there is none that can be used, to a checkpoint on disk."""
-    if config.checkpoint_path is None:
-        return _go_back(situation)
-    try:
-        answer = _go_back(situation)
-    except (NonFiniteError, SnapshotError) as error:
-        answer = Cannot(f"the snapshot cannot be used: {str(error).rstrip('.')}")
-    if isinstance(answer, Done):
-        return answer
-    loaded = load_from_disk(situation, config.checkpoint_path)
-    if isinstance(loaded, Cannot):
-        return Cannot(f"{answer.reason}, and {loaded.reason}")
-    drop_gradients(situation)
-    return loaded
-
-
 def _uses_autocast(situation: Situation, trouble: Trouble) -> bool:
     if situation.autocast is not None:
         return situation.autocast
@@ -360,15 +293,90 @@ def _uses_autocast(situation: Situation, trouble: Trouble) -> bool:
     )
 
 
+def raise_eps(optimizer: Optimizer) -> str | None:
+    """Make every eps that rounds to 0 in its parameters' type large enough; what was done.
+
+    Adam's 1e-8 is 0 in float16, and 0/0 for each weight that had no gradient yet.
+    """
+    done = None
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        dtypes = {param.dtype for param in group["params"] if param.is_floating_point()}
+        if not isinstance(eps, float) or not dtypes:
+            continue
+        lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).smallest_normal)
+        if not torch.tensor(eps, dtype=lowest, device="cpu"):
+            group["eps"] = torch.finfo(lowest).smallest_normal
+            name = str(lowest).removeprefix("torch.")
+            done = f"eps went from {eps:g}, which is 0 in {name}, to {group['eps']:g}"
+    return done
+
+
+def abort(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
+    """Leave the weights at a good state, whatever can still be done for that."""
+    drop_gradients(situation)
+    if first_bad_state(situation, trouble) is None:
+        return Done("training stops here; the weights are those of the last good step")
+    answer = reset_model(situation, config, trouble)
+    if isinstance(answer, Cannot):
+        return Done(f"training stops here; the state is not finite, and {answer.reason}")
+    return replace(answer, detail=f"training stops here; {answer.detail}")
+
+
+# Each with whether it keeps the weights, so that they must be good; the others can mend weights
+# that are bad already, or need not.
+_ACTIONS: dict[RecoveryStrategy, tuple[Action, bool]] = {
+    RecoveryStrategy.SKIP_STEP: (skip_step, True),
+    RecoveryStrategy.REDUCE_SCALE: (reduce_scale, True),
+    RecoveryStrategy.CLIP_GRADIENTS: (clip, True),
+    RecoveryStrategy.RESET_MODEL: (reset_model, False),
+    RecoveryStrategy.CUSTOM: (custom, False),
+    RecoveryStrategy.LOWER_LR: (lower_lr, True),
+    RecoveryStrategy.REWIND: (rewind, False),
+    RecoveryStrategy.RAISE_PRECISION: (raise_precision, True),
+    RecoveryStrategy.ABORT: (abort, False),
+}
+
+
+def way_back(
+    strategy: RecoveryStrategy, situation: Situation, config: RecoveryConfig
+) -> Snapshot | None:
+    """The snapshot that the strategy would restore; None where it restores none."""
+    back = {
+        RecoveryStrategy.RESET_MODEL: 0,
+        RecoveryStrategy.REWIND: config.rewind_snapshots,
+        RecoveryStrategy.LOWER_LR: _OLDEST if config.lower_lr_goes_back else None,
+    }.get(strategy)
+    ring = situation.snapshots
+    return None if ring is None or back is None else ring.back(min(back, len(ring) - 1))
+
+
+def _go_back(situation: Situation, back: int = 0) -> Answer:
+    """To the snapshot that is so many older than the newest, or the oldest there is."""
+    ring = situation.snapshots
+    if ring is None or not len(ring):
+        return Cannot("there is no snapshot")
+    snapshot = ring.restore(min(back, len(ring) - 1))
+    drop_gradients(situation)
+    return Done(f"back at the snapshot of step {snapshot.step}", went_back_to=snapshot.step)
+
+
 def drop_gradients(situation: Situation) -> None:
     """Without gradients an update changes nothing; before a rerun there are none of this step."""
     if situation.will_rerun:
         return
-    for param in params_of(situation.optimizer):
+    optimizer, scaler = situation.optimizer, situation.scaler
+    for param in params_of(optimizer):
         param.grad = None
     if situation.model is not None:
         situation.model.zero_grad(set_to_none=True)
-    let_loop_go_on(situation.scaler, situation.optimizer)
+    if isinstance(scaler, GradScaler) and scaler.is_enabled():
+        # Whatever the loop calls next is to work. Between "ready", where step() refuses to go
+        # without gradients, and "unscaled", where unscale_() refuses to come again, there is no
+        # state in torch in which both are allowed.
+        state = scaler._per_optimizer_states.get(id(optimizer))
+        if state is not None and state["stage"] is OptState.UNSCALED:
+            state["stage"] = None
 
 
 def first_bad_state(situation: Situation, trouble: Trouble) -> str | None:
@@ -391,10 +399,6 @@ def _state(situation: Situation, trouble: Trouble) -> Iterator[Named]:
     yield from named_states(situation.optimizer)
 
 
-FLOOR = 1.0
-"""Below a scale of 1 the loss would be made smaller, which no overflow needs."""
-
-
 def current_scale(scaler: Any) -> float | None:
     """The scale of an enabled scaler; None without one."""
     if scaler is None or not callable(getattr(scaler, "get_scale", None)):
@@ -403,12 +407,6 @@ def current_scale(scaler: Any) -> float | None:
     if callable(is_enabled) and not is_enabled():
         return None
     return float(scaler.get_scale())  # host sync
-
-
-def floor_of(scaler: Any) -> float:
-    """The least scale it allows; FLOOR where it has no opinion."""
-    given = getattr(scaler, "min_scale", None)
-    return float(given) if isinstance(given, (int, float)) and given > 0 else FLOOR
 
 
 def set_scale(scaler: Any, value: float) -> None:
@@ -424,46 +422,11 @@ def set_scale(scaler: Any, value: float) -> None:
             scaler._growth_tracker.zero_()
 
 
-def gradient_scale(scaler: Any, optimizer: Optimizer) -> float:
-    """What the optimizer's gradients are multiplied with now: 1 once they are unscaled."""
-    scale = current_scale(scaler)
-    if scale is None or not isinstance(scaler, GradScaler):
-        return 1.0
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    return scale if stage is OptState.READY and math.isfinite(scale) else 1.0
-
-
-def forget_found_inf(scaler: Any, optimizer: Optimizer) -> None:
-    """The bad values that the scaler has found are gone: let it make this step after all."""
-    if isinstance(scaler, GradScaler) and scaler.is_enabled():
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for flag in found.values():
-            flag.zero_()
-
-
-def let_loop_go_on(scaler: Any, optimizer: Optimizer) -> None:
-    """The unscaled gradients were taken away: whatever the loop calls next is to work.
-
-    Between "ready", where step() refuses to go without gradients, and "unscaled", where
-    unscale_() refuses to come again, there is no state in torch in which both are allowed.
-    """
-    if isinstance(scaler, GradScaler) and scaler.is_enabled():
-        state = scaler._per_optimizer_states.get(id(optimizer))
-        if state is not None and state["stage"] is OptState.UNSCALED:
-            state["stage"] = None
-
-
 # Where optimizers and schedulers keep learning rates, a number or a list of numbers each.
 _IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
 _IN_SCHEDULERS = (
-    "base_lrs",
-    "max_lrs",
-    "min_lrs",
-    "_last_lr",
-    "eta_min",
-    "min_lr",
-    "max_lr",
-    "default_min_lr",
+    *("base_lrs", "max_lrs", "min_lrs", "_last_lr"),
+    *("eta_min", "min_lr", "max_lr", "default_min_lr"),
 )
 
 
@@ -472,7 +435,7 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
-def height_of(optimizer: Optimizer) -> float:
+def _height_of(optimizer: Optimizer) -> float:
     """The largest learning rate that the schedules start from, wherever on them we are."""
     rates = [group.get("initial_lr", group.get("lr", 0.0)) for group in optimizer.param_groups]
     return max(map(float, rates), default=0.0)
@@ -480,69 +443,39 @@ def height_of(optimizer: Optimizer) -> float:
 
 def schedulers_of(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
     """The living schedulers that set this optimizer's learning rates; looks through the heap."""
-    # issubclass: isinstance would wake up proxies and lazy objects.
-    found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
-    return tuple(each for each in found if vars(each).get("optimizer") is optimizer)
+    return tuple(each for each in living(LRScheduler) if vars(each).get("optimizer") is optimizer)
 
 
 @torch.no_grad()
 def lower_rates(optimizer: Optimizer, schedulers: Iterable[Any], factor: float) -> None:
     """Multiply all learning rates, now and those that the schedulers will set, by the factor."""
-    done: set[int] = set()
-    for group in optimizer.param_groups:
-        _multiply(group, _IN_GROUPS, factor, done)
-    for scheduler in _with_inner(schedulers):
-        _multiply(vars(scheduler), _IN_SCHEDULERS, factor, done)
-
-
-def _with_inner(schedulers: Iterable[Any]) -> Iterable[Any]:
-    """Each scheduler once, and those that it drives."""
-    seen: dict[int, Any] = {}
-    waiting = [each for each in schedulers if hasattr(each, "__dict__")]
-    while waiting:
+    owners: list[tuple[dict[str, Any], tuple[str, ...]]]
+    owners = [(group, _IN_GROUPS) for group in optimizer.param_groups]
+    waiting, seen = [each for each in schedulers if hasattr(each, "__dict__")], set()
+    while waiting:  # each scheduler once, and those that it drives
         scheduler = waiting.pop()
         if id(scheduler) not in seen:
-            seen[id(scheduler)] = scheduler
+            seen.add(id(scheduler))
+            owners.append((vars(scheduler), _IN_SCHEDULERS))
             for value in vars(scheduler).values():
                 inner = value if isinstance(value, (list, tuple)) else [value]
                 waiting += [each for each in inner if isinstance(each, LRScheduler)]
-    return seen.values()
+    done: set[int] = set()
+    for own, names in owners:
+        for name in names:
+            if own.get(name) is not None:
+                own[name] = _multiply(own[name], factor, done)
 
 
-def _multiply(own: dict[str, Any], names: tuple[str, ...], factor: float, done: set[int]) -> None:
-    for name in names:
-        if own.get(name) is not None:
-            own[name] = _times(own[name], factor, done)
-
-
-def _times(value: Any, factor: float, done: set[int]) -> Any:
+def _multiply(value: Any, factor: float, done: set[int]) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_times(each, factor, done) for each in value)
+        return type(value)(_multiply(each, factor, done) for each in value)
     if not isinstance(value, Tensor):
         return value * factor
     if id(value) not in done:  # in place, because a captured graph reads this very tensor
         done.add(id(value))
         value.mul_(factor)
     return value
-
-
-def raise_eps(optimizer: Optimizer) -> str | None:
-    """Make every eps that rounds to 0 in its parameters' type large enough; what was done.
-
-    Adam's 1e-8 is 0 in float16, and 0/0 for each weight that had no gradient yet.
-    """
-    done = None
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        dtypes = {param.dtype for param in group["params"] if param.is_floating_point()}
-        if not isinstance(eps, float) or not dtypes:
-            continue
-        lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).smallest_normal)
-        if not torch.tensor(eps, dtype=lowest, device="cpu"):
-            group["eps"] = torch.finfo(lowest).smallest_normal
-            name = str(lowest).removeprefix("torch.")
-            done = f"eps went from {eps:g}, which is 0 in {name}, to {group['eps']:g}"
-    return done
 
 
 def load_from_disk(situation: Situation, place: str | os.PathLike[str]) -> Answer:
@@ -558,28 +491,31 @@ def load_from_disk(situation: Situation, place: str | os.PathLike[str]) -> Answe
     if model is None:
         return Cannot(f"it is not known which model {place} is for")
     ours = {id(param) for param in model.parameters()}
-    others = [param for param in params_of(optimizer) if id(param) not in ours]
-    if not all_finite(others):
+    if not all_finite(param for param in params_of(optimizer) if id(param) not in ours):
         return Cannot("the optimizer has bad parameters that are not the model's")
     rates = [group.get("lr") for group in optimizer.param_groups]
+    schedulers = situation.schedulers or schedulers_of(optimizer)
     try:
         loaded = restore_checkpoint(
             place,
             model=model,
             optimizer=optimizer,
             needs_optimizer=not all_finite(tensor for _, tensor in named_states(optimizer)),
-            scheduler=_schedulers(situation),
+            scheduler=tuple(s for s in schedulers if getattr(s, "optimizer", None) is optimizer),
             scaler=situation.scaler,
             ema=situation.averages,
         )
     except CheckpointError as error:
-        return Cannot(_reason(error))
+        return Cannot(" ".join(str(error).split()).rstrip("."))
     if "scheduler" not in loaded.parts:
         # The schedule goes on from where it is, and a rate that was lowered stays so.
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
                 group["lr"] = rate
-    return Done(_said(loaded), loaded_from=str(loaded.path))
+    step = "" if loaded.step is None else f" of step {loaded.step}"
+    kept = "" if "optimizer" in loaded.parts else "; the optimizer's state is not in it, and stays"
+    said = f"back at the checkpoint {loaded.path}{step}{kept}"
+    return Done(said, loaded_from=str(loaded.path))
 
 
 def changed_at(place: str | os.PathLike[str]) -> int:
@@ -587,20 +523,3 @@ def changed_at(place: str | os.PathLike[str]) -> int:
     path = Path(place)
     files = [path, *path.iterdir()] if path.is_dir() else [path]
     return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
-
-
-def _schedulers(situation: Situation) -> tuple[Any, ...]:
-    optimizer = situation.optimizer
-    known = situation.schedulers or schedulers_of(optimizer)
-    return tuple(each for each in known if getattr(each, "optimizer", None) is optimizer)
-
-
-def _said(loaded: Restored) -> str:
-    step = "" if loaded.step is None else f" of step {loaded.step}"
-    kept = "" if "optimizer" in loaded.parts else "; the optimizer's state is not in it, and stays"
-    return f"back at the checkpoint {loaded.path}{step}{kept}"
-
-
-def _reason(error: CheckpointError) -> str:
-    """The error in one line."""
-    return " ".join(str(error).split()).rstrip(".")

@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from stayfinite.causes import CAUSES
+from stayfinite.causes import CAUSES, Kind, cause_of
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.report.store.reading import Run, Series
 
-_PRECISION = {
-    "low_precision_overflow",
-    "low_precision_underflow",
-    "mask_value_overflow",
-    "loss_scale_overflow",
-    "loss_scale_collapse",
-    "grad_accumulation_overflow",
-}
-_DYNAMICS = {
-    "lr_too_high",
-    "bad_lr_schedule",
-    "gan_divergence",
-    "rl_value_divergence",
-    "exploding_recurrence",
-    "loss_of_extreme_logits",
-}
-_DATA = {"bad_input_data", "unnormalized_input", "bad_label"}
-_INIT = {"bad_init", "uninitialized_memory"}
 _EARLY = 1000  # steps in which a warm-up would still be at work
 _FIRST = 10  # steps in which the initial weights still decide
+_LAST = 1000  # good steps of a recorded run that are looked at
 _GROWTH = 4.0  # times the median: the norm was running away
 
 # How much is known decides before how often it happened.
 _DIAGNOSED, _SEEN_TO_HELP, _LIKELY, _POSSIBLE = 4.0, 3.0, 2.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What was done about one bad step.
+
+    `tried` are the strategies that could not help, each with its reason, and `bad_in_a_row` is
+    which bad step of its streak this was. `back_at` is the step of a snapshot that was restored,
+    `checkpoint` the file that was loaded, None where there was none. `lr`, `scale` and `dtype`
+    (the narrowest of the parameters) are as they were found; None where there is none.
+
+    >>> Recovery(step=7, location="loss", strategy=RecoveryStrategy.SKIP_STEP, succeeded=True).lr
+    """
+
+    step: int
+    location: str
+    strategy: RecoveryStrategy
+    succeeded: bool
+    detail: str = ""
+    tried: tuple[tuple[RecoveryStrategy, str], ...] = ()
+    cause: str | None = None
+    module: str | None = None
+    bad_in_a_row: int = 1
+    back_at: int | None = None
+    checkpoint: str | None = None
+    lr: float | None = None
+    scale: float | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +65,8 @@ class Past:
         """Of how many of the bad steps this is true, from 0 to 1."""
         return sum(map(of, self.recoveries)) / len(self.recoveries)
 
-    def caused_by(self, causes: set[str]) -> float:
-        return self.share(lambda bad: bad.cause in causes)
+    def caused_by(self, kind: Kind) -> float:
+        return self.share(lambda bad: cause_of(bad.cause).kind == kind)
 
     @property
     def undiagnosed(self) -> float:
@@ -80,10 +90,8 @@ class Past:
         return ended, used
 
 
-@dataclass(frozen=True)
-class Advice:
-    weight: float
-    text: str
+Advice = tuple[float, str]
+"""How much it weighs, and what it says."""
 
 
 def recommendations(past: Past) -> list[str]:
@@ -91,23 +99,25 @@ def recommendations(past: Past) -> list[str]:
     if not past.recoveries:
         return []
     advice = [each for rule in RULES for each in rule(past)]
-    ranked = sorted(advice, key=lambda each: -each.weight)
-    return list(dict.fromkeys(each.text for each in ranked))
+    ranked = sorted(advice, key=lambda each: -each[0])
+    return list(dict.fromkeys(text for _, text in ranked))
 
 
 def fix_the_cause(past: Past) -> Iterator[Advice]:
     causes = Counter(bad.cause for bad in past.recoveries if bad.cause in CAUSES)
     for slug, count in causes.items():
         if slug not in (None, "unknown"):
-            cause, where = CAUSES[slug], _module_of(past, slug)
+            cause = CAUSES[slug]
+            found = {bad.module for bad in past.recoveries if bad.cause == slug and bad.module}
+            where = f" in {', '.join(sorted(found))}" if found else ""
             text = f"{cause.title}{where}, at {_times(past, count)}: {cause.fix}"
-            yield Advice(_DIAGNOSED + count / len(past.recoveries), text)
+            yield _DIAGNOSED + count / len(past.recoveries), text
 
 
 def lower_the_rate(past: Past) -> Iterator[Advice]:
     rates = [bad.lr for bad in past.recoveries if bad.lr]
     helped, _ = past.ended_streaks(RecoveryStrategy.LOWER_LR)
-    weight = _strength(past, helped, past.caused_by(_DYNAMICS))
+    weight = _strength(past, helped, past.caused_by("dynamics"))
     if not rates or not weight:
         return
     factor = past.config.lr_reduction_factor
@@ -118,50 +128,55 @@ def lower_the_rate(past: Past) -> Iterator[Advice]:
         why += f", and lowering it ended {_streaks(helped)}"
     elif past.rates:
         why += f"; good steps ran at up to {max(past.rates):.3g}"
-    yield Advice(weight, f"Lower the learning rate to {target:.2g}: {why}.")
+    yield weight, f"Lower the learning rate to {target:.2g}: {why}."
 
 
 def clip_gradients(past: Past) -> Iterator[Advice]:
     helped, _ = past.ended_streaks(RecoveryStrategy.CLIP_GRADIENTS)
-    weight = _strength(past, helped, past.caused_by(_DYNAMICS))
+    weight = _strength(past, helped, past.caused_by("dynamics"))
     if not weight:
         return
     if len(past.norms) >= 2:
-        usual, high = statistics.median(past.norms), _percentile(past.norms, 0.95)
+        usual, ordered = statistics.median(past.norms), sorted(past.norms)
+        limit = high = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
         why = f"the norm of good steps was {usual:.3g} as a rule, and at most {high:.3g} in 95%"
-        limit = high
     else:
         limit = past.config.grad_clip_value or RecoveryConfig().grad_clip_value or 1.0
         why = "no norms of good steps were recorded to choose it from"
     if helped:
         why += f"; clipping has ended {_streaks(helped)}"
     call = f"stayfinite.clip_gradients(model, {limit:.2g})"
-    yield Advice(weight - 0.05, f"Clip the gradients at {limit:.2g}, `{call}`: {why}.")
+    yield weight - 0.05, f"Clip the gradients at {limit:.2g}, `{call}`: {why}."
 
 
 def widen_the_range(past: Past) -> Iterator[Advice]:
     scales = [bad.scale for bad in past.recoveries if bad.scale is not None]
     is_half = past.share(lambda bad: bad.dtype == "float16" or bad.scale is not None)
     if is_half:
-        known = past.caused_by(_PRECISION)
+        known = past.caused_by("precision")
         text = "Train in bfloat16 instead of float16: its range is that of float32"
         text += ", and it needs no loss scale." if scales else "."
         if scales and min(scales) <= 1.0:
             text = f"{text[:-1]} (which was down to {min(scales):g})."
-        yield Advice((_DIAGNOSED + known if known else _LIKELY + is_half / 2) - 0.1, text)
+        yield (_DIAGNOSED + known if known else _LIKELY + is_half / 2) - 0.1, text
     raised = [b for b in past.recoveries if b.strategy is RecoveryStrategy.RAISE_PRECISION]
     for module in dict.fromkeys(bad.module for bad in raised if bad.module):
         text = f"Keep {module} in float32: it made the bad values in lower precision."
-        yield Advice(_SEEN_TO_HELP + len(raised) / len(past.recoveries), text)
+        yield _SEEN_TO_HELP + len(raised) / len(past.recoveries), text
 
 
 def warm_up(past: Past) -> Iterator[Advice]:
-    early = past.share(lambda bad: bad.step < _EARLY and not _is_local(bad))
+    def may_be_updates(bad: Recovery) -> bool:
+        """Whether it is not known to come from one operation or batch."""
+        is_unknown = bad.cause in (None, "unknown")
+        return not _is_data(bad) and (is_unknown or cause_of(bad.cause).kind == "dynamics")
+
+    early = past.share(lambda bad: bad.step < _EARLY and may_be_updates(bad))
     last = max(bad.step for bad in past.recoveries)
-    if early and last < _EARLY and past.undiagnosed + past.caused_by(_DYNAMICS):
+    if early and last < _EARLY and past.undiagnosed + past.caused_by("dynamics"):
         length = max(100, 2 * (last + 1))
         text = f"Warm the learning rate up over the first {length} steps: "
-        yield Advice(_POSSIBLE + early, f"{text}the last bad one was step {last}.")
+        yield _POSSIBLE + early, f"{text}the last bad one was step {last}."
 
 
 def look_at_the_data(past: Past) -> Iterator[Advice]:
@@ -170,7 +185,7 @@ def look_at_the_data(past: Past) -> Iterator[Advice]:
         where = _most_common(each.location for each in bad if each.location.startswith("inputs"))
         what = f"{where} was" if where else "the batches were"
         text = f"Look at the data: {what} bad at {_steps(bad)}; leave those samples out."
-        yield Advice(_DIAGNOSED + len(bad) / len(past.recoveries), text)
+        yield _DIAGNOSED + len(bad) / len(past.recoveries), text
 
 
 def look_at_the_loss(past: Past) -> Iterator[Advice]:
@@ -180,23 +195,27 @@ def look_at_the_loss(past: Past) -> Iterator[Advice]:
         term = name.partition(".")[2]
         what = f"the loss term {term!r}" if term else "the loss itself, before any gradient,"
         text = f"Look at how {what} is computed: it was not finite at {_steps(bad)}."
-        yield Advice(_LIKELY + len(bad) / len(past.recoveries) / 2 - 0.2, text)
+        yield _LIKELY + len(bad) / len(past.recoveries) / 2 - 0.2, text
 
 
 def look_at_the_layer(past: Past) -> Iterator[Advice]:
-    first = [b for b in past.recoveries if b.cause in _INIT or (b.step < _FIRST and _layer(b))]
+    first = [
+        b
+        for b in past.recoveries
+        if cause_of(b.cause).kind == "init" or (b.step < _FIRST and _layer(b))
+    ]
     layers = Counter(layer for bad in past.recoveries if (layer := _layer(bad)))
     if first:
         layer = _most_common(_layer(bad) for bad in first)
         name = f"of {layer}" if layer else "of the weights"
         text = f"Initialize the weights {name} smaller, such as `nn.init.normal_(w, std=0.02)`"
-        known = any(bad.cause in _INIT for bad in first)
+        known = any(cause_of(bad.cause).kind == "init" for bad in first)
         why = f"bad from step {min(bad.step for bad in first)} on"
-        yield Advice((_DIAGNOSED if known else _POSSIBLE) + 0.3, f"{text}: {why}.")
+        yield (_DIAGNOSED if known else _POSSIBLE) + 0.3, f"{text}: {why}."
     if layers:
         layer, count = layers.most_common(1)[0]
         text = f"Look at {layer} first: it is where {_times(past, count)} showed."
-        yield Advice(_POSSIBLE + count / len(past.recoveries) / 2, text)
+        yield _POSSIBLE + count / len(past.recoveries) / 2, text
 
 
 def change_the_strategy(past: Past) -> Iterator[Advice]:
@@ -206,7 +225,7 @@ def change_the_strategy(past: Past) -> Iterator[Advice]:
     first, first_used = found[past.config.primary_strategy]
     if not past.config.ladder and ended > first and first_used:
         text = f"Use primary_strategy={best.value!r}: it ended {_streaks(ended)} in {used} uses, "
-        yield Advice(_SEEN_TO_HELP, f"{text}{past.config.primary_strategy.value!r} {first}.")
+        yield _SEEN_TO_HELP, f"{text}{past.config.primary_strategy.value!r} {first}."
 
 
 def keep_snapshots(past: Past) -> Iterator[Advice]:
@@ -214,7 +233,7 @@ def keep_snapshots(past: Past) -> Iterator[Advice]:
     if missed:
         every = past.config.snapshot_every
         text = f"Call manager.snapshot(...) every {every} good steps: without one there was "
-        yield Advice(_LIKELY + missed, f"{text}nothing to go back to at {missed:.0%} of bad steps.")
+        yield _LIKELY + missed, f"{text}nothing to go back to at {missed:.0%} of bad steps."
 
 
 RULES: tuple[Callable[[Past], Iterator[Advice]], ...] = (
@@ -243,12 +262,7 @@ def _strength(past: Past, helped: int, known: float) -> float:
 
 
 def _is_data(bad: Recovery) -> bool:
-    return bad.cause in _DATA or bad.location.startswith("inputs")
-
-
-def _is_local(bad: Recovery) -> bool:
-    """Whether it is known to come from one operation or batch, not from the updates."""
-    return _is_data(bad) or bad.cause not in (None, "unknown", *_DYNAMICS)
+    return cause_of(bad.cause).kind == "data" or bad.location.startswith("inputs")
 
 
 def _layer(bad: Recovery) -> str | None:
@@ -259,19 +273,9 @@ def _layer(bad: Recovery) -> str | None:
     return name.rpartition(".")[0] or None
 
 
-def _module_of(past: Past, cause: str) -> str:
-    found = {bad.module for bad in past.recoveries if bad.cause == cause and bad.module}
-    return f" in {', '.join(sorted(found))}" if found else ""
-
-
 def _most_common(names: Iterator[str | None] | Sequence[str | None]) -> str | None:
     counts = Counter(name for name in names if name)
     return counts.most_common(1)[0][0] if counts else None
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def _times(past: Past, count: int) -> str:
@@ -287,9 +291,6 @@ def _steps(bad: Sequence[Recovery]) -> str:
     numbers = list(dict.fromkeys(each.step for each in bad))
     said = ", ".join(map(str, numbers[:5])) + (" and others" if len(numbers) > 5 else "")
     return f"step {said}" if len(numbers) == 1 else f"steps {said}"
-
-
-_LAST = 1000  # good steps that are looked at
 
 
 def recommended(run: Run) -> list[str]:
@@ -346,49 +347,3 @@ def _at(series: Series, column: str, step: int) -> float | None:
 def _good(series: Series, column: str) -> list[float]:
     rows = zip(series[column][-_LAST:], series["skipped"][-_LAST:], strict=True)
     return [value for value, bad in rows if value is not None and not bad and math.isfinite(value)]
-
-
-_KEPT = 1000  # values of good steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """What was done about one bad step.
-
-    `tried` are the strategies that could not help, each with its reason, and `bad_in_a_row` is
-    which bad step of its streak this was. `back_at` is the step of a snapshot that was restored,
-    `checkpoint` the file that was loaded, None where there was none. `lr`, `scale` and `dtype`
-    (the narrowest of the parameters) are as they were found; None where there is none.
-
-    >>> Recovery(step=7, location="loss", strategy=RecoveryStrategy.SKIP_STEP, succeeded=True).lr
-    """
-
-    step: int
-    location: str
-    strategy: RecoveryStrategy
-    succeeded: bool
-    detail: str = ""
-    tried: tuple[tuple[RecoveryStrategy, str], ...] = ()
-    cause: str | None = None
-    module: str | None = None
-    bad_in_a_row: int = 1
-    back_at: int | None = None
-    checkpoint: str | None = None
-    lr: float | None = None
-    scale: float | None = None
-    dtype: str | None = None
-
-
-class Observed:
-    """Finite values of the last good steps; tensors are read only when they are asked for."""
-
-    def __init__(self) -> None:
-        self._values: deque[Any] = deque(maxlen=_KEPT)
-
-    def add(self, value: Any) -> None:
-        # A loss must not keep its graph alive.
-        self._values.append(value.detach() if hasattr(value, "detach") else value)
-
-    def values(self) -> list[float]:
-        """Oldest first."""
-        return [number for number in map(float, self._values) if math.isfinite(number)]

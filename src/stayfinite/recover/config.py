@@ -98,12 +98,16 @@ class RecoveryConfig:
     def __post_init__(self) -> None:
         for name in ("primary_strategy", "fallback_strategy"):
             object.__setattr__(self, name, strategy_of(getattr(self, name), name))
-        object.__setattr__(self, "ladder", tuple(_rung(given) for given in _listed(self.ladder)))
+        if not isinstance(self.ladder, (list, tuple)):
+            raise ConfigError(
+                f"ladder is {self.ladder!r}; "
+                "it must be a list of Rung(strategy, budget) or strategy names."
+            )
+        object.__setattr__(self, "ladder", tuple(map(_rung, self.ladder)))
         if isinstance(self.checkpoint_path, os.PathLike):
             object.__setattr__(self, "checkpoint_path", os.fspath(self.checkpoint_path))
-        problems = [*_wrong_numbers(self), *_wrong_choices(self)]
-        if problems:
-            raise ConfigError(" ".join(problems))
+        if problems := " ".join(_problems(self)):
+            raise ConfigError(problems)
 
     @property
     def strategies(self) -> tuple[RecoveryStrategy, ...]:
@@ -122,14 +126,6 @@ def strategy_of(given: Any, name: str) -> RecoveryStrategy:
     except ValueError:
         known = ", ".join(repr(strategy.value) for strategy in RecoveryStrategy)
         raise ConfigError(f"{name} is {given!r}; it must be one of {known}.") from None
-
-
-def _listed(ladder: Any) -> list[Any]:
-    if isinstance(ladder, (list, tuple)):
-        return list(ladder)
-    raise ConfigError(
-        f"ladder is {ladder!r}; it must be a list of Rung(strategy, budget) or strategy names."
-    )
 
 
 def _rung(given: Any) -> Rung:
@@ -189,7 +185,7 @@ _NUMBERS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def _wrong_numbers(config: RecoveryConfig) -> Iterator[str]:
+def _problems(config: RecoveryConfig) -> Iterator[str]:
     for name, accepts, accepted in _NUMBERS:
         value = getattr(config, name)
         if not accepts(value):
@@ -197,9 +193,6 @@ def _wrong_numbers(config: RecoveryConfig) -> Iterator[str]:
     for name in ("skip_batch_after_nan", "drop_whole_tensors", "lower_lr_goes_back"):
         if not isinstance(getattr(config, name), bool):
             yield f"{name} is {getattr(config, name)!r}; it must be True or False."
-
-
-def _wrong_choices(config: RecoveryConfig) -> Iterator[str]:
     function, slots = config.custom_recovery_fn, config.snapshot_slots
     path = config.checkpoint_path
     if path is not None and not (isinstance(path, str) and path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -85,7 +86,9 @@ class Float32Forward:
             return self._without_autocast(devices[1:], given)
 
     def _in_float32(self, given: Any) -> Any:
-        raised = tree_map(_raised, given)
+        raised = tree_map(
+            lambda x: x.float() if isinstance(x, Tensor) and x.dtype in HALF else x, given
+        )
         half = {name: t for name, t in _tensors(self._module).items() if t.dtype in HALF}
         if not half:
             return self._forward(raised)
@@ -100,7 +103,7 @@ class Float32Forward:
     def _forward(self, given: Any, tensors: dict[str, Tensor] | None = None) -> Any:
         """The module's own forward, with other tensors in the place of its own.
 
-        functional_call would run the module's hooks a second time.
+        The public functional_call would run the module's hooks a second time.
         """
         args, kwargs = given
         with _reparametrize_module(self._module, tensors or {}, tie_weights=True):
@@ -137,6 +140,7 @@ class Float32Forward:
 
     def _tried_out(self, given: Any) -> Dtypes:
         """The dtypes that a call used to return, found without computing; empty if that fails."""
+        # Nobody's dispatch mode may see a call that is only pretended; there is no public switch.
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         try:
             with _disable_current_modes(), fake, torch.no_grad(), _quiet(self._module):
@@ -173,10 +177,6 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _raised(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in HALF else leaf
-
-
 def _is_float32(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype is torch.float32
 
@@ -189,9 +189,6 @@ def _autocast_devices(module: nn.Module, given: Any) -> list[str]:
     return [each for each in available if torch.is_autocast_enabled(each)]
 
 
-_DEVICES = ("cpu", "cuda")
-
-
 @contextlib.contextmanager
 def raised(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """A block in which the modules compute in this type and nobody casts to a lower one.
@@ -199,34 +196,31 @@ def raised(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     Only copies are computed with; parameters get their own memory back at the end.
     """
     inner = [module for root in modules for module in root.modules()]
-    params = list({id(p): p for module in inner for p in module._parameters.values()}.values())
-    memories = [(param, param.data, param.grad) for param in params if param is not None]
-    buffers = [(module, name, old) for module in inner for name, old in module._buffers.items()]
-    default = torch.get_default_dtype()
-    casting = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    no_autocast = wrapped(torch.autocast, "__enter__", _disabled)
-    try:
-        for param, memory, _ in memories:
+    params = {id(p): p for module in inner for p in module._parameters.values() if p is not None}
+    with contextlib.ExitStack() as undo:
+        undo.callback(wrapped(torch.autocast, "__enter__", _disabled).remove)
+        for param in params.values():
+            undo.callback(_give_back, param, param.data, param.grad)
             param.grad = None
-            param.data = _lifted(memory, dtype)
-        for module, name, old in buffers:
-            if old is not None:
-                module._buffers[name] = _lifted(old, dtype).clone()
+            param.data = _lifted(param.data, dtype)
+        for module in inner:
+            for name, buffer in module._buffers.items():
+                undo.callback(operator.setitem, module._buffers, name, buffer)
+                if buffer is not None:
+                    module._buffers[name] = _lifted(buffer, dtype).clone()
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(dtype)
-        for device in casting:
-            torch.set_autocast_enabled(device, False)
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                undo.callback(torch.set_autocast_enabled, device, True)
+                torch.set_autocast_enabled(device, False)
         yield
-    finally:
-        no_autocast.remove()
-        for device in casting:
-            torch.set_autocast_enabled(device, True)
-        torch.set_default_dtype(default)
-        for module, name, old in buffers:
-            module._buffers[name] = old
-        for param, memory, gradient in memories:
-            param.grad = None
-            param.data = memory
-            param.grad = gradient
+
+
+def _give_back(param: Tensor, memory: Tensor, gradient: Tensor | None) -> None:
+    param.grad = None  # of the higher type, which the memory cannot be given beside
+    param.data = memory
+    param.grad = gradient
 
 
 def _lifted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,16 +28,18 @@ from stayfinite.recover.actions import (
     rates_of,
     way_back,
 )
-from stayfinite.recover.advice import Observed, Past, Recovery, recommendations
+from stayfinite.recover.advice import Past, Recovery, recommendations
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.recover.policy import History, choose
 from stayfinite.snapshot import Snapshot, SnapshotRing, TrainingState
+from stayfinite.snapshot.copies import same
 from stayfinite.snapshot.walk import PARTS
 from stayfinite.training import params_of
 
 logger = logging.getLogger("stayfinite")
 
-Tried = list[tuple[RecoveryStrategy, str]]
+_ALL_BUT_LOADER = tuple(part for part in PARTS if part != "loader")
+_KEPT = 1000  # values of good steps
 
 
 class NaNRecoveryManager:
@@ -68,12 +74,14 @@ class NaNRecoveryManager:
         self.batches_to_skip = 0
         self._before = History()  # as of the last bad step
         self._good_since = 0
-        self._norms, self._losses, self._rates = Observed(), Observed(), Observed()
+        # Of good steps; tensors are read only when they are asked for.
+        self._norms, self._losses, self._rates = (deque[Any](maxlen=_KEPT) for _ in range(3))
         self._recoveries: list[Recovery] = []
-        self._reached = Reached()
+        self._farthest = FarthestState()
         self._ring: SnapshotRing | None = None
-        self._members: tuple[Any, ...] = ()
-        self._undo: list[Callable[[], None]] = []
+        self._given: tuple[Any, ...] = ()  # whom the ring is for
+        self._state: TrainingState | None = None
+        self._raised = ExitStack()
         self._loads: list[int] = []  # what was loaded was last written then
 
     def recover(
@@ -90,15 +98,14 @@ class NaNRecoveryManager:
         """
         if nan_report is not None and not nan_report.has_nan:
             return True
-        is_known = bool(self._members) and self._members[1] is optimizer
-        situation = Situation(
-            model=model,
-            optimizer=optimizer,
-            scaler=scaler,
-            schedulers=self._several(2) if is_known else (),
-            averages=self._several(4) if is_known else (),
-            snapshots=self._ring if is_known else None,
-        )
+        situation = Situation(model=model, optimizer=optimizer, scaler=scaler)
+        if self._state is not None and self._given[1] is optimizer:
+            situation = dataclasses.replace(
+                situation,
+                schedulers=self._state.members.schedulers,
+                averages=self._state.members.averages,
+                snapshots=self._ring,
+            )
         reports = () if nan_report is None else (nan_report,)
         return self.respond(reports, situation, step=step).succeeded
 
@@ -112,27 +119,38 @@ class NaNRecoveryManager:
     ) -> Recovery:
         """Record a bad step, and do what the policy chooses; falls back while it cannot help."""
         trouble = Trouble(reports=tuple(reports), step=step, cause=cause)
-        facts = _facts(situation)
+        # Numbers that a recommendation needs, as the bad step found them.
+        rate = max(rates_of(situation.optimizer), default=None)
+        scale = current_scale(situation.scaler)
+        dtypes = {param.dtype for param in params_of(situation.optimizer)}
+        lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=None)
         self._before, self._good_since = self._history().after_bad_step(), 0
-        tried: Tried = []
-        strategy, done = self._first_that_helps(situation, trouble, tried)
-        self._remember(strategy, done)
+        tried: dict[RecoveryStrategy, str] = {}
+        while True:
+            strategy = choose(self.config, self._before, cannot=tried.keys())
+            answer = self._circle(strategy, situation) or self._act(strategy, situation, trouble)
+            if isinstance(answer, Done):
+                break
+            tried[strategy] = answer.reason
+        self._remember(strategy, answer)
         recovery = Recovery(
             step=step,
             location=trouble.report.location if trouble.report else "",
             strategy=strategy,
             succeeded=strategy is not RecoveryStrategy.ABORT,
-            detail=done.detail,
-            tried=tuple(tried),
+            detail=answer.detail,
+            tried=tuple(tried.items()),
             cause=cause,
             module=situation.module,
             bad_in_a_row=self._before.bad_in_a_row,
-            back_at=done.went_back_to,
-            checkpoint=done.loaded_from,
-            **facts,
+            back_at=answer.went_back_to,
+            checkpoint=answer.loaded_from,
+            lr=rate,
+            scale=scale,
+            dtype=None if lowest is None else str(lowest).removeprefix("torch."),
         )
         self._recoveries.append(recovery)
-        logger.info("step %d: %s: %s", step, strategy.value, done.detail)
+        logger.info("step %d: %s: %s", step, strategy.value, answer.detail)
         return recovery
 
     def record_good_step(
@@ -147,13 +165,11 @@ class NaNRecoveryManager:
         What is known of it makes get_recommendations() more concrete.
         """
         self._good_since += 1  # the rest is worked out when it matters
-        for kept, value in (
-            (self._norms, grad_norm),
-            (self._losses, loss),
-            (self._rates, lr),
-        ):
+        values = ((self._norms, grad_norm), (self._losses, loss), (self._rates, lr))
+        for kept, value in values:
             if value is not None:
-                kept.add(value)
+                # A loss must not keep its graph alive.
+                kept.append(value.detach() if isinstance(value, Tensor) else value)
 
     def should_abort(self) -> bool:
         """Whether the last bad step has used up what was allowed; a good step takes it back."""
@@ -169,9 +185,9 @@ class NaNRecoveryManager:
             Past(
                 recoveries=self._recoveries,
                 config=self.config,
-                norms=self._norms.values(),
-                losses=self._losses.values(),
-                rates=self._rates.values(),
+                norms=_finite(self._norms),
+                losses=_finite(self._losses),
+                rates=_finite(self._rates),
                 is_streak_over=self._good_since > 0,
             )
         )
@@ -190,11 +206,11 @@ class NaNRecoveryManager:
 
         `step` is by default the number of good steps so far.
         """
-        members = (model, optimizer, scheduler, scaler, ema)
-        if self._ring is None or [*map(id, members)] != [*map(id, self._members)]:
+        given = (model, optimizer, scheduler, scaler, ema)
+        if self._ring is None or not same(given, self._given):
             state = TrainingState(model, optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
             self._ring = SnapshotRing(state, slots=self.config.snapshot_slots)
-            self._members = members
+            self._given, self._state = given, state
         return self._ring.take(step=self._history().good if step is None else step)
 
     def take_skipped_batch(self) -> bool:
@@ -206,35 +222,23 @@ class NaNRecoveryManager:
 
     def undo_raised_precision(self) -> None:
         """Every module runs in its own precision again."""
-        while self._undo:
-            self._undo.pop()()
+        self._raised.close()
 
     def _history(self) -> History:
         if not self._good_since:
             return self._before
         return self._before.after_good_steps(self.config, self._good_since)
 
-    def _first_that_helps(
-        self, situation: Situation, trouble: Trouble, tried: Tried
-    ) -> tuple[RecoveryStrategy, Done]:
-        while True:
-            cannot = frozenset(strategy for strategy, _ in tried)
-            strategy = choose(self.config, self._before, cannot=cannot)
-            answer = self._circle(strategy, situation) or self._act(strategy, situation, trouble)
-            if isinstance(answer, Done):
-                return strategy, answer
-            tried.append((strategy, answer.reason))
-
     def _act(self, strategy: RecoveryStrategy, situation: Situation, trouble: Trouble) -> Answer:
         good, step = self._before.good, trouble.step
         if way_back(strategy, situation, self.config) is not None:
-            self._reached.leave(situation, step=step, good=good)
+            self._farthest.leave(situation, step=step, good=good)
         answer = act(strategy, situation, self.config, trouble)
         if strategy is RecoveryStrategy.ABORT:  # if it failed, there is nothing beyond it
             done = Done(answer.reason) if isinstance(answer, Cannot) else answer
-            return self._reached.given_up(done, situation, step=step, good=good)
+            return self._farthest.give_up(done, situation, step=step, good=good)
         if isinstance(answer, Done) and answer.went_back_to is not None:
-            self._reached.returned(answer.went_back_to, good=good)
+            self._farthest.note_return(answer.went_back_to, good=good)
         return answer
 
     def _circle(self, strategy: RecoveryStrategy, situation: Situation) -> Cannot | None:
@@ -255,33 +259,16 @@ class NaNRecoveryManager:
         if done.loaded_from is not None:
             self._loads.append(changed_at(str(self.config.checkpoint_path)))
         if done.undo is not None:
-            self._undo.append(done.undo)
+            self._raised.callback(done.undo)
         if strategy is RecoveryStrategy.REWIND:
             self.batches_to_skip = self.config.rewind_skip_batches
 
-    def _several(self, number: int) -> tuple[Any, ...]:
-        given = self._members[number] if self._members else None
-        if given is None:
-            return ()
-        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+def _finite(values: Iterable[Any]) -> list[float]:
+    return [number for number in map(float, values) if math.isfinite(number)]
 
 
-def _facts(situation: Situation) -> dict[str, Any]:
-    """Numbers that a recommendation needs, as the bad step found them."""
-    dtypes = {param.dtype for param in params_of(situation.optimizer)}
-    lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=None)
-    return {
-        "lr": max(rates_of(situation.optimizer), default=None),
-        "scale": current_scale(situation.scaler),
-        "dtype": None if lowest is None else str(lowest).removeprefix("torch."),
-    }
-
-
-_ALL_BUT_LOADER = tuple(part for part in PARTS if part != "loader")
-_PUT_BACK = "training stops here, with the weights from before it went back"
-
-
-class Reached:
+class FarthestState:
     """The good state that training left to go back, until it has come as far again.
 
     It is kept in the host's memory. Who gives up on the way gets it back: going back did not
@@ -305,11 +292,11 @@ class Reached:
         except Exception:
             logger.warning("the state before going back could not be kept", exc_info=True)
 
-    def returned(self, step: int, *, good: int) -> None:
+    def note_return(self, step: int, *, good: int) -> None:
         """A snapshot of `step` was restored."""
         self._returned = step, good
 
-    def given_up(self, done: Done, situation: Situation, *, step: int, good: int) -> Done:
+    def give_up(self, done: Done, situation: Situation, *, step: int, good: int) -> Done:
         """What giving up has come to: with the weights that were left, if those are farther."""
         if self._returned is None:
             return done
@@ -321,7 +308,8 @@ class Reached:
                 logger.warning("the state before going back could not be restored", exc_info=True)
             else:
                 drop_gradients(situation)
-                return Done(_PUT_BACK, went_back_to=self._kept.step)
+                put_back = "training stops here, with the weights from before it went back"
+                return Done(put_back, went_back_to=self._kept.step)
         back_at, before = self._returned
         if self._kept is not None or done.went_back_to is not None or good > before:
             return done

@@ -60,12 +60,11 @@ class History:
             rung=rung,
             uses=self.uses + 1 if rung == self.rung else 1,
         )
-        return used if back_at is None else used._after_return(back_at)
-
-    def _after_return(self, step: int) -> History:
-        if self.farthest is None or step > self.farthest:
-            return dataclasses.replace(self, returns=1, farthest=step)
-        return dataclasses.replace(self, returns=self.returns + 1)
+        if back_at is None:
+            return used
+        if self.farthest is None or back_at > self.farthest:
+            return dataclasses.replace(used, returns=1, farthest=back_at)
+        return dataclasses.replace(used, returns=self.returns + 1)
 
     def goes_in_circles(self, config: RecoveryConfig, *, back_at: int) -> bool:
         """Whether to go back there again would only lead to the same bad step once more."""

@@ -9,42 +9,37 @@ import os
 import shlex
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stayfinite.errors import CapsuleError, ConfigError
-from stayfinite.records import Incident, RunResult, from_json, to_json
+from stayfinite.errors import CapsuleError, ConfigError, SandboxError
+from stayfinite.records import Incident, from_json, to_json
+from stayfinite.runner.case import (
+    GRACE,
+    TRACE_ALL,
+    Case,
+    Replayed,
+    is_exact,
+    last_lines,
+    run_child,
+    sign_of_life,
+)
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import (
+    CapsuleWish,
     Plan,
-    ProcessRecord,
     first_incident,
-    launched,
     load_records,
-    ours,
+    our_own_writes,
     write_atomically,
 )
 from stayfinite.runner.sandbox import allowed_kinds
 from stayfinite.runner.script import Target, execute
-from stayfinite.runner.second_run import (
-    GRACE,
-    TRACE_ALL,
-    end,
-    has_incident,
-    last_lines,
-    sign_of_life,
-    start,
-    why_unheld,
-)
 from stayfinite.runner.seeds import recorded_seeds, write_seeds
+from stayfinite.settings import GuardSettings
 
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
-    from stayfinite.capsule.file import Unpacked
     from stayfinite.runner.watcher import Watch
 
 
@@ -52,38 +47,33 @@ _ENDING = ".capsule"
 _HEAD = b'"stayfinite":"1","capsule":'
 
 
-def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> dict[str, Any] | None:
+def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> CapsuleWish | None:
     """What a plan says of the capsule that is wanted; ConfigError if it cannot be written.
 
     `ranks` is how many a launcher has started, each with a run of its own.
     """
-    if options.capsule is None:
+    path = options.capsule
+    if path is None:
         if options.with_batch or options.no_source:
             raise ConfigError("--with-batch and --no-source are about a capsule; add --capsule.")
         return None
-    if (reason := _why_not(options.capsule)) is not None:
-        raise ConfigError(reason)
-    return {
-        "with_batch": options.with_batch,
-        "with_source": not options.no_source,
-        "cwd": cwd,
-        "ranks": ranks,
-    }
-
-
-def _why_not(path: str) -> str | None:
-    # Without torch, which the script must be the first to import.
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        return f"--capsule {path}: the folder {folder} is not there, or cannot be written."
+        raise ConfigError(
+            f"--capsule {path}: the folder {folder} is not there, or cannot be written."
+        )
     if os.path.isdir(path):
-        return f"--capsule {path} is a folder; give the path of a file in it."
-    if os.path.lexists(path) and not _looks_like_one(path):
-        return f"--capsule {path} is there already, and is no capsule; give another name."
-    return None
+        raise ConfigError(f"--capsule {path} is a folder; give the path of a file in it.")
+    if os.path.lexists(path) and not _is_capsule(path):
+        raise ConfigError(
+            f"--capsule {path} is there already, and is no capsule; give another name."
+        )
+    with_source = not options.no_source
+    return CapsuleWish(with_batch=options.with_batch, with_source=with_source, cwd=cwd, ranks=ranks)
 
 
-def _looks_like_one(path: str) -> bool:
+def _is_capsule(path: str) -> bool:
+    # Without torch, which the script must be the first to import.
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return _HEAD in file.read(200)
     return False
@@ -94,54 +84,45 @@ def keep_capsule(watch: Watch, incident: Incident) -> None:
 
     It is the process that knows which files it has imported, traced or not.
     """
-    guard, path = watch.guard, _path(watch.plan.folder, watch.pid)
-    is_exact = incident.origin is not None and incident.origin.exact
-    if guard is None or watch.plan.capsule is None or os.path.exists(path):
-        return
-    ours.is_writing = True  # asking git is not the script's doing either
-    try:
-        made = _made(guard if is_exact else None, incident, watch.plan)
-    finally:
-        ours.is_writing = False
-    _write(path, made)
+    wish, path = watch.plan.capsule, os.path.join(watch.plan.folder, f"{watch.pid}{_ENDING}")
+    if watch.guard is not None and wish is not None and not os.path.exists(path):
+        guard = watch.guard if is_exact(incident) else None
+        with our_own_writes():  # asking git is not the script's doing either
+            _write(path, _made(guard, incident, watch.plan, wish))
 
 
-def _made(guard: Any, incident: Incident, plan: Plan) -> Capsule:
+def _made(guard: Any, incident: Incident, plan: Plan, wish: CapsuleWish) -> Capsule:
     from stayfinite.guard.capsule_step import pass_capsule
 
-    wish, folder, root = plan.capsule or {}, _folder(plan), _root(plan)
-    command, ranks = _command(plan.command, folder, root), wish.get("ranks")
+    folder, root = _project(plan, wish)
+    words = plan.command
+    main = os.path.join(folder, os.path.basename(words[0])) if words else folder
+    is_file = main.endswith(".py") and os.path.isfile(main)
+    if not words or words[0] == "-m":
+        command = tuple(_named_within(word, root) for word in words)
+    else:
+        command = (_within(main if is_file else folder, root), *words[1:])
+    if wish.ranks is not None:
+        alone = ("--standalone", "--nproc-per-node", str(wish.ranks))
+        command = ("-m", "torch.distributed.run", *alone, *command)
     return pass_capsule(
         guard,
         incident,
         root=root,
         folder=_within(folder, root),
-        command=command if ranks is None else launched(command, ranks=ranks),
-        main=_main_file(plan.command, folder),
+        command=command,
+        main=(main,) if is_file else (),
         seeds=recorded_seeds(plan.folder),
-        with_batch=wish["with_batch"],
-        with_source=wish["with_source"],
-        config={name: value for name, value in plan.guard.items() if name != "folder"},
+        with_batch=wish.with_batch,
+        with_source=wish.with_source,
+        config={name: value for name, value in plan.config.items() if name != "folder"},
     )
 
 
-def _folder(plan: Plan) -> str:
-    """The one that files in the incident are relative to."""
-    return os.path.realpath(str(plan.guard.get("folder") or (plan.capsule or {})["cwd"]))
-
-
-def _root(plan: Plan) -> str:
-    """Where the project begins: the working folder if the script is in it."""
-    folder, cwd = _folder(plan), os.path.realpath((plan.capsule or {})["cwd"])
-    return cwd if f"{folder}{os.sep}".startswith(f"{cwd}{os.sep}") else folder
-
-
-def _command(words: tuple[str, ...], folder: str, root: str) -> tuple[str, ...]:
-    """The words that follow `python`, with the script named from the project."""
-    if not words or words[0] == "-m":
-        return tuple(_named_within(word, root) for word in words)
-    script = next(iter(_main_file(words, folder)), folder)
-    return (_within(script, root), *words[1:])
+def _project(plan: Plan, wish: CapsuleWish) -> tuple[str, str]:
+    """The folder of the script, and where its project begins: the working folder around it."""
+    folder, cwd = os.path.realpath(plan.guard.folder or wish.cwd), os.path.realpath(wish.cwd)
+    return folder, cwd if f"{folder}{os.sep}".startswith(f"{cwd}{os.sep}") else folder
 
 
 def _named_within(word: str, root: str) -> str:
@@ -151,187 +132,137 @@ def _named_within(word: str, root: str) -> str:
     return _within(path, root) if is_ours else word
 
 
-def _main_file(words: tuple[str, ...], folder: str) -> tuple[str, ...]:
-    """The script, if it is a file of its own."""
-    path = os.path.join(folder, os.path.basename(words[0])) if words else folder
-    return (path,) if path.endswith(".py") and os.path.isfile(path) else ()
-
-
 def _within(path: str, root: str) -> str:
     return os.path.relpath(path, root).replace(os.sep, "/")
 
 
-def deliver(scene: Scene, records: list[ProcessRecord], result: RunResult) -> list[str]:
-    """Put the capsule of the first incident where it was asked for; lines that say so."""
-    target = scene.options.capsule
-    if target is None or not result.incidents:
-        return []
+def deliver(case: Case) -> Case:
+    """Put the capsule of the first incident where it was asked for; a note says so."""
+    scene, incidents = case.scene, case.result.incidents
+    target, wish = scene.options.capsule, scene.plan.capsule
+    if target is None or wish is None or not incidents:
+        return case
     from stayfinite.capsule.make import told, with_files
 
-    first = result.incidents[0]
-    found = first_incident(records)
-    capsule = _traced(scene.plan.folder, first) or _made(None, first, scene.plan)
-    facts = {} if found is None else {"arm_at": found[0].arm_at, "seconds": found[0].seconds}
+    capsule = _traced(scene.plan.folder, incidents[0])
+    capsule = capsule or _made(None, incidents[0], scene.plan, wish)
+    record = case.first and case.first[0]
+    facts = {"arm_at": record.arm_at, "seconds": record.seconds} if record else {}
     capsule = dataclasses.replace(
-        with_files(capsule, _root(scene.plan)) if capsule.sources else capsule,
-        incident=told(first, with_source=not scene.options.no_source),
+        with_files(capsule, _project(scene.plan, wish)[1]) if capsule.sources else capsule,
+        incident=told(incidents[0], with_source=wish.with_source),
         config={**capsule.config, **facts},
     )
     try:
         _write(target, capsule)
     except CapsuleError as error:
-        return [str(error)]
+        return case.with_notes(str(error))
     name = shlex.quote(os.path.relpath(target, scene.cwd))
     without = "" if capsule.batch else " (without the batch)"
-    return [f"capsule: {name}{without}; to see it go bad elsewhere: stayfinite replay {name}"]
+    return case.with_notes(
+        f"capsule: {name}{without}; to see it go bad elsewhere: stayfinite replay {name}"
+    )
 
 
 def _traced(folder: str, incident: Incident) -> Capsule | None:
     """The capsule of the run that saw this incident exactly."""
     from stayfinite.capsule import read_capsule
 
+    def place(incident: Incident) -> Any:
+        origin = incident.origin
+        return None if origin is None else (origin.op, origin.node, origin.line, origin.phase)
+
     paths = glob.glob(os.path.join(glob.escape(folder), "**", f"*{_ENDING}"), recursive=True)
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         with contextlib.suppress(CapsuleError):
             capsule = read_capsule(path)
-            if _capsule_place(capsule.incident) == _capsule_place(incident):
+            if place(capsule.incident) == place(incident):
                 return capsule
     return None
-
-
-def _capsule_place(incident: Incident) -> Any:
-    origin = incident.origin
-    return None if origin is None else (origin.op, origin.node, origin.line, origin.phase)
-
-
-def _path(folder: str, pid: int) -> str:
-    return os.path.join(folder, f"{pid}{_ENDING}")
 
 
 def _write(path: str, capsule: Capsule) -> None:
     from stayfinite.capsule import write_capsule
 
-    ours.is_writing = True  # not the script's doing
-    try:
+    with our_own_writes():
         write_capsule(Path(path), capsule)
-    finally:
-        ours.is_writing = False
 
 
 ORDER = "STAYFINITE_CAPSULE"
 _RESULT = "replayed.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replayed:
-    """What came of a replay; `problem` and the last lines of the script if it did not get there."""
-
-    incident: Incident | None = None
-    problem: str | None = None
-    tail: tuple[str, ...] = ()
-
-
 def replay(capsule: Capsule, path: Path, *, seconds: float) -> Replayed:
     """Run the script of the capsule, which must be trusted; it is ended after so many seconds."""
+    is_step = capsule.code.kind == "step"
     if not capsule.sources or not capsule.code.command:
         raise CapsuleError(f"{path} has no source files to run; give the model with --model.")
-    if capsule.code.kind == "step" and (not capsule.batch or capsule.state is None):
+    if is_step and (not capsule.batch or capsule.state is None):
         raise CapsuleError(
             f"{path} was made without its batch or state, so its step cannot be run again. Make "
             "it anew with with_batch=True."
         )
-    with _replay_place() as folder:
-        scene = _scene(capsule, folder, path)
-        process = start(scene, scene.plan)
-        began = time.monotonic()
-        seen = 0.0
+    with tempfile.TemporaryDirectory(prefix="stayfinite-replay-") as name:
+        scene = _scene(capsule, Path(name).resolve(), path)
         try:
             with sign_of_life("running the script of the capsule, traced"):
-                while process.poll() is None:
-                    passed = time.monotonic() - began
-                    seen = seen or (passed if has_incident(scene.plan) else 0.0)
-                    if passed > seconds or (seen and passed > seen + GRACE):
-                        break
-                    time.sleep(min(0.5, 0.02 + passed / 20))
-        finally:
-            end(process)
-        if (reason := why_unheld(scene.plan)) is not None:
-            raise CapsuleError(f"{path} was not replayed: {reason}")
-        return _outcome(capsule, scene.plan, process.returncode)
-
-
-@contextmanager
-def _replay_place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="stayfinite-replay-") as name:
-        yield Path(name).resolve()
+                code = run_child(scene, scene.plan, seconds=seconds, grace=GRACE)
+        except SandboxError as error:
+            raise CapsuleError(f"{path} was not replayed: {error}") from None
+        if is_step:
+            incident, is_told = _told(scene.plan)
+        else:
+            found = first_incident(load_records(scene.plan.folder))
+            incident, is_told = (found[1] if found else None), found is not None or code == 0
+        if is_told:
+            return Replayed(incident=incident)
+        how = f"ended with exit code {code}" if code is not None and code >= 0 else "was ended"
+        return Replayed(
+            problem=f"the script {how} before it got there:", tail=last_lines(scene.plan)
+        )
 
 
 def _scene(capsule: Capsule, folder: Path, path: Path) -> Scene:
     from stayfinite.capsule.file import unpack
+    from stayfinite.capsule.make import usable
 
     unpacked = unpack(capsule, folder)
     for name in ("plan", "seeds"):
         (folder / name).mkdir()
     write_seeds(str(folder / "seeds"), capsule.seeds)
-    words = capsule.code.command
-    is_module = words[0] == "-m"
-    name, *args = words[1:] if is_module else words
     plan = Plan(
         folder=str(folder / "plan"),
-        guard={
-            "on_nan": "stop",
-            "max_scaler_skips": _whole(capsule.config.get("max_scaler_skips"), 20),
-            "folder": str(unpacked.project / capsule.code.folder),
-            **_tracing(capsule.config),
-        },
+        purpose="second",
+        guard=_settings(capsule.config, folder=str(unpacked.project / capsule.code.folder)),
         repeat=str(folder / "seeds"),
         sandboxes=allowed_kinds(),
         writable=(str(folder),),
     )
-    plan.save()
+    paths = [*map(str, unpacked.paths), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **usable(capsule.environment)}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    if capsule.code.kind == "step":
+        environment[ORDER] = str(path.resolve())
     return Scene(
-        target=Target(name=name, args=tuple(args), is_module=is_module),
+        target=Target.of(capsule.code.command),
         options=RunOptions(no_record=True),
         plan=plan,
         cwd=str(unpacked.project),
-        environment=_environment(capsule, unpacked, path),
+        environment=environment,
     )
 
 
-def _tracing(config: dict[str, Any]) -> dict[str, Any]:
-    """From the start where that is cheap, as the second run was."""
-    seconds, arm_at = config.get("seconds"), config.get("arm_at")
-    is_long = isinstance(seconds, float) and seconds >= TRACE_ALL
-    if is_long and isinstance(arm_at, int):
-        return {"trace": "armed", "arm_at": arm_at}
-    return {"trace": "start", "arm_at": None}
-
-
-def _whole(value: Any, default: int) -> int:
-    return value if type(value) is int and value > 0 else default
-
-
-def _environment(capsule: Capsule, unpacked: Unpacked, path: Path) -> dict[str, str]:
-    from stayfinite.capsule.make import usable
-
-    here = os.environ.get("PYTHONPATH", "")
-    paths = [*map(str, unpacked.paths), *([here] if here else [])]
-    found = {**os.environ, **usable(capsule.environment), "PYTHONPATH": os.pathsep.join(paths)}
-    if capsule.code.kind == "step":
-        found[ORDER] = str(path.resolve())
-    return found
-
-
-def _outcome(capsule: Capsule, plan: Plan, code: int | None) -> Replayed:
-    if capsule.code.kind == "step":
-        incident, is_told = _told(plan)
-    else:
-        found = first_incident(load_records(plan.folder))
-        incident, is_told = (found[1] if found else None), found is not None or code == 0
-    if is_told:
-        return Replayed(incident=incident)
-    how = f"ended with exit code {code}" if code is not None and code >= 0 else "was ended"
-    return Replayed(problem=f"the script {how} before it got there:", tail=last_lines(plan))
+def _settings(config: dict[str, Any], *, folder: str) -> GuardSettings:
+    """Traced from the start where that is cheap, as the second run was."""
+    seconds, arm_at, skips = (config.get(k) for k in ("seconds", "arm_at", "max_scaler_skips"))
+    usual = GuardSettings(
+        trace="start",
+        folder=folder,
+        max_scaler_skips=skips if type(skips) is int and skips > 0 else 20,
+    )
+    if isinstance(seconds, float) and seconds >= TRACE_ALL and isinstance(arm_at, int):
+        return dataclasses.replace(usual, trace="armed", arm_at=arm_at)
+    return usual
 
 
 def _told(plan: Plan) -> tuple[Incident | None, bool]:

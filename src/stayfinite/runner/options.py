@@ -10,9 +10,11 @@ from typing import Any, Literal
 from stayfinite.errors import ConfigError
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.script import Target
+from stayfinite.settings import GuardSettings
 
 
-def _option(default: Any, help: str) -> Any:
+def option(default: Any, help: str) -> Any:
+    """A field of options, with the help of its flag."""
     return field(default=default, metadata={"help": help})
 
 
@@ -20,39 +22,39 @@ def _option(default: Any, help: str) -> Any:
 class RunOptions:
     """How a script is watched and what is done about an incident."""
 
-    on_nan: Literal["stop", "warn", "recover"] = _option(
+    on_nan: Literal["stop", "warn", "recover"] = option(
         "stop",
         "stop: end the script before the update, exit code 3. warn: report and go on. "
         "recover: leave bad updates out, and do more if they go on; exit code 3 if nothing helps.",
     )
-    second_run: Literal["auto", "always", "never"] = _option(
+    second_run: Literal["auto", "always", "never"] = option(
         "auto",
         "Find the exact operation by running the script again with the tracer on. "
         "auto: if the first run took under 5 minutes and did no more than write files; "
         "the second cannot change yours.",
     )
-    trace: bool = _option(False, "Trace from the start, which is slower; no second run is needed.")
-    max_scaler_skips: int = _option(
+    trace: bool = option(False, "Trace from the start, which is slower; no second run is needed.")
+    max_scaler_skips: int = option(
         20, "Loss-scale overflows in a row that are still taken for normal."
     )
-    prove: int = _option(
+    prove: int = option(
         30,
         "Seconds for trying changes of the source after an incident (the first one with which the "
         "script stays finite is shown), and for experiments on the bad step. 0: none.",
     )
-    json: str | None = _option(None, "Write the result to this file, as JSON.")
-    run_dir: str | None = _option(
+    json: str | None = option(None, "Write the result to this file, as JSON.")
+    run_dir: str | None = option(
         None, "Record the run in this folder; else in stayfinite-runs/<time>-<script>."
     )
-    no_record: bool = _option(False, "Do not record the run.")
-    capsule: str | None = _option(
+    no_record: bool = option(False, "Do not record the run.")
+    capsule: str | None = option(
         None, "After an incident, write what replays it elsewhere to this file."
     )
-    with_batch: bool = _option(
+    with_batch: bool = option(
         False, "Put the batch, and values computed from it, into the capsule too."
     )
-    no_source: bool = _option(False, "Leave your source files out of the capsule.")
-    verbose: bool = _option(False, "Show the whole report.")
+    no_source: bool = option(False, "Leave your source files out of the capsule.")
+    verbose: bool = option(False, "Show the whole report.")
 
     def __post_init__(self) -> None:
         if self.max_scaler_skips < 1:
@@ -61,12 +63,9 @@ class RunOptions:
             )
         if self.prove < 0:
             raise ConfigError(f"prove is {self.prove}; it must be a number of seconds, or 0.")
-        if self.capsule is not None:
-            object.__setattr__(self, "capsule", os.path.abspath(self.capsule))
-        if self.json is not None:
-            object.__setattr__(self, "json", os.path.abspath(self.json))
-        if self.run_dir is not None:
-            object.__setattr__(self, "run_dir", os.path.abspath(self.run_dir))
+        for name in ("capsule", "json", "run_dir"):  # the script may change the folder
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, os.path.abspath(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +92,11 @@ class Scene:
         return shlex.join(["stayfinite", "run", *given, *extra, *self.target.command])
 
 
-def guard_data(options: RunOptions, target: Target) -> dict[str, object]:
-    """The fields of GuardSettings for a first run with these options."""
-    return {
-        "on_nan": options.on_nan,
-        "max_scaler_skips": options.max_scaler_skips,
-        "trace": "start" if options.trace else "never",
-        "folder": target.folder,
-    }
+def first_settings(options: RunOptions, target: Target) -> GuardSettings:
+    """How the guard of a first run with these options watches."""
+    return GuardSettings(
+        on_nan=options.on_nan,
+        max_scaler_skips=options.max_scaler_skips,
+        trace="start" if options.trace else "never",
+        folder=target.folder,
+    )

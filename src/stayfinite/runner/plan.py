@@ -10,40 +10,79 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from stayfinite.errors import RecordError
+from stayfinite.files import replace_file
 from stayfinite.records import Aftermath, Incident, RunResult, from_json, to_json
+from stayfinite.settings import GuardSettings
 from stayfinite.text import what_was_done
 
 MAIN = "main"  # the key of the process that the script begins in
 VARIABLE = "STAYFINITE_PLAN"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+Purpose = Literal["run", "second", "trial", "lab", "preflight"]
+
 ours = threading.local()  # `is_writing` while a file is written that is not the script's doing
+
+
+@contextmanager
+def our_own_writes() -> Iterator[None]:
+    """A block in which nothing that this thread does is the script's doing."""
+    before, ours.is_writing = getattr(ours, "is_writing", False), True
+    try:
+        yield
+    finally:
+        ours.is_writing = before
+
+
+def write_atomically(path: str, text: str) -> None:
+    """Write the file in one move, on our own account."""
+    with our_own_writes():
+        replace_file(path, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapsuleWish:
+    """What goes into the capsule of the first incident; `ranks` if a launcher started some."""
+
+    with_batch: bool
+    with_source: bool
+    cwd: str
+    ranks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabOrder:
+    """The incident that experiments are made on, for how long, and where the diagnosis goes."""
+
+    incident: Incident
+    seconds: float
+    result: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Where a process reports to, how its guard watches, and what it repeats.
 
-    `folder` belongs to one run of the script and all its processes. `guard` has the fields
-    of GuardSettings, as data, because that class cannot be imported before torch.
+    `folder` belongs to one run of the script and all its processes. `purpose` is what the run is
+    made for: the user's own, one that is traced, one with a change, experiments, or a preflight.
     `pid` is the process that reports for all; `ends_peers` is false where a launcher ends them.
     `repeat` is the folder of an earlier run whose generator states are given back.
     `run_dir` is where steps and incidents are recorded, if they are.
-    `capsule` says what goes into the capsule of the first incident, if one is wanted.
     `instead` has other text for source files: path -> path of the text.
-    `lab` has the incident that experiments are made on, the seconds, and where the result goes.
     `sandboxes` are the kinds in which a run that is not the user's own may be made, `sandbox` the
     one it is in, `writable` folders besides `folder` that it may write; it does not see `hidden`
     paths, which an earlier run has made.
     """
 
     folder: str
-    guard: dict[str, Any] = field(default_factory=dict)
+    purpose: Purpose = "run"
+    guard: GuardSettings = field(default_factory=GuardSettings)
     repeat: str | None = None
     started: float = field(default_factory=time.time)
     pid: int = field(default_factory=os.getpid)
@@ -51,8 +90,8 @@ class Plan:
     run_dir: str | None = None
     command: tuple[str, ...] = ()
     instead: dict[str, str] = field(default_factory=dict)
-    capsule: dict[str, Any] | None = None
-    lab: dict[str, Any] | None = None
+    capsule: CapsuleWish | None = None
+    lab: LabOrder | None = None
     sandboxes: tuple[str, ...] = ()
     sandbox: str | None = None
     writable: tuple[str, ...] = ()
@@ -63,18 +102,30 @@ class Plan:
         return os.path.join(self.folder, f"plan-{self.pid}.json")
 
     @property
+    def script_folder(self) -> str:
+        """The folder that paths in a report are relative to."""
+        return self.guard.folder or os.getcwd()
+
+    @property
     def stops(self) -> bool:
         """Whether the first incident ends the script."""
-        return bool(self.guard.get("on_nan", "stop") == "stop")
+        return self.guard.on_nan == "stop"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What a record of the run says of its settings: those of `run`, and unusual ones."""
+        always = ("on_nan", "max_scaler_skips", "trace", "folder")
+        usual = vars(GuardSettings())
+        return {k: v for k, v in vars(self.guard).items() if k in always or v != usual[k]}
 
     def what_follows(self, incident: Incident) -> str:
         """What becomes of the script, in a few words."""
-        if self.guard.get("on_nan") == "recover":
+        if self.guard.on_nan == "recover":
             return what_was_done(incident)
         return "ending the run" if self.stops else "the script goes on"
 
     def with_guard(self, **changes: Any) -> Plan:
-        return dataclasses.replace(self, guard={**self.guard, **changes})
+        return dataclasses.replace(self, guard=dataclasses.replace(self.guard, **changes))
 
     def save(self) -> None:
         write_atomically(self.path, to_json(self))
@@ -86,23 +137,6 @@ def read_plan(path: str) -> Plan:
         return from_json(Plan, file.read())
 
 
-def write_atomically(path: str, text: str) -> None:
-    """Write the file so that a reader sees the old content or the new one, never a part."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}")
-    ours.is_writing = True
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    finally:
-        ours.is_writing = False
-
-
 def child_command(target: list[str], *, key: str, flags: list[str] | None = None) -> list[str]:
     """The command that runs the target as a watched process of an existing plan."""
     boot = f"import sys; sys.path.insert(0, {ROOT!r}); from stayfinite.runner.run import main"
@@ -111,10 +145,16 @@ def child_command(target: list[str], *, key: str, flags: list[str] | None = None
     return [sys.executable, *flags, "-c", f"{boot}; main(key={key!r})", *target]
 
 
-def launched(words: tuple[str, ...], *, ranks: int) -> tuple[str, ...]:
-    """What follows `python` to start so many ranks of a script here."""
-    alone = ("--standalone", "--nproc-per-node", str(ranks))
-    return ("-m", "torch.distributed.run", *alone, *words)
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One thing that a script did, or is about to do; `words` follow "the script".
+
+    `path` is that of a file or folder, if it is about one; `is_new`: it was not there before.
+    """
+
+    words: str
+    path: str | None = None
+    is_new: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,15 +249,3 @@ def _age(incident: Incident) -> tuple[bool, int, float]:
     # A rank that only received the value through a collective is never where it began.
     received = incident.origin is not None and incident.origin.phase == "distributed"
     return received, incident.step, incident.time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effect:
-    """One thing that a script did, or is about to do; `words` follow "the script".
-
-    `path` is that of a file or folder, if it is about one; `is_new`: it was not there before.
-    """
-
-    words: str
-    path: str | None = None
-    is_new: bool = False

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from types import ModuleType
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.prevent.risks import Risk, said_once
-from stayfinite.records import RunResult, from_data, to_data, to_json
-from stayfinite.runner.imports import after_import
+from stayfinite.records import from_data, to_data, to_json
+from stayfinite.runner.case import refusal, why_unheld
+from stayfinite.runner.options import option
 from stayfinite.runner.plan import (
     MAIN,
     VARIABLE,
@@ -27,16 +28,13 @@ from stayfinite.runner.plan import (
     write_atomically,
 )
 from stayfinite.runner.sandbox import allowed_kinds
-from stayfinite.runner.script import Target, problem, watch_unraisable
-from stayfinite.runner.second_run import refusal, why_unheld
-from stayfinite.runner.watcher import PREFLIGHT, Watch, end_peers_soon
+from stayfinite.runner.script import Target, problem
+from stayfinite.runner.watcher import Watch, end_peers_soon
 from stayfinite.safely import say, step_aside
+from stayfinite.settings import GuardSettings
 from stayfinite.text import count
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from stayfinite.prevent.preflight.rehearsal import ScriptRehearsal
 
 
@@ -46,16 +44,12 @@ SCHEMA = 1
 Verdict = Literal["clean", "risks", "script-error"]
 
 
-def _option(default: object, help: str) -> object:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PreflightOptions:
     """What `preflight` can be told."""
 
-    json: str | None = _option(None, "Write all risks to this file, as JSON.")  # type: ignore[assignment]
-    verbose: bool = _option(False, "Show those of low level too.")  # type: ignore[assignment]
+    json: str | None = option(None, "Write all risks to this file, as JSON.")
+    verbose: bool = option(False, "Show those of low level too.")
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -71,10 +65,6 @@ class Findings:
     steps: int = 0
     risks: tuple[Risk, ...] = ()
 
-    @property
-    def warnings(self) -> list[Risk]:
-        return [risk for risk in self.risks if risk.is_warning]
-
 
 def preflight(target: Target, *, options: PreflightOptions) -> None:
     """Run the target up to its second update and leave the process with the exit code that is due.
@@ -83,12 +73,12 @@ def preflight(target: Target, *, options: PreflightOptions) -> None:
     """
     if (reason := problem(target)) is not None:
         raise ConfigError(reason)
-    if options.json is not None:
-        _write(options.json, Findings(exit="script-error"))
+    _write(Findings(exit="script-error"), options)
     with tempfile.TemporaryDirectory(prefix="stayfinite-", ignore_cleanup_errors=True) as folder:
         plan = Plan(
             folder=folder,
-            guard={"purpose": PREFLIGHT, "folder": target.folder},
+            purpose="preflight",
+            guard=GuardSettings(folder=target.folder),
             sandboxes=allowed_kinds(),
         )
         plan.save()
@@ -105,10 +95,8 @@ def _run(plan: Plan, target: Target) -> int:
         child_command(target.command, key=MAIN), env={**os.environ, VARIABLE: plan.path}
     )
     while True:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # the script has heard it too
             return process.wait()
-        except KeyboardInterrupt:
-            continue  # the script has heard it too
 
 
 def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
@@ -116,29 +104,24 @@ def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
     steps, risks = found_in(plan.folder)
     records = load_records(plan.folder)
     stopped = any(record.stopped for record in records)
-    findings = Findings(
-        exit=_verdict(steps, risks, has_failed=bool(code) and not stopped),
-        steps=steps,
-        risks=tuple(said_once(risks)),
-    )
-    if options.json is not None:
-        _write(options.json, findings)
+    verdict: Verdict = "risks" if any(risk.is_warning for risk in risks) else "clean"
+    if (code and not stopped) or not steps:
+        verdict = "script-error"
+    findings = Findings(exit=verdict, steps=steps, risks=tuple(said_once(risks)))
+    _write(findings, options)
     show(findings.risks, everything=options.verbose)
     say(_last_line(findings, code, stopped, refusal(records)))
-    return {"clean": CLEAN, "risks": RISKS, "script-error": FAILED}[findings.exit]
+    return {"clean": CLEAN, "risks": RISKS, "script-error": FAILED}[verdict]
 
 
-def _verdict(steps: int, risks: list[Risk], *, has_failed: bool) -> Verdict:
-    if has_failed or not steps:
-        return "script-error"
-    return "risks" if any(risk.is_warning for risk in risks) else "clean"
-
-
-def _write(path: str, findings: Findings) -> None:
+def _write(findings: Findings, options: PreflightOptions) -> None:
+    if options.json is None:
+        return
     try:
-        write_atomically(path, to_json(findings, indent=1) + "\n")
+        write_atomically(options.json, to_json(findings, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"{path!r} cannot be written: {error.strerror}.") from error
+        reason = f"{options.json!r} cannot be written: {error.strerror}."
+        raise ConfigError(reason) from error
 
 
 def _last_line(findings: Findings, code: int, stopped: bool, refused: str | None) -> str:
@@ -149,85 +132,72 @@ def _last_line(findings: Findings, code: int, stopped: bool, refused: str | None
     if not findings.steps:
         return "no backward pass and no optimizer step was seen, so nothing was checked."
     seen = "the script was ended after its first step" if stopped else "the script ended by itself"
-    low = len(findings.risks) - len(findings.warnings)
+    warnings = sum(risk.is_warning for risk in findings.risks)
+    low = len(findings.risks) - warnings
     noted = f", {low} of low level (--verbose shows them)" if low else ""
-    return f"{count(len(findings.warnings), 'risk')} found{noted}; {seen}."
+    return f"{count(warnings, 'risk')} found{noted}; {seen}."
 
 
 _NO_ERROR = "preflight has seen the first step; this is not an error."
 
 
-class RehearsalWatch(Watch):
+class RiskReporter:
     """Ends the script when it is about to make its second update, and leaves its risks on disk.
 
     Where it cannot have copies of the files that it changes, it is ended before the first change.
     """
 
-    def __init__(self, plan: Plan, *, key: str) -> None:
-        super().__init__(plan, key=key)
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._script: ScriptRehearsal | None = None
-        self._is_over = self._has_written = False
-        self._thread = threading.get_ident()
+        self._has_written = False
+        self._thread = 0
 
-    def start(self) -> None:
-        """Attach to this process, and to torch as soon as the script imports it."""
-        self._audit()
-        watch_unraisable()
-        after_import("torch", self._attach)
-
-    @property
-    def has_stopped(self) -> bool:
-        return self._is_over
-
-    def end(self) -> None:
-        """Judge what was recorded, if the script ended before its second update."""
-        with step_aside("judging the first steps"):
-            self._write()
-        super().end()
-
-    def mute(self) -> None:
-        self.is_muted = True
-        if self._script is not None:
-            self._script.detach()
-
-    def _result(self) -> RunResult:
-        return RunResult()
-
-    def _attach(self, torch: ModuleType) -> None:
+    def attach(self) -> Callable[[], None]:
         from stayfinite.prevent.preflight.rehearsal import ScriptRehearsal
 
-        if not self.is_muted:
-            folder = self.plan.guard.get("folder")
-            self._script = ScriptRehearsal(folder=folder, enough=self._enough)
-            self._script.attach()
-            self._thread = threading.get_ident()
+        folder = self._watch.plan.guard.folder
+        self._script = ScriptRehearsal(folder=folder, enough=self._end_script)
+        self._script.attach()
+        self._thread = threading.get_ident()
+        return self._script.detach
 
-    def _was_refused(self, effect: Effect) -> None:
-        super()._was_refused(effect)
-        if self.is_muted or self._has_ended or self._script is None:
+    def crashed(self, error: BaseException) -> None:
+        """It is the script's own; the risks that were seen before it are told."""
+
+    def refused(self, effect: Effect) -> None:
+        watch, script = self._watch, self._script
+        if watch.is_muted or watch.has_ended or script is None:
             return
-        is_enough = self._is_over or self._script.has_trained
-        if is_enough and threading.get_ident() == self._thread:  # else it cannot be ended here
-            self._enough()
+        # In another thread it cannot be ended.
+        is_here = threading.get_ident() == self._thread
+        if is_here and (watch.is_over or script.has_trained):
+            self._end_script()
 
-    def _enough(self) -> None:
-        self._is_over = True
+    def end(self) -> None:
         with step_aside("judging the first steps"):
             self._write()
+
+    def after_fork(self) -> bool:
+        return True
+
+    def _end_script(self) -> None:
+        self._watch.is_over = True
+        self.end()
         with step_aside("noting the end"):
-            self.save()
-            end_peers_soon(self)
+            self._watch.save()
+            end_peers_soon(self._watch)
         raise TrainingAbortedError(_NO_ERROR)
 
     def _write(self) -> None:
-        script = self._script
-        if script is None or self._has_written or self.is_muted:
+        script, folder = self._script, self._watch.plan.folder
+        if script is None or self._has_written or self._watch.is_muted:
             return
         self._has_written = True
         script.detach()
         found = {"steps": script.steps, "risks": to_data(script.risks())}
-        if os.path.isdir(self.plan.folder):
-            path = os.path.join(self.plan.folder, f"risks-{os.getpid()}.json")
+        if os.path.isdir(folder):
+            path = os.path.join(folder, f"risks-{os.getpid()}.json")
             write_atomically(path, json.dumps(found, allow_nan=False))
 
 
@@ -250,32 +220,27 @@ _NARROWEST = 20
 def show(risks: Iterable[Risk], *, everything: bool) -> None:
     """Print the warnings, and with `everything` those of low level too."""
     from rich.console import Console
-
-    console = Console(stderr=True, file=sys.stderr, highlight=False)
-    for risk in risks:
-        if risk.is_warning or everything:
-            _show(risk, console)
-
-
-def _show(risk: Risk, console: Console) -> None:
     from rich.text import Text
 
-    head = Text.assemble((f"{risk.level:<7}", _COLOURS[risk.level]), (risk.where, "bold"))
-    module = risk.evidence.get("module")
-    if module:
-        head.append(f" in {module}", "dim")
-    head.append(f"  {risk.cause}", "dim")
-    _print(head, console)
-    if code := risk.evidence.get("code"):
-        _print(Text(str(code), "cyan"), console, indent=9)
-    _print(Text(risk.what), console, indent=7)
-    _print(Text.assemble(("fix: ", "green"), risk.fix), console, indent=7)
-    console.print()
+    console = Console(stderr=True, file=sys.stderr, highlight=False)
 
+    def put(text: Text, *, indent: int = 0) -> None:
+        """Wrapped to the width of the terminal, without blanks at the ends of lines."""
+        for line in text.wrap(console, max(_NARROWEST, console.width - indent)):
+            line.rstrip()
+            line.pad_left(indent)
+            console.print(line, soft_wrap=True)
 
-def _print(text: Text, console: Console, *, indent: int = 0) -> None:
-    """Wrapped to the width of the terminal, without blanks at the ends of lines."""
-    for line in text.wrap(console, max(_NARROWEST, console.width - indent)):
-        line.rstrip()
-        line.pad_left(indent)
-        console.print(line, soft_wrap=True)
+    for risk in risks:
+        if not (risk.is_warning or everything):
+            continue
+        head = Text.assemble((f"{risk.level:<7}", _COLOURS[risk.level]), (risk.where, "bold"))
+        if module := risk.evidence.get("module"):
+            head.append(f" in {module}", "dim")
+        head.append(f"  {risk.cause}", "dim")
+        put(head)
+        if code := risk.evidence.get("code"):
+            put(Text(str(code), "cyan"), indent=9)
+        put(Text(risk.what), indent=7)
+        put(Text.assemble(("fix: ", "green"), risk.fix), indent=7)
+        console.print()

@@ -35,7 +35,7 @@ from stayfinite.runner.script import (
     without_our_frames,
 )
 from stayfinite.runner.verdict import signal_name
-from stayfinite.runner.watcher import Watch, end_peers, is_consequence, rank, watch_for, watch_group
+from stayfinite.runner.watcher import Watch, end_peers, is_consequence, rank, watch_group
 from stayfinite.safely import say, step_aside
 from stayfinite.text import one_line
 
@@ -66,7 +66,7 @@ def watch_children(watch: Watch) -> None:
 
 def join(plan_path: str, key: str) -> None:
     """Begin to watch this process, which a watched one has spawned."""
-    watch = watch_for(read_plan(plan_path), key=key)
+    watch = Watch(read_plan(plan_path), key=key)
     watch.listeners.append(tell_once)
     watch.start()
     watch_children(watch)
@@ -85,10 +85,15 @@ def exit_code(watch: Watch, ending: Ending) -> int:
 
 def deaths() -> dict[int, str]:
     """The processes that this one started and a signal ended, other than by being asked to end."""
-    process: Any = sys.modules.get("multiprocessing.process")
-    started = [] if process is None else list(process._dangling)
     asked = (-signal.SIGTERM, -signal.SIGINT)  # as a pool asks its workers
-    codes = {one.pid: one.exitcode for one in started if _is_own_child(one)}
+    # Of a process that another one has started, or that never was, there is no exit code.
+    codes = {
+        one.pid: one.exitcode
+        for one in _known_processes()
+        if getattr(one, "_parent_pid", None) == os.getpid()
+        and getattr(one, "_popen", None) is not None
+        and not _is_loader_worker(one)
+    }
     return {
         pid: signal_name(-code)
         for pid, code in codes.items()
@@ -96,11 +101,9 @@ def deaths() -> dict[int, str]:
     }
 
 
-def _is_own_child(process: Any) -> bool:
-    is_ours = getattr(process, "_parent_pid", None) == os.getpid()
-    return (
-        is_ours and getattr(process, "_popen", None) is not None and not _is_loader_worker(process)
-    )
+def _known_processes() -> list[Any]:
+    process: Any = sys.modules.get("multiprocessing.process")
+    return [] if process is None else list(process._dangling)
 
 
 def _forked(watch: Watch) -> None:
@@ -126,18 +129,13 @@ def _watch_spawn(module: ModuleType, watch: Watch) -> None:
     def get_preparation_data(name: str) -> dict[str, Any]:
         data: dict[str, Any] = theirs(name)
         with step_aside("watching a spawned process"):
-            is_loader = any(map(_is_loader_worker, _processes_named(name)))
+            is_loader = any(_is_loader_worker(o) for o in _known_processes() if o.name == name)
             if not watch.is_muted and (not is_loader or watch.plan.sandbox == "audit"):
                 # First in the dict, so that it is there before the script's main module is.
                 return {"stayfinite": _Ticket(watch, name), **data}
         return data
 
     module.get_preparation_data = get_preparation_data  # type: ignore[attr-defined]
-
-
-def _processes_named(name: str) -> list[Any]:
-    process: Any = sys.modules["multiprocessing.process"]
-    return [one for one in list(process._dangling) if one.name == name]
 
 
 def _is_loader_worker(process: Any) -> bool:
@@ -150,19 +148,15 @@ def _watch_processes(module: ModuleType, watch: Watch) -> None:
 
     def _bootstrap(self: Any, *args: Any, **options: Any) -> int:
         with step_aside("watching a child process"):
-            _begin(watch, self)
+            if _is_loader_worker(self):
+                watch.mute()
+            else:
+                watch.seeds.take_key_if_none(self.name)
+                self.run = _without_our_stop(self, self.run, watch)
         code: int = theirs(self, *args, **options)
         return exit_code(watch, Ending(code=code))
 
     module.BaseProcess._bootstrap = _bootstrap
-
-
-def _begin(watch: Watch, process: Any) -> None:
-    if _is_loader_worker(process):
-        watch.mute()
-        return
-    watch.seeds.take_key_if_none(process.name)
-    process.run = _without_our_stop(process, process.run, watch)
 
 
 def _without_our_stop(process: Any, theirs: Callable[[], None], watch: Watch) -> Callable[[], None]:
@@ -174,18 +168,14 @@ def _without_our_stop(process: Any, theirs: Callable[[], None], watch: Watch) ->
         except BaseException as error:
             if is_consequence(error, watch):
                 raise SystemExit(INCIDENT_CODE) from None
-            _show(process, error, sys._getframe(1))
+            # What multiprocessing prints for an error in run(), without the frame of this one.
+            frame, inner = sys._getframe(1), without_our_frames(error).__traceback__
+            error.__traceback__ = TracebackType(inner, frame, frame.f_lasti, frame.f_lineno)
+            sys.stderr.write(f"Process {process.name}:\n")
+            traceback.print_exception(error)
             raise SystemExit(1) from None
 
     return run
-
-
-def _show(process: Any, error: BaseException, frame: Any) -> None:
-    # What multiprocessing prints for an error in run(), without the frame of our own run().
-    inner = without_our_frames(error).__traceback__
-    error.__traceback__ = TracebackType(inner, frame, frame.f_lasti, frame.f_lineno)
-    sys.stderr.write(f"Process {process.name}:\n")
-    traceback.print_exception(error)
 
 
 def tell_once(watch: Watch, incident: Incident) -> None:
@@ -193,11 +183,9 @@ def tell_once(watch: Watch, incident: Incident) -> None:
 
     A parent that waits for this process for ever would otherwise never say why.
     """
-    marker = os.path.join(
-        watch.plan.folder, "told" if watch.plan.stops else f"told-{incident.step}"
-    )
+    name = "told" if watch.plan.stops else f"told-{incident.step}"
     try:
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        os.close(os.open(os.path.join(watch.plan.folder, name), os.O_CREAT | os.O_EXCL))
     except OSError:
         return
     say(f"{one_line(incident)}; {watch.plan.what_follows(incident)}.")
@@ -229,8 +217,10 @@ def watched(
     if sys.executable not in args:
         return args, env
     at = args.index(sys.executable)
-    flags, target = _split(list(args[at + 1 :]))
-    if not target:
+    flags, target = [], list(args[at + 1 :])
+    while target and target[0].startswith("-") and target[0] not in ("-m", "-c"):
+        flags.append(target.pop(0))
+    if not target or target[0] == "-c":
         return args, env
     command = child_command(target, key=rank_key(env), flags=flags)
     return (*args[:at], *command), {**env, VARIABLE: watch.plan.path}
@@ -239,13 +229,6 @@ def watched(
 def rank_key(env: Mapping[str, str]) -> str:
     """The key of the process that torchrun starts with these variables."""
     return f"rank-{env.get('RANK', '0')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    flags = []
-    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
-        flags.append(words.pop(0))
-    return flags, [] if words[:1] == ["-c"] else words
 
 
 # Runs that a launcher started side by side, one per rank, as `torchrun -m stayfinite run` does.
@@ -300,24 +283,21 @@ def leave_ranks(watch: Watch) -> None:
     """
     if watch.has_stopped:
         return
-    folder = glob.escape(watch.plan.folder)
+    folder = watch.plan.folder
     own = [f"process-{watch.pid}.json", watch.plan.path]
-    if not any(record.stopped for record in load_records(watch.plan.folder)):
+    if not any(record.stopped for record in load_records(folder)):
         own.append(f"seeds-{watch.key}.json")
-    for pattern in own:
-        for path in glob.glob(os.path.join(folder, os.path.basename(pattern))):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    for name in own:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))
     with contextlib.suppress(OSError):
-        os.rmdir(watch.plan.folder)
+        os.rmdir(folder)
 
 
 def _remove_stale() -> None:
+    """Take away the folders of launchers that are gone; where nobody can say so, none."""
     for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "stayfinite-*-*")):
         launcher = os.path.basename(path).split("-")[1]
-        if (
-            launcher.isdigit()
-            and not os.path.exists(f"/proc/{launcher}")
-            and os.path.isdir("/proc")
-        ):
+        is_gone = os.path.isdir("/proc") and not os.path.exists(f"/proc/{launcher}")
+        if launcher.isdigit() and is_gone:
             shutil.rmtree(path, ignore_errors=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,148 +13,112 @@ from stayfinite.errors import SandboxError
 from stayfinite.explain.proof import Trial, evidence_of, is_proven
 from stayfinite.patch.candidates import patches_for
 from stayfinite.patch.edit import Patch
-from stayfinite.records import Diagnosis, Incident, RunResult, from_data, from_json, to_data
+from stayfinite.records import Diagnosis, Incident, from_json
 from stayfinite.report.store.reading import Run
-from stayfinite.runner.options import Scene
-from stayfinite.runner.plan import Plan, ProcessRecord, first_incident, load_records
-from stayfinite.runner.second_run import (
-    Holding,
-    end,
+from stayfinite.runner.case import (
+    Case,
     has_incident,
-    holding,
     refusal,
+    run_child,
     sign_of_life,
-    start,
-    why_not,
-    why_unheld,
+    why_not_again,
 )
-from stayfinite.runner.watcher import Watch
+from stayfinite.runner.plan import Effect, LabOrder, load_records
+from stayfinite.runner.watcher import Watch, open_post
 from stayfinite.safely import step_aside
 from stayfinite.text import count
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-    from stayfinite.guard import Guard
     from stayfinite.guard.lab import Bench
 
-
-_TRIAL_PAUSE = 0.1  # seconds between two looks at a trial
 _FURTHER = 20  # steps beyond the bad one that a change has to hold for
+_SLOWER = 1.5  # a traced run, at least
 
 
-def try_changes(
-    scene: Scene, records: list[ProcessRecord], result: RunResult, budget: Budget
-) -> tuple[RunResult, list[str]]:
-    """The result with a change that cures its first incident, and lines that say more."""
-    found = next((i for i in result.incidents if i.origin is not None and i.origin.exact), None)
-    seen = first_incident(records)
-    if found is None or seen is None or not may_try(scene, records):
-        return result, []
-    folder = seen[0].folder or str(scene.plan.guard["folder"])
-    patches = patches_for(found, folder=folder, files=_own_files(scene, folder))
+def _may_try(case: Case) -> bool:
+    """Whether the script may be run again to prove something."""
+    scene = case.scene
+    return scene.options.prove > 0 and not scene.is_rank and why_not_again(case) is None
+
+
+def try_changes(case: Case) -> Case:
+    """The case with a change that cures its first exact incident, and notes that say more."""
+    scene, found, seen = case.scene, case.exact, case.first
+    if found is None or seen is None or not _may_try(case):
+        return case
+    patches = patches_for(found, folder=case.folder, files=_own_files(case))
     if not patches:
-        return result, []
+        return case
     reached = seen[0].seconds or 0.0
     if reached > scene.options.prove:
         command = scene.again("--prove", str(int(10 + 4 * reached)))
-        return result, [f"No change was tried, because that takes longer. To try some: {command}"]
+        return case.with_notes(
+            f"No change was tried, because that takes longer. To try some: {command}"
+        )
     try:
-        with sign_of_life(f"trying changes, for at most {max(1, budget.left):.0f} s"):
-            cured, tried = _first_that_holds(
-                scene, found, patches, budget, folder=folder, held=holding(scene, records)
-            )
+        with sign_of_life(f"trying changes, for at most {max(1, case.budget.left):.0f} s"):
+            cured, tried = _first_that_holds(case, found, patches)
     except SandboxError as error:
-        return result, [f"No change was tried: {error}"]
-    if cured is None:
-        return result, [_none_holds(tried, len(patches))]
-    incidents = tuple(cured if each is found else each for each in result.incidents)
-    return dataclasses.replace(result, incidents=incidents), []
+        return case.with_notes(f"No change was tried: {error}")
+    if cured is not None:
+        return case.with_incident(found, cured)
+    changes = count(tried, "change")
+    if tried < len(patches):
+        return case.with_notes(
+            f"{changes} of {len(patches)} tried in the time of --prove; none holds."
+        )
+    return case.with_notes(f"{changes} tried; none holds, so none is shown.")
 
 
-def _none_holds(tried: int, ideas: int) -> str:
-    if tried < ideas:
-        return f"{count(tried, 'change')} of {ideas} tried in the time of --prove; none holds."
-    return f"{count(tried, 'change')} tried; none holds, so none is shown."
-
-
-def _own_files(scene: Scene, folder: str) -> list[str]:
+def _own_files(case: Case) -> list[str]:
     """The script, and what it has imported of the same project."""
     from stayfinite.capsule.make import own_files
 
-    target = scene.target
-    path = os.path.join(scene.cwd, target.name)
+    target = case.scene.target
+    path = os.path.join(case.scene.cwd, target.name)
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
     script = [] if target.is_module or not os.path.exists(path) else [path]
     known = set(map(os.path.realpath, script))
-    return [*script, *(file for file in own_files(folder) if file not in known)]
+    return [*script, *(file for file in own_files(case.folder) if file not in known)]
 
 
 def _first_that_holds(
-    scene: Scene,
-    incident: Incident,
-    patches: list[Patch],
-    budget: Budget,
-    *,
-    folder: str,
-    held: Holding,
+    case: Case, incident: Incident, patches: list[Patch]
 ) -> tuple[Incident | None, int]:
     """The incident with the first change that holds, and how many were tried."""
     for number, patch in enumerate(patches):
-        if budget.left <= 0:
+        if case.budget.left <= 0:
             return None, number
-        trial = _try(scene, patch, incident, budget, number=number, held=held)
+        trial = _try(case, patch, incident, number=number)
         if trial.holds:
-            return _cured(incident, patch, trial, folder=folder), number + 1
+            return _cured(incident, patch, trial, folder=case.folder), number + 1
     return None, len(patches)
 
 
 def _cured(incident: Incident, patch: Patch, trial: Trial, *, folder: str) -> Incident:
     diagnosis = incident.diagnosis
     assert diagnosis is not None
+    sure = "proven" if is_proven(incident, changed_file=patch.file) else diagnosis.confidence
     diagnosis = dataclasses.replace(
         diagnosis,
         patch=patch.diff(folder=folder),
         evidence=(*diagnosis.evidence, evidence_of(trial, patch.what)),
+        confidence=sure,
     )
-    sure = "proven" if is_proven(incident, changed_file=patch.file) else diagnosis.confidence
-    return dataclasses.replace(incident, diagnosis=dataclasses.replace(diagnosis, confidence=sure))
+    return dataclasses.replace(incident, diagnosis=diagnosis)
 
 
-def _try(
-    scene: Scene, patch: Patch, incident: Incident, budget: Budget, *, number: int, held: Holding
-) -> Trial:
+def _try(case: Case, patch: Patch, incident: Incident, *, number: int) -> Trial:
     """Run the script with the change, until it goes bad, ends, or the time is up."""
-    folder = os.path.join(scene.plan.folder, f"trial-{number}")
-    os.mkdir(folder)
-    text = os.path.join(folder, "changed.py")
+    plan = case.plan_for("trial", f"trial-{number}", trace="never", arm_at=None)
+    text = os.path.join(plan.folder, "changed.py")
     with open(text, "w", encoding="utf-8", newline="") as file:
         file.write(patch.after)
-    plan = Plan(
-        folder=folder,
-        guard=scene.plan.guard,
-        repeat=scene.plan.folder,
-        run_dir=os.path.join(folder, "run"),
-        command=scene.plan.command,
-        instead={patch.file: text},
-        **held,
-    ).with_guard(on_nan="stop", trace="never", arm_at=None)
-    plan.save()
-    process = start(scene, plan)
-    try:
-        while process.poll() is None and budget.left > 0 and not has_incident(plan):
-            time.sleep(_TRIAL_PAUSE)
-        code = process.poll()
-    finally:
-        end(process)
-    if (reason := why_unheld(plan)) is not None:
-        raise SandboxError(reason)
-    return _judged(plan, incident, code)
-
-
-def _judged(plan: Plan, incident: Incident, code: int | None) -> Trial:
-    run = Run(Path(str(plan.run_dir)))
+    run_dir = os.path.join(plan.folder, "run")
+    plan = dataclasses.replace(plan, run_dir=run_dir, instead={patch.file: text})
+    code = run_child(case.scene, plan, seconds=case.budget.left, grace=0.0)
+    run = Run(Path(run_dir))
     run.refresh()
     losses = run.series["loss"] if run.ranks else []
     records = load_records(plan.folder)
@@ -170,32 +134,23 @@ def _judged(plan: Plan, incident: Incident, code: int | None) -> Trial:
     )
 
 
-_SLOWER = 1.5  # a traced run, at least
-_EXPERIMENT_PAUSE = 0.05
-
-
-def experiment(
-    scene: Scene, records: list[ProcessRecord], result: RunResult, budget: Budget
-) -> RunResult:
-    """The result with what experiments showed about its first incident."""
-    found = next((i for i in result.incidents if i.origin is not None and i.origin.exact), None)
-    seen = first_incident(records)
+def experiment(case: Case) -> Case:
+    """The case with what experiments showed about its first exact incident."""
+    found, seen = case.exact, case.first
     if found is None or found.diagnosis is None or seen is None:
-        return result
-    seconds = budget.left
+        return case
+    seconds = case.budget.left
     is_soon = (seen[0].seconds or 0.0) * _SLOWER < seconds
-    is_alone = not any(record.in_group or record.rank for record in records)
-    if not (is_soon and is_alone and hasattr(os, "fork") and may_try(scene, records)):
-        return result
+    is_alone = not any(record.in_group or record.rank for record in case.records)
+    if not (is_soon and is_alone and hasattr(os, "fork") and _may_try(case)):
+        return case
     with step_aside("making experiments"):
         with sign_of_life(f"making experiments on step {found.step}, for at most {seconds:.0f} s"):
-            whole = _whole(found, seen[0], scene)
-            diagnosis = _asked(scene, whole, seconds=seconds, held=holding(scene, records))
+            diagnosis = _ask(case, found, seconds=seconds)
         if diagnosis is not None:
-            better = dataclasses.replace(found, diagnosis=_joined(found.diagnosis, diagnosis))
-            incidents = tuple(better if each is found else each for each in result.incidents)
-            return dataclasses.replace(result, incidents=incidents)
-    return result
+            joined = _joined(found.diagnosis, diagnosis)
+            return case.with_incident(found, dataclasses.replace(found, diagnosis=joined))
+    return case
 
 
 def _joined(before: Diagnosis, after: Diagnosis) -> Diagnosis:
@@ -206,34 +161,17 @@ def _joined(before: Diagnosis, after: Diagnosis) -> Diagnosis:
     return dataclasses.replace(after, evidence=evidence, confidence=sure)
 
 
-def _whole(incident: Incident, record: ProcessRecord, scene: Scene) -> Incident:
-    """The incident with the whole path of its file."""
+def _ask(case: Case, incident: Incident, *, seconds: float) -> Diagnosis | None:
+    """What a run says that makes experiments; it knows the whole path of the incident's file."""
     origin = incident.origin
-    assert origin is not None
-    folder = record.folder or str(scene.plan.guard["folder"])
-    path = None if origin.file is None else os.path.join(folder, origin.file)
-    return dataclasses.replace(incident, origin=dataclasses.replace(origin, file=path))
-
-
-def _asked(scene: Scene, incident: Incident, *, seconds: float, held: Holding) -> Diagnosis | None:
-    folder = os.path.join(scene.plan.folder, "lab")
-    os.mkdir(folder)
-    path = os.path.join(folder, "diagnosis.json")
-    plan = Plan(
-        folder=folder,
-        guard=scene.plan.guard,
-        repeat=scene.plan.folder,
-        command=scene.plan.command,
-        lab={"incident": to_data(incident), "seconds": seconds, "result": path},
-        **held,
-    ).with_guard(on_nan="stop", trace="start", arm_at=None)
-    plan.save()
-    process, stop = start(scene, plan), time.monotonic() + seconds
-    try:
-        while process.poll() is None and time.monotonic() < stop:
-            time.sleep(_EXPERIMENT_PAUSE)
-    finally:
-        end(process)
+    if origin is not None and origin.file is not None:
+        origin = dataclasses.replace(origin, file=os.path.join(case.folder, origin.file))
+    incident = dataclasses.replace(incident, origin=origin)
+    plan = case.plan_for("lab", "lab", trace="start", arm_at=None)
+    path = os.path.join(plan.folder, "diagnosis.json")
+    order = LabOrder(incident=incident, seconds=seconds, result=path)
+    with contextlib.suppress(SandboxError):
+        run_child(case.scene, dataclasses.replace(plan, lab=order), seconds=seconds)
     if not os.path.exists(path):
         return None
     with open(path, encoding="utf-8") as file:
@@ -243,66 +181,52 @@ def _asked(scene: Scene, incident: Incident, *, seconds: float, held: Holding) -
 _leave = os._exit  # as it is before a watch makes it tell of the end
 
 
-class LabWatch(Watch):
+class LabReporter:
     """Runs the script to its bad step; from there children of it go on, and tell what they see."""
 
-    _bench: Bench | None = None
+    def __init__(self, watch: Watch, order: LabOrder) -> None:
+        self._watch, self._order = watch, order
+        self._bench: Bench | None = None
 
-    def __init__(self, plan: Plan, *, key: str) -> None:
-        super().__init__(plan, key=key)
-        assert plan.lab is not None
-        self._lab = plan.lab
-
-    def crashed(self, error: BaseException) -> None:
-        """The script died of an error of its own."""
-        if self._bench is not None and self._bench.is_child:
-            self._bench.crashed(error)
-
-    def end(self) -> None:
-        """The script is over; in a child that means that it stayed finite."""
-        if self._bench is not None and self._bench.is_child:
-            self._bench.answer(None)
-        super().end()
-
-    def after_fork(self) -> None:
-        """A child of ours is still the same script; one of the script's own is not."""
-        if self._bench is None or not self._bench.is_forking:
-            super().after_fork()
-
-    def _attach(self, torch: ModuleType) -> None:
-        super()._attach(torch)
-        if self._bench is not None and self.guard is not None:
-            self._bench.attach(self.guard)
-
-    def _new_guard(self) -> Guard:
+    def attach(self) -> Callable[[], None]:
         from stayfinite.guard.lab import Bench
 
         self._bench = Bench(
-            from_data(Incident, self._lab["incident"]),
-            folder=self.plan.folder,
-            result=self._lab["result"],
-            deadline=self.plan.started + float(self._lab["seconds"]),
+            self._order.incident,
+            folder=self._watch.plan.folder,
+            result=self._order.result,
+            deadline=self._watch.plan.started + self._order.seconds,
             leave=_leave,
         )
-        return super()._new_guard()
+        post = open_post(self._watch, on_incident=self._tell)
+        self._bench.attach(post.guard)
+        return post.close
 
-    def _heard(self, incident: Incident) -> None:
-        if self._bench is not None and self._bench.is_child:
-            self._bench.answer(incident)
+    def _child(self) -> Bench | None:
+        return self._bench if self._bench is not None and self._bench.is_child else None
 
+    def _tell(self, incident: Incident) -> None:
+        if (bench := self._child()) is not None:
+            bench.answer(incident)
 
-@dataclass
-class Budget:
-    """Seconds that may be spent in all."""
+    def crashed(self, error: BaseException) -> None:
+        if (bench := self._child()) is not None:
+            bench.crashed(error)
 
-    seconds: float
-    began: float = field(default_factory=time.monotonic)
+    def refused(self, effect: Effect) -> None:
+        """It is noted."""
 
-    @property
-    def left(self) -> float:
-        return self.began + self.seconds - time.monotonic()
+    def end(self) -> None:
+        """The script is over; in a child that means that it stayed finite."""
+        if (bench := self._child()) is not None:
+            bench.answer(None)
+        if self._watch.post is not None and not self._watch.is_muted:
+            self._watch.post.close()
 
-
-def may_try(scene: Scene, records: list[ProcessRecord]) -> bool:
-    """Whether the script may be run again to prove something."""
-    return scene.options.prove > 0 and not scene.is_rank and why_not(scene, records) is None
+    def after_fork(self) -> bool:
+        """A child of ours is still the same script; one of the script's own is not."""
+        if self._bench is not None and self._bench.is_forking:
+            return False
+        if self._watch.guard is not None:
+            self._watch.guard.after_fork()
+        return True

@@ -6,6 +6,7 @@ At the end of a run there is one result of all processes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import shutil
@@ -18,48 +19,24 @@ from pathlib import Path
 from stayfinite.errors import ConfigError, SandboxError
 from stayfinite.records import Exit, Incident, RunResult, to_json
 from stayfinite.report.store.writer import RESULT
-from stayfinite.runner import sandbox
+from stayfinite.runner import processes, sandbox, script
 from stayfinite.runner.capsules import ORDER, run_ordered, wish_of
-from stayfinite.runner.options import RunOptions, Scene, guard_data
+from stayfinite.runner.case import UNHELD, UNHELD_CODE, Budget, Case, Stage, run_stages
+from stayfinite.runner.options import RunOptions, Scene, first_settings
 from stayfinite.runner.plan import (
     MAIN,
     VARIABLE,
     Plan,
     ProcessRecord,
-    first_incident,
     load_records,
     merged_result,
     read_plan,
     write_atomically,
 )
-from stayfinite.runner.processes import (
-    deaths,
-    exit_code,
-    is_launched_rank,
-    launched_ranks,
-    leave_ranks,
-    rank_key,
-    records_of_ranks,
-    shared_folder,
-    speaks_for_ranks,
-    tell_once,
-    watch_children,
-)
-from stayfinite.runner.script import (
-    INCIDENT_CODE,
-    Ending,
-    Target,
-    ending_of,
-    execute,
-    flush,
-    leave,
-    problem,
-    watch_sudden_exit,
-    watch_threads,
-)
-from stayfinite.runner.second_run import UNHELD, UNHELD_CODE
+from stayfinite.runner.processes import exit_code, tell_once, watch_children
+from stayfinite.runner.script import INCIDENT_CODE, Ending, Target
 from stayfinite.runner.verdict import judge, last_line
-from stayfinite.runner.watcher import Watch, is_consequence, rank, run_folder, watch_for
+from stayfinite.runner.watcher import Watch, is_consequence, rank, run_folder
 from stayfinite.safely import beside_bars, say, step_aside
 from stayfinite.text import one_line
 
@@ -71,16 +48,16 @@ def run(target: Target, *, options: RunOptions) -> None:
 
     Raises ConfigError, before anything has run, for a target or a file that cannot be used.
     """
-    if (reason := problem(target)) is not None:
+    if (reason := script.problem(target)) is not None:
         raise ConfigError(reason)
     if _running:
         say("this script is already being watched; the inner `run` adds nothing.")
-        execute(target)
+        script.execute(target)
         return
     scene = _scene(target, options)
     _running.append(scene)
-    watch = Watch(scene.plan, key=rank_key(os.environ) if scene.is_rank else MAIN)
-    watch.listeners.append(lambda w, i: _heard(scene, i))
+    watch = Watch(scene.plan, key=processes.rank_key(os.environ) if scene.is_rank else MAIN)
+    watch.listeners.append(lambda watch, incident: _tell(scene, incident))
     watch_and_leave(watch, target, finish=lambda ending: close(scene, watch, ending))
 
 
@@ -95,22 +72,28 @@ def watch_and_leave(watch: Watch, target: Target, *, finish: Callable[[Ending], 
 
     watch.start()
     watch_children(watch)
-    watch_threads()
-    watch_sudden_exit(finish_here)
-    ending = ending_of(
-        lambda: execute(target),
+    script.watch_threads()
+    script.watch_sudden_exit(finish_here)
+    ending = script.ending_of(
+        lambda: script.execute(target),
         is_consequence=lambda error: is_consequence(error, watch),
         crashed=watch.crashed,
     )
-    leave(ending, finish_here(ending))
+    script.leave(ending, finish_here(ending))
 
 
 def _scene(target: Target, options: RunOptions) -> Scene:
-    is_rank = is_launched_rank()
+    is_rank = processes.is_launched_rank()
     if options.json is not None and (rank() == 0 or not is_rank):
-        _check_writable(options.json)
+        # Stands until the run has ended properly: a process that is killed is a script error.
+        begun = to_json(RunResult(exit="script-error"), indent=1)
+        try:
+            write_atomically(options.json, begun)
+        except OSError as error:
+            reason = f"{options.json!r} cannot be written: {error.strerror}."
+            raise ConfigError(reason) from error
     try:
-        folder = shared_folder() if is_rank else tempfile.mkdtemp(prefix="stayfinite-")
+        folder = processes.shared_folder() if is_rank else tempfile.mkdtemp(prefix="stayfinite-")
     except OSError as error:
         raise ConfigError(
             f"no temporary folder can be made ({error}); set TMPDIR to one that can be written."
@@ -118,35 +101,29 @@ def _scene(target: Target, options: RunOptions) -> Scene:
     started = time.time()
     plan = Plan(
         folder=folder,
-        guard=guard_data(options, target),
+        guard=first_settings(options, target),
         started=started,
         ends_peers=not is_rank,
         run_dir=run_folder(options, target, started=started, meet=folder if is_rank else None),
         command=tuple(target.command),
-        capsule=wish_of(options, os.getcwd(), ranks=launched_ranks() if is_rank else None),
+        capsule=wish_of(
+            options, os.getcwd(), ranks=processes.launched_ranks() if is_rank else None
+        ),
     )
     plan.save()
     return Scene(target=target, options=options, plan=plan, is_rank=is_rank)
 
 
-def _check_writable(path: str) -> None:
-    # Stands until the run has ended properly: a process that is killed is a script error.
-    begun = to_json(RunResult(exit="script-error"), indent=1)
-    try:
-        write_atomically(path, begun)
-    except OSError as error:
-        raise ConfigError(f"{path!r} cannot be written: {error.strerror}.") from error
-
-
-def _heard(scene: Scene, incident: Incident) -> None:
-    if os.getpid() != scene.plan.pid:
+def _tell(scene: Scene, incident: Incident) -> None:
+    """What is said and written at once, while the script goes on or unwinds."""
+    plan, path = scene.plan, scene.options.json
+    if os.getpid() != plan.pid:
         return  # a forked child, which tells by itself
-    tell_at_once(scene, incident)
-    if scene.options.json is not None and not scene.is_rank:
-        records = load_records(scene.plan.folder)
-        so_far = merged_result(records, only_first=scene.plan.stops)
-        so_far = dataclasses.replace(so_far, exit="incident")
-        write_atomically(scene.options.json, to_json(so_far, indent=1))
+    if not plan.stops:  # else the report follows soon enough
+        say(f"{one_line(incident)}; {plan.what_follows(incident)}.")
+    if path is not None and not scene.is_rank:
+        so_far = merged_result(load_records(plan.folder), only_first=plan.stops)
+        write_atomically(path, to_json(dataclasses.replace(so_far, exit="incident"), indent=1))
 
 
 _MOST_SHOWN = 3
@@ -156,61 +133,52 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
     """Say and save what was found; the result is the exit code of the run."""
     code = exit_code(watch, ending)
     with step_aside("the report"):
-        flush()
-        records = load_records(scene.plan.folder)
-        if scene.is_rank:
-            records = records_of_ranks(scene.plan.folder)
+        script.flush()
+        records = (processes.records_of_ranks if scene.is_rank else load_records)(scene.plan.folder)
         result = merged_result(records, only_first=scene.plan.stops)
         verdict = judge(
             records,
             result,
             recovers=scene.options.on_nan == "recover",
-            deaths=deaths(),
+            deaths=processes.deaths(),
             speaker=watch.pid,
             is_last=not scene.is_rank,
         )
         failed = verdict.failure is not None and not code
         if failed or any(record.stopped for record in records):
             code = INCIDENT_CODE
-        if not scene.is_rank or speaks_for_ranks(records, watch):
-            result = verdict.of(dataclasses.replace(result, exit=_exit_of(result, ending)))
+        if not scene.is_rank or processes.speaks_for_ranks(records, watch):
+            exit: Exit = "script-error" if ending.code else "finite"
+            exit = "incident" if result.incidents else exit
+            result = verdict.of(dataclasses.replace(result, exit=exit))
             result = _conclude(scene, records, result)
             ended = dataclasses.replace(ending, code=code)
             for remark in result.remarks if result.incidents else ():
                 say(remark)
             say(last_line(records, result, verdict, ended, scene.options.on_nan))
-    leave_ranks(watch) if scene.is_rank else shutil.rmtree(scene.plan.folder, ignore_errors=True)
+    if scene.is_rank:
+        processes.leave_ranks(watch)
+    else:
+        shutil.rmtree(scene.plan.folder, ignore_errors=True)
     return code
 
 
-def tell_at_once(scene: Scene, incident: Incident) -> None:
-    """One line while the script goes on; in stop mode the report follows soon enough."""
-    if not scene.plan.stops:
-        say(f"{one_line(incident)}; {scene.plan.what_follows(incident)}.")
-
-
 def _conclude(scene: Scene, records: list[ProcessRecord], result: RunResult) -> RunResult:
-    _write(scene, result)
-    notes: list[str] = []
+    stages: tuple[Stage, ...] = ()
     if result.incidents:
         # Late: a run that stays finite should not wait for the rules and changes that they import.
         from stayfinite.runner.capsules import deliver
-        from stayfinite.runner.prove import Budget, experiment, try_changes
+        from stayfinite.runner.prove import experiment, try_changes
         from stayfinite.runner.second_run import look_again
 
-        result, notes = look_again(scene, records, result)
-        _write(scene, result)
-        budget = Budget(scene.options.prove)
-        result, more = try_changes(scene, records, result, budget)
-        notes += more
-        _write(scene, result)
-        result = experiment(scene, records, result, budget)
-        _write(scene, result)
-        notes += deliver(scene, records, result)
-    folder = _folder(scene, records)
+        stages = (look_again, try_changes, experiment, deliver)
+    budget = Budget(scene.options.prove)
+    case = Case(scene=scene, records=records, result=result, budget=budget)
+    case = run_stages(case, *stages, save=functools.partial(_write, scene))
+    result = case.result
     for incident in _shown_in_full(scene, result.incidents):
-        _show(incident, folder=folder, verbose=scene.options.verbose)
-    for note in notes:
+        _show(incident, folder=Path(case.folder), verbose=scene.options.verbose)
+    for note in case.notes:
         say(note)
     if result.incidents and (run_dir := _recorded_in(scene)) is not None:
         name = shlex.quote(os.path.relpath(run_dir, scene.cwd))
@@ -256,11 +224,6 @@ def _write(scene: Scene, result: RunResult) -> None:
             say(f"{path} cannot be written any more: {error.strerror}.")
 
 
-def _folder(scene: Scene, records: list[ProcessRecord]) -> Path:
-    found = first_incident(records)
-    return Path((found and found[0].folder) or str(scene.plan.guard["folder"]))
-
-
 def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:
     try:
         from stayfinite.report.terminal import show
@@ -273,16 +236,10 @@ def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:
             raise error
 
 
-def _exit_of(result: RunResult, ending: Ending) -> Exit:
-    if result.incidents:
-        return "incident"
-    return "script-error" if ending.code else "finite"
-
-
 def main(*, key: str) -> None:
     """Run the target on the command line under the plan that the environment names."""
     sys.path.pop(0)  # the entry that the starting command added to find us
-    target = _target(sys.argv[1:])
+    target = Target.of(sys.argv[1:])
     plan = read_plan(os.environ.pop(VARIABLE)).with_guard(folder=target.folder)
     if key == MAIN:
         plan = dataclasses.replace(plan, pid=os.getpid(), sandbox=_held(plan, target))
@@ -290,7 +247,7 @@ def main(*, key: str) -> None:
     if (capsule := os.environ.pop(ORDER, None)) is not None:
         run_ordered(capsule, plan, target)
         return
-    watch = watch_for(plan, key=key)
+    watch = Watch(plan, key=key)
     if key != MAIN:
         watch.listeners.append(tell_once)
 
@@ -317,9 +274,3 @@ def _held(plan: Plan, target: Target) -> str | None:
     except SandboxError as error:
         write_atomically(os.path.join(plan.folder, UNHELD), str(error))
         sys.exit(UNHELD_CODE)
-
-
-def _target(words: list[str]) -> Target:
-    is_module = words[0] == "-m"
-    name, *args = words[1:] if is_module else words
-    return Target(name=name, args=tuple(args), is_module=is_module)

@@ -133,7 +133,9 @@ def _enter_overlay(folder: str, hidden: Sequence[str], near: Sequence[str]) -> N
     own, uppers = os.open(folder, os.O_PATH), os.path.join(folder, "view")
     os.makedirs(uppers, exist_ok=True)
     with open("/proc/self/mountinfo", "rb") as file:
-        points = {_unescaped(line.split()[4]) for line in file}
+        escaped = [line.split()[4] for line in file]
+    octal = re.compile(rb"\\([0-7]{3})")
+    points = {os.fsdecode(octal.sub(lambda m: bytes([int(m[1], 8)]), path)) for path in escaped}
     try:
         _set_read_only(libc, "/", True, recursive=True)
         if os.path.isdir("/dev/shm"):
@@ -153,7 +155,11 @@ def _enter_overlay(folder: str, hidden: Sequence[str], near: Sequence[str]) -> N
     if could_write and not os.access(cwd, os.W_OK):
         raise OSError(errno.EROFS, f"no view can be laid over {cwd}")
     for path in hidden:
-        _remove(path)
+        with contextlib.suppress(OSError):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
     if not is_root:
         _drop_capabilities(libc)
     with contextlib.suppress(OSError):
@@ -263,10 +269,6 @@ def _room() -> int:
     return _LARGEST_VIEW // 4
 
 
-def _unescaped(path: bytes) -> str:
-    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), path))
-
-
 def _bound_sockets() -> list[str]:
     """Files by which programs of this system can be talked to."""
     with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
@@ -290,14 +292,6 @@ def _drop_capabilities(libc: Any) -> None:
     if number is not None:
         header = struct.pack("=Ii", 0x20080522, 0)
         _call(libc.syscall, number, header, bytes(24))
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            os.unlink(path)
 
 
 # landlock

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import importlib.util
 import io
+import itertools
 import os
 import runpy
 import signal
@@ -20,7 +21,7 @@ import threading
 import traceback
 import types
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import TracebackType
@@ -38,6 +39,13 @@ class Target:
     name: str
     args: tuple[str, ...] = ()
     is_module: bool = False
+
+    @staticmethod
+    def of(words: Sequence[str]) -> Target:
+        """The target that these words name after `python`."""
+        is_module = words[0] == "-m"
+        name, *args = words[is_module:]
+        return Target(name=name, args=tuple(args), is_module=is_module)
 
     @property
     def command(self) -> list[str]:
@@ -72,19 +80,6 @@ def problem(target: Target) -> str | None:
 
 def execute(target: Target) -> None:
     """Run the target to its end in this process; what it raises leaves from here."""
-    main = _fresh_main()
-    if target.is_module:
-        _take_over("-m", target.args, folder=os.getcwd())
-        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
-    elif os.path.isdir(target.name) or zipfile.is_zipfile(target.name):
-        _take_over(target.name, target.args, folder=_absolute(target.name))
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-    else:
-        _take_over(target.name, target.args, folder=target.folder)
-        _run_file(main, _absolute(target.name))
-
-
-def _fresh_main() -> types.ModuleType:
     # Whoever started us may still hold code of the old __main__, so it is kept alive.
     _launcher.append(sys.modules["__main__"])
     main = types.ModuleType("__main__")
@@ -92,38 +87,33 @@ def _fresh_main() -> types.ModuleType:
         main.__annotations__ = {}
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    return main
-
-
-def _take_over(first: str, args: tuple[str, ...], *, folder: str) -> None:
-    sys.argv[:] = [first, *args]
+    # The interpreter joins and does not normalise: "../x.py" stays visible in __file__.
+    path = os.path.join(os.getcwd(), target.name)
+    is_package = not target.is_module and (os.path.isdir(path) or zipfile.is_zipfile(path))
+    sys.argv[:] = ["-m" if target.is_module else target.name, *target.args]
     if not sys.flags.safe_path:
-        sys.path[0] = folder
+        sys.path[0] = path if is_package else target.folder
+    # The private one of runpy is what `python -m` itself calls: the module is the true __main__.
+    if target.is_module:
+        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
+    elif is_package:
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    else:
+        _run_file(main, path)
 
 
 def _run_file(main: types.ModuleType, path: str) -> None:
-    loader = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
-    main.__loader__ = loader("__main__", path)
+    is_compiled = path.endswith(".pyc")
+    main.__loader__ = (SourcelessFileLoader if is_compiled else SourceFileLoader)("__main__", path)
     main.__file__ = path
     main.__dict__["__cached__"] = None
-    exec(_code(path), main.__dict__)
-
-
-def _code(path: str) -> types.CodeType:
-    if path.endswith(".pyc"):
-        code = SourcelessFileLoader("__main__", path).get_code("__main__")
+    if is_compiled:
+        code = main.__loader__.get_code("__main__")
         assert code is not None
-        return code
-    with io.open_code(path) as file:
-        source = file.read()
-    return compile(source, path, "exec", dont_inherit=True)
-
-
-def _absolute(path: str) -> str:
-    # The interpreter joins and does not normalise: "../x.py" stays visible in __file__.
-    if os.path.isabs(path):
-        return path
-    return os.path.join(os.getcwd(), path)
+    else:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -156,7 +146,10 @@ def ending_of(
     if error is None:
         ending = Ending()
     elif isinstance(error, SystemExit):
-        ending = Ending(code=_exit_code(error))
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+        ending = Ending(code=code if isinstance(code, int) else 1)
     else:
         ending = Ending(code=1, interrupted=isinstance(error, KeyboardInterrupt))
         if not is_consequence(error):
@@ -246,16 +239,6 @@ def _error_of(run: Callable[[], None]) -> BaseException | None:
     return None
 
 
-def _exit_code(request: SystemExit) -> int:
-    code = request.code
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code
-    print(code, file=sys.stderr)
-    return 1
-
-
 def _show(error: BaseException) -> None:
     error = without_our_frames(error)
     sys.last_type, sys.last_value = type(error), error
@@ -295,16 +278,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _trim(trace: TracebackType | None) -> TracebackType | None:
     kept = []
     while trace is not None:
-        if not _is_our_frame(trace):
+        if not trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
             kept.append(trace)
         trace = trace.tb_next
-    for here, following in zip(kept, [*kept[1:], None], strict=False):
+    for here, following in itertools.zip_longest(kept, kept[1:]):
         here.tb_next = following
     return kept[0] if kept else None
-
-
-def _is_our_frame(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def read_instead(texts: dict[str, str]) -> None:
@@ -319,19 +298,11 @@ def read_instead(texts: dict[str, str]) -> None:
         real = os.path.realpath(path)
         if real in instead:
             return before(instead[real])
-        if _source_of(real) in instead:
-            raise FileNotFoundError(errno.ENOENT, "this was compiled before the change", path)
+        with contextlib.suppress(ValueError):  # it is no compiled file
+            if os.path.realpath(importlib.util.source_from_cache(real)) in instead:
+                raise FileNotFoundError(errno.ENOENT, "this was compiled before the change", path)
         return before(path)
 
     # The import system asks one of them, runpy the other.
     for module in (io, _io):
         setattr(module, "open_code", open_code)  # noqa: B010
-
-
-def _source_of(path: str) -> str | None:
-    if not path.endswith(".pyc"):
-        return None
-    try:
-        return os.path.realpath(importlib.util.source_from_cache(path))
-    except ValueError:
-        return None

@@ -44,7 +44,7 @@ class Seeds:
     def take_key(self, key: str) -> None:
         """Become the process with this name: give its states back, or begin to record them."""
         self._key = key
-        saved = _read(self._repeat, key)
+        saved = {} if self._repeat is None else _load(_path(self._repeat, key))
         if "python" in saved:
             version, words, gauss = saved["python"]
             random.setstate((version, tuple(words), gauss))
@@ -134,10 +134,6 @@ def unrepeatable() -> list[str]:
 
 def _path(folder: str, key: str) -> str:
     return os.path.join(folder, f"seeds-{re.sub(r'[^A-Za-z0-9_-]', '_', key)}.json")
-
-
-def _read(folder: str | None, key: str) -> dict[str, Any]:
-    return {} if folder is None else _load(_path(folder, key))
 
 
 def _load(path: str) -> dict[str, Any]:

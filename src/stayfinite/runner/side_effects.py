@@ -160,7 +160,9 @@ class Effects:
         self.noted: list[Effect] = []
         self.made: list[str] = []
         self._on_first = on_first
-        self._temporary = _temporary_folders()
+        caches = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+        folders = [tempfile.gettempdir(), "/dev/shm", *filter(None, caches)]
+        self._temporary = tuple(sorted({os.path.realpath(folder) + os.sep for folder in folders}))
         self._keep = tuple(
             folder + os.sep
             for folder in {os.path.realpath(k) for k in keep}
@@ -171,7 +173,8 @@ class Effects:
         """Remember the effect; of the first one somebody is told at once."""
         path = effect.path
         if path is not None:
-            if path.startswith(_DEVICES) or f"{os.sep}__pycache__" in path or self._is_made(path):
+            is_made = any(path == made or path.startswith(made + os.sep) for made in self.made)
+            if is_made or path.startswith(_DEVICES) or f"{os.sep}__pycache__" in path:
                 return
             if effect.is_new and len(self.made) < _MOST_MADE:
                 self.made.append(path)
@@ -192,9 +195,6 @@ class Effects:
         """Whether the path is in a temporary folder, and not where the script lives."""
         path += os.sep  # an unnamed temporary file is opened by the name of its folder
         return path.startswith(self._temporary) and not path.startswith(self._keep)
-
-    def _is_made(self, path: str) -> bool:
-        return any(path == made or path.startswith(made + os.sep) for made in self.made)
 
 
 class Refusal:
@@ -233,61 +233,42 @@ def _is_compiling(frame: FrameType | None) -> bool:
     return False
 
 
-def _temporary_folders() -> tuple[str, ...]:
-    caches = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
-    folders = [tempfile.gettempdir(), "/dev/shm", *filter(None, caches)]
-    return tuple(sorted({os.path.realpath(folder) + os.sep for folder in folders}))
-
-
 _replaced: list[Any] = []
 
 
 def note_native_writers(audit: Audit) -> None:
     """Hear of files that torch and safetensors write without the interpreter's knowledge."""
 
-    def torch_serialization(module: ModuleType) -> None:
-        writer = module._open_zipfile_writer_file
-        theirs = writer.__init__
+    def note(owner: Any, name: str, *, at: int = 1, keyword: str = "") -> None:
+        """Tell of the file that the function is given there, before it is called."""
+        theirs = getattr(owner, name)
 
-        def __init__(self: Any, name: Any) -> None:  # noqa: N807
-            audit.wrote(name)
-            theirs(self, name)
+        @functools.wraps(theirs)
+        def noted(*args: Any, **options: Any) -> Any:
+            if len(args) > at or keyword in options:
+                audit.wrote(args[at] if len(args) > at else options[keyword])
+            return theirs(*args, **options)
 
-        writer.__init__ = __init__
+        setattr(owner, name, noted)
 
     def torch_itself(module: ModuleType) -> None:
-        # Native classes with a method that opens the file of its first argument.
+        # Native classes whose methods open a file by themselves; public names only lead to them.
         native = module._C
         kineto = getattr(native._autograd, "_ProfilerResult", None)
-        for kind, name in ((native.ScriptModule, "save"), (kineto, "save")):
+        for kind in (native.ScriptModule, kineto):
             if kind is not None:
-                setattr(kind, name, _noted(getattr(kind, name), audit))
-
-    def safetensors(module: ModuleType) -> None:
-        theirs = module.serialize_file
-
-        def serialize_file(data: Any, filename: Any, *args: Any, **options: Any) -> Any:
-            audit.wrote(filename)
-            return theirs(data, filename, *args, **options)
-
-        module.serialize_file = serialize_file  # type: ignore[attr-defined]
+                note(kind, "save")
 
     for name in ("mkfifo", "mknod"):  # these have no audit event
         if hasattr(os, name):
-            setattr(os, name, _noted(getattr(os, name), audit, at=0))
-    after_import("torch.serialization", torch_serialization)
+            note(os, name, at=0)
+    # The class behind torch.save, which hands the path to native code.
+    after_import(
+        "torch.serialization",
+        lambda module: note(module._open_zipfile_writer_file, "__init__", keyword="name"),
+    )
     after_import("torch", torch_itself)
-    after_import("safetensors", safetensors)
-
-
-def _noted(theirs: Callable[..., Any], audit: Audit, *, at: int = 1) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def noted(*args: Any, **options: Any) -> Any:
-        if len(args) > at:
-            audit.wrote(args[at])
-        return theirs(*args, **options)
-
-    return noted
+    after_import("safetensors", lambda module: note(module, "serialize_file", keyword="filename"))
 
 
 def note_stdin(audit: Audit) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stayfinite.records import Aftermath, Incident, ReadValue, RunResult
+from stayfinite.records import Aftermath, ReadValue, RunResult
 from stayfinite.runner.plan import ProcessRecord, is_running
 from stayfinite.runner.script import INCIDENT_CODE, Ending
 from stayfinite.text import LOCATIONS, count, what_was_done
@@ -83,19 +83,27 @@ def last_line(
 ) -> str:
     """The one line that the run ends with."""
     if not result.incidents:
-        return f"{_how_it_ended(ending)}{_what_was_checked(records, result, verdict)}"
-    stops = on_nan == "stop"
+        how = f"the script ended with exit code {ending.code}; " if ending.code else ""
+        how = "interrupted; " if ending.interrupted else how
+        return how + _what_was_checked(records, result, verdict)
     first = result.incidents[0]
-    if stops and ending.code != INCIDENT_CODE:
-        return f"the script ended itself with exit code {ending.code}; a NaN was behind it."
-    if stops and _is_too_late(first):
-        return f"the script had ended when step {first.step} was found to be bad; exit code 3."
-    if stops:
+    if on_nan == "stop":
+        if ending.code != INCIDENT_CODE:
+            return f"the script ended itself with exit code {ending.code}; a NaN was behind it."
+        if first.outcome is not None and first.outcome.strategy == "none":
+            return f"the script had ended when step {first.step} was found to be bad; exit code 3."
         return f"the script was ended at step {first.step}; exit code 3."
-    found = f"{_how_many(records, result)}; "
+    # Incidents are one for each bad step; of very many, only the first are kept.
+    found = len(result.incidents)
+    # The step that ended the run has not been counted yet.
+    steps = count(max([result.steps, *(each.step + 1 for each in result.incidents)]), "step")
+    bad = max((record.aftermath.bad_updates for record in records), default=0)
+    many = f"{count(found, 'incident')} in {steps}"
+    if bad > found:
+        many = f"{bad} of {steps} were bad, the first {found} are reported"
     if on_nan == "warn":
-        return f"{found}the script went on (--on-nan warn)."
-    return found + _how_recovered(records, result, verdict, ending)
+        return f"{many}; the script went on (--on-nan warn)."
+    return f"{many}; {_how_recovered(records, result, verdict, ending)}"
 
 
 def _how_recovered(
@@ -112,43 +120,14 @@ def _how_recovered(
         return f"{failed}: {verdict.failure}{by}; exit code {ending.code}."
     if set(done) <= {"warn"}:
         return "nothing was recovered, because no torch optimizer makes these updates."
-    worst = _worst(records)
-    good = worst.updates - worst.bad_updates
-    share = _share(good, worst.updates)
-    return f"training went on: {share} were good{_losses(worst)} ({by_strategy})."
-
-
-def _worst(records: Iterable[ProcessRecord]) -> Aftermath:
     after = [record.aftermath for record in records if record.result.incidents]
-    return max(after, key=lambda each: each.bad_updates / max(1, each.updates))
-
-
-def _losses(after: Aftermath) -> str:
-    if after.loss_before is None or after.loss_after is None:
-        return ""
-    before, last = f"{after.loss_before:.4g}", f"{after.loss_after:.4g}"
-    return f", loss {before} before the first bad one, {last} at the end"
-
-
-def _how_many(records: list[ProcessRecord], result: RunResult) -> str:
-    """Incidents are one for each bad step; of very many, only the first are kept."""
-    found = len(result.incidents)
-    # The step that ended the run has not been counted yet.
-    steps = count(max([result.steps, *(each.step + 1 for each in result.incidents)]), "step")
-    bad = max((record.aftermath.bad_updates for record in records), default=0)
-    if bad > found:
-        return f"{bad} of {steps} were bad, the first {found} are reported"
-    return f"{count(found, 'incident')} in {steps}"
-
-
-def _is_too_late(incident: Incident) -> bool:
-    return incident.outcome is not None and incident.outcome.strategy == "none"
-
-
-def _how_it_ended(ending: Ending) -> str:
-    if ending.interrupted:
-        return "interrupted; "
-    return f"the script ended with exit code {ending.code}; " if ending.code else ""
+    worst = max(after, key=lambda each: each.bad_updates / max(1, each.updates))
+    share = _share(worst.updates - worst.bad_updates, worst.updates)
+    losses = ""
+    if worst.loss_before is not None and worst.loss_after is not None:
+        before, last = f"{worst.loss_before:.4g}", f"{worst.loss_after:.4g}"
+        losses = f", loss {before} before the first bad one, {last} at the end"
+    return f"training went on: {share} were good{losses} ({by_strategy})."
 
 
 def _what_was_checked(records: list[ProcessRecord], result: RunResult, verdict: Verdict) -> str:
@@ -162,25 +141,23 @@ def _what_was_checked(records: list[ProcessRecord], result: RunResult, verdict: 
     skipped = result.skipped_by_scaler
     scaler = f" ({count(skipped, 'update')} skipped by the loss scaler)" if skipped else ""
     checked = f"{count(result.steps, 'step')} checked"
-    return (
-        f"{checked} and finite{scaler}, but{but[1:]}." if but else f"{checked}, all finite{scaler}."
-    )
+    if but:
+        return f"{checked} and finite{scaler}, but{but[1:]}."
+    return f"{checked}, all finite{scaler}."
 
 
 def _in_evaluation(records: list[ProcessRecord], *, is_finite: bool) -> list[str]:
     """Values that the script read; those of training only where no incident tells of them."""
-    read = [value for record in records for value in record.aftermath.read]
-    said = list(dict.fromkeys(_read(each) for each in read if each.in_evaluation or is_finite))
+    said: dict[str, None] = {}
+    for value in (value for record in records for value in record.aftermath.read):
+        if value.in_evaluation or is_finite:
+            what = "a loss" if value.is_loss else "a value"
+            where = "in evaluation " if value.in_evaluation else "in the script "
+            times = "" if value.times == 1 else f" {value.times} times"
+            last = f"the last time after {count(value.step, 'step')}"
+            said[f"{where}{what} was {value.nan_type.word}{times}, {last} ({_at(value)})"] = None
     more = len(said) - _MOST
-    return said[:_MOST] + ([f"{count(more, 'more line')} like it"] if more > 0 else [])
-
-
-def _read(value: ReadValue) -> str:
-    what = "a loss" if value.is_loss else "a value"
-    where = "in evaluation " if value.in_evaluation else "in the script "
-    times = "" if value.times == 1 else f" {value.times} times"
-    last = f"the last time after {count(value.step, 'step')}"
-    return f"{where}{what} was {value.nan_type.word}{times}, {last} ({_at(value)})"
+    return [*list(said)[:_MOST], *([f"{count(more, 'more line')} like it"] if more > 0 else [])]
 
 
 def _at(value: ReadValue) -> str:
@@ -210,7 +187,8 @@ def _unheard(
     for record in records:
         how = _how_gone(record, is_last=is_last) if record.has_begun else None
         if how is not None and record.pid != speaker and record.pid not in said:
-            said[record.pid] = f"process {record.pid}{_rank(record)} {how}"
+            rank = f" (rank {record.rank})" if record.rank or record.in_group else ""
+            said[record.pid] = f"process {record.pid}{rank} {how}"
     more = len(said) - _MOST
     return [*list(said.values())[:_MOST], *([f"{more} more of them, too"] if more > 0 else [])]
 
@@ -232,10 +210,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _rank(record: ProcessRecord) -> str:
-    return f" (rank {record.rank})" if record.rank or record.in_group else ""
-
-
 def _left_bad(names: tuple[str, ...]) -> str:
     kind, _, name = names[0].partition(".")
     first = f"{LOCATIONS[kind]} {name}" if kind in LOCATIONS else names[0]
@@ -251,9 +225,6 @@ def _is_result(value: ReadValue, after: Aftermath) -> bool:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part} of {count(whole, 'step')} ({_percent(part, whole)})"
-
-
-def _percent(part: int, whole: int) -> str:
-    share = 100 * part / max(1, whole)
-    return f"{share:.0f}%" if share < 99 or part == whole else f"{share:.1f}%"
+    percent = 100 * part / max(1, whole)
+    digits = 0 if percent < 99 or part == whole else 1
+    return f"{part} of {count(whole, 'step')} ({percent:.{digits}f}%)"

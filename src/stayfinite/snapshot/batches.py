@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stayfinite.errors import ConfigError
-from stayfinite.nested import children
-from stayfinite.snapshot.copies import Cell
+from stayfinite.nested import children, map_leaves
+from stayfinite.snapshot.copies import Contents
 from stayfinite.snapshot.rng import global_cells
+
+MAX_BATCHES = 1024
+MAX_BYTES = 1 << 28
+_LEAVES = (Tensor, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class KeptBatch:
     _value: Any
     _is_copied: bool
     _versions: tuple[tuple[Tensor, int], ...]
-    _random: tuple[tuple[Cell, Any], ...]
+    _random: Contents
 
     @property
     def is_intact(self) -> bool:
@@ -38,7 +40,7 @@ class KeptBatch:
 
     def value(self) -> Any:
         """The batch, in containers of its own: whoever takes something out does not harm it."""
-        return rebuilt(self._value, _cloned if self._is_copied else _safe)
+        return _copied(self._value, with_tensors=self._is_copied)
 
     def restore_random(self) -> None:
         """Global random states as when its step began: what its loader drew is drawn."""
@@ -50,10 +52,9 @@ class RecentBatches:
     """The batches since the snapshots that one may go back to; the oldest give way.
 
     For loops whose loader cannot tell its position. Tensors are kept by reference: no memory
-    but the batches themselves, at most `max_batches` and `max_bytes` of them. Once a step has
-    written into a batch, later ones are copied, as NumPy arrays always are; with `copies` all
-    are. Containers are mappings, lists, tuples and dataclasses; other objects are not looked
-    into.
+    but the batches themselves, at most `MAX_BATCHES` and `MAX_BYTES` of them. Once a step has
+    written into a batch, later ones are copied, as NumPy arrays always are. Containers are
+    mappings, lists, tuples and dataclasses; other objects are not looked into.
 
     >>> import torch
     >>> recent = RecentBatches()
@@ -66,13 +67,8 @@ class RecentBatches:
     1
     """
 
-    def __init__(
-        self, *, max_batches: int = 1024, max_bytes: int = 1 << 28, copies: bool = False
-    ) -> None:
-        for name, limit in (("max_batches", max_batches), ("max_bytes", max_bytes)):
-            if limit < 1:
-                raise ConfigError(f"{name} is {limit}; it must be at least 1.")
-        self._max_batches, self._max_bytes, self._copies = max_batches, max_bytes, copies
+    def __init__(self) -> None:
+        self._are_written = False
         self._kept: deque[KeptBatch] = deque()
         self._lost: float = -math.inf
         self.nbytes = 0
@@ -87,11 +83,22 @@ class RecentBatches:
         `step` is what the snapshots count: the batches of a snapshot's own step come after it.
         """
         if self._kept and not self._kept[-1].is_intact:
-            self._copies = True
-        kept = _kept(batch, step, is_copied=self._copies)
+            self._are_written = True
+        # Nobody counts what is written into inference tensors.
+        is_copied = self._are_written or any(map(torch.is_inference, _tensors(batch)))
+        value = _copied(batch, with_tensors=is_copied)
+        # torch counts the writes to a tensor; there is no public name for the count.
+        kept = KeptBatch(
+            step=step,
+            nbytes=sum(leaf.nbytes for leaf in _leaves(value)),
+            _value=value,
+            _is_copied=is_copied,
+            _versions=() if is_copied else tuple((t, t._version) for t in _tensors(value)),
+            _random=[(cell, cell.content()) for cell in global_cells()],
+        )
         self._kept.append(kept)
         self.nbytes += kept.nbytes
-        while len(self._kept) > self._max_batches or self.nbytes > self._max_bytes:
+        while len(self._kept) > MAX_BATCHES or self.nbytes > MAX_BYTES:
             self._lost = self._drop_oldest().step
 
     def since(self, step: int) -> list[KeptBatch] | None:
@@ -125,27 +132,20 @@ class RecentBatches:
         return kept
 
 
-def _kept(batch: Any, step: int, *, is_copied: bool) -> KeptBatch:
-    # Nobody counts what is written into inference tensors.
-    is_copied = is_copied or any(map(torch.is_inference, _tensors(batch)))
-    value = rebuilt(batch, _cloned if is_copied else _safe)
-    return KeptBatch(
-        step=step,
-        nbytes=sum(leaf.nbytes for leaf in _leaves(value)),
-        _value=value,
-        _is_copied=is_copied,
-        _versions=() if is_copied else tuple((t, t._version) for t in _tensors(value)),
-        _random=tuple((cell, cell.content()) for cell in global_cells()),
-    )
+def _copied(batch: Any, *, with_tensors: bool) -> Any:
+    """The batch in new containers: arrays are copied, tensors only where that is asked for."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        return leaf.detach().clone() if with_tensors else leaf
+
+    return rebuilt(batch, copy)
 
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else _safe(leaf)
-
-
-def _safe(leaf: Any) -> Any:
-    """A leaf that later writes do not change, or at least not unseen."""
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value in new containers, with each tensor and array changed."""
+    return map_leaves(value, change, kinds=_LEAVES)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -153,30 +153,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Tensor, np.ndarray)):
+    if isinstance(value, _LEAVES):
         yield value
     else:
         for _, item in children(value):
             yield from _leaves(item)
-
-
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value in new containers, with each leaf changed."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [rebuilt(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, list):
-        return type(value)(rebuilt(item, change) for item in value)
-    if isinstance(value, MutableMapping):
-        mapping = copy.copy(value)
-        mapping.update({key: rebuilt(item, change) for key, item in value.items()})
-        return mapping
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        record = copy.copy(value)
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name, None)
-            object.__setattr__(record, field.name, rebuilt(item, change))
-        return record
-    return value

@@ -1,6 +1,6 @@
 """Values copied into memory of our own and put back in place.
 
-Tensors go by the run, plain python state by content, and what is not finite is refused.
+Tensors by their memory, many at once; plain python state by content.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ import fractions
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stayfinite.detect.detector import bad_reports
-from stayfinite.detect.finite import all_finite
 from stayfinite.detect.memory import compact, undisturbed
-from stayfinite.errors import NonFiniteError
 
-Offload = Literal["none", "cpu", "pinned"]
+Offload = Literal["none", "cpu"]
+"""Where values are kept: on their own device, or in the host's memory."""
+Memories = list[Tensor]
+"""The tensors that hold one value."""
 Pair = tuple[Tensor, Tensor]
 """Where to, and from where."""
 Group = tuple[list[Tensor], list[Tensor]]
 """The same, many at once."""
+_CPU = torch.device("cpu")
 
 
 def memories(tensor: Tensor) -> list[Tensor]:
@@ -92,10 +94,8 @@ def like(tensor: Tensor, offload: Offload = "none") -> Tensor:
     """New memory for a value like this one."""
     if _is_odd(tensor):
         return tensor.clone()
-    device = torch.device("cpu") if offload != "none" else tensor.device
-    # Only memory that an accelerator reads needs to be pinned.
-    is_pinned = offload == "pinned" and not tensor.is_cpu
-    return torch.empty_like(tensor, device=device, pin_memory=is_pinned, requires_grad=False)
+    device = tensor.device if offload == "none" else _CPU
+    return torch.empty_like(tensor, device=device, requires_grad=False)
 
 
 def grouped(pairs: Iterable[Pair]) -> list[Group]:
@@ -111,13 +111,14 @@ def grouped(pairs: Iterable[Pair]) -> list[Group]:
 
 
 @torch.no_grad()
-def copy_groups(groups: Iterable[Group], *, non_blocking: bool = False) -> None:
+def copy_groups(groups: Iterable[Group]) -> None:
     """Copy each source into its target; few kernels for many tensors."""
     for targets, sources in groups:
         if len(targets) > 1:
-            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+            # One kernel for the whole list; the public copy_ needs one for each tensor.
+            torch._foreach_copy_(targets, sources)
         else:
-            targets[0].copy_(sources[0], non_blocking=non_blocking)
+            targets[0].copy_(sources[0])
 
 
 def copy_all(pairs: Iterable[Pair]) -> None:
@@ -153,38 +154,40 @@ class Cell(Protocol):
     def put_back(self, content: Any) -> None: ...
 
 
+Contents = list[tuple[Cell, Any]]
+"""Cells, and what was in each."""
+
+
+def put_contents_back(contents: Contents) -> None:
+    # What an object loads itself may replace tensors, so it comes before them.
+    for cell, content in sorted(contents, key=lambda pair: not isinstance(pair[0], ProtocolCell)):
+        cell.put_back(content)
+
+
+def same(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    """Whether they hold the same objects."""
+    return len(one) == len(two) and all(map(is_, one, two))
+
+
 class _Named:
     def __init__(self, value: Any, name: str, part: str) -> None:
         self.value, self.name, self.part = value, name, part
 
 
-class DictCell(_Named):
-    def content(self) -> dict[Any, Any]:
-        return dict(self.value)
+class BoxCell(_Named):
+    """A dict, list, deque or set, by what is in it."""
 
-    def put_back(self, content: dict[Any, Any]) -> None:
+    def __init__(self, value: Any, name: str, part: str) -> None:
+        super().__init__(value, name, part)
+        is_dict, is_set = isinstance(value, dict), isinstance(value, set)
+        self.content_type: type = dict if is_dict else set if is_set else list
+
+    def content(self) -> Any:
+        return self.content_type(self.value)
+
+    def put_back(self, content: Any) -> None:
         self.value.clear()
-        self.value.update(content)
-
-
-class ListCell(_Named):
-    """Also a deque."""
-
-    def content(self) -> list[Any]:
-        return list(self.value)
-
-    def put_back(self, content: list[Any]) -> None:
-        self.value.clear()
-        self.value.extend(content)
-
-
-class SetCell(_Named):
-    def content(self) -> set[Any]:
-        return set(self.value)
-
-    def put_back(self, content: set[Any]) -> None:
-        self.value.clear()
-        self.value.update(content)
+        (self.value.extend if self.content_type is list else self.value.update)(content)
 
 
 class ArrayCell(_Named):
@@ -195,40 +198,22 @@ class ArrayCell(_Named):
         self.value[...] = content
 
 
-class NotesCell(_Named):
-    """Lists and dicts of constants; who holds them belongs to other cells."""
-
-    def __init__(self, part: str) -> None:
-        super().__init__(None, "notes", part)
-
-    def content(self) -> list[tuple[Any, Any]]:
-        return []
-
-    def put_back(self, content: list[tuple[Any, Any]]) -> None:
-        for note, its in content:
-            note.clear()
-            note.update(its) if isinstance(note, dict) else note.extend(its)
-
-
-class AttributesCell(_Named):
+class AttributesCell(BoxCell):
     """The attributes of an object that are plain state; the others are not touched."""
 
     def __init__(self, owner: Any, name: str, part: str, skipped: Container[str] = ()) -> None:
         super().__init__(vars(owner), name, part)
         self.skipped = skipped
 
-    def content(self) -> dict[str, Any]:
-        return dict(self.value)
-
     def put_back(self, content: dict[str, Any]) -> None:
         now = self.value
-        for key in [key for key in now if key not in content and self._is_ours(key, now[key])]:
+        for key in [key for key in now if key not in content and self.is_ours(key, now[key])]:
             del now[key]
         for key, value in content.items():
-            if now.get(key, now) is not value and self._is_ours(key, value, now.get(key)):
+            if now.get(key, now) is not value and self.is_ours(key, value, now.get(key)):
                 now[key] = value
 
-    def _is_ours(self, key: str, *values: Any) -> bool:
+    def is_ours(self, key: str, *values: Any) -> bool:
         return key not in self.skipped and any(map(is_state, values))
 
 
@@ -301,17 +286,6 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def box_cell(value: Any, name: str, part: str) -> Cell | None:
-    """The cell of a python container or array; None for anything else."""
-    if isinstance(value, dict):
-        return DictCell(value, name, part)
-    if isinstance(value, (list, deque)):
-        return ListCell(value, name, part)
-    if isinstance(value, set):
-        return SetCell(value, name, part)
-    return ArrayCell(value, name, part) if isinstance(value, np.ndarray) else None
-
-
 class Kind(enum.Enum):
     """How a value of some type changes."""
 
@@ -352,24 +326,22 @@ CONSTANTS: set[type] = set()
 
 
 def kind_of(value: Any) -> Kind:
-    kind = _known.get(type(value))
-    return kind if kind is not None else _classified(type(value))
-
-
-def _classified(type_: type) -> Kind:
-    found = (kind for kind, types in _TYPES if issubclass(type_, types))
-    kind = _known[type_] = next(found, Kind.RECORD if _is_record(type_) else Kind.OTHER)
-    if kind is Kind.CONSTANT:
-        CONSTANTS.add(type_)
+    type_ = type(value)
+    kind = _known.get(type_)
+    if kind is None:
+        found = (kind for kind, types in _TYPES if issubclass(type_, types))
+        kind = next(found, Kind.RECORD if _is_record(type_) else Kind.OTHER)
+        _known[type_] = kind
+        if kind is Kind.CONSTANT:
+            CONSTANTS.add(type_)
     return kind
 
 
 def _is_record(type_: type) -> bool:
     """Whether instances are dataclasses that can be changed."""
-    if not dataclasses.is_dataclass(type_):
+    if not dataclasses.is_dataclass(type_) or type_.__dictoffset__ == 0:
         return False
-    is_frozen: bool = type_.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return not is_frozen and type_.__dictoffset__ != 0
+    return not type_.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def is_constant(value: Any) -> bool:
@@ -404,12 +376,12 @@ def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     return list(value.items()) if isinstance(value, dict) else list(enumerate(values_of(value)))
 
 
-Memories = list[Tensor]
-_CPU = torch.device("cpu")
+# A sum is the quickest way to look at elements of these types.
+_SUMMABLE = (torch.float32, torch.float64, torch.bfloat16)
 
 
-class Rooms:
-    """Room for the value of each tensor; while these keep their form, filling is a call or two.
+class TensorCopies:
+    """Memory for the value of each tensor; while these keep their form, filling is a call or two.
 
     `known` is memory from before, for each tensor; it is used where it fits. Of the tensors
     whose numbers are in `checked`, those that the host can add up are kept in `runs`, and the
@@ -429,42 +401,43 @@ class Rooms:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Make room for what does not fit, and see what can be copied together."""
+        """Make memory for what does not fit, and see what can be copied together."""
         now = [memories(tensor) for tensor in self.tensors]
-        in_runs = [n for n in self._checked if self.tensors[n].is_cpu and is_easy(self.tensors[n])]
-        self._make_room(now, in_runs)
         simple = {number for number, tensor in enumerate(self.tensors) if is_simple(tensor)}
+        in_runs = {n for n in self._checked if n in simple and self._can_be_in_run(n)}
+        self.not_in_runs = sorted(set(self._checked) - in_runs)
+        missing: dict[torch.dtype, list[int]] = {}  # in runs, by type
+        for number, values in enumerate(now):
+            if not self._fits(self.memories[number], values):
+                if number in in_runs:
+                    missing.setdefault(values[0].dtype, []).append(number)
+                else:
+                    self.memories[number] = [like(value, self._offload) for value in values]
+        for numbers in missing.values():
+            new = side_by_side([self.tensors[number] for number in numbers])
+            for number, memory in zip(numbers, new, strict=True):
+                self.memories[number] = [memory]
         # The memory of the others must be looked for each time.
-        self._others = sorted(set(range(len(now))) - simple)
-        self.not_in_runs = sorted(set(self._checked) - set(in_runs))
-        rest = sorted(simple - set(in_runs))
-        self._groups: list[Group] = grouped((self.memories[n][0], now[n][0]) for n in rest)
-        self.runs: list[Run] = runs_of((number, self.memories[number][0]) for number in in_runs)
+        self._others = [number for number in range(len(now)) if number not in simple]
+        rest = sorted(simple - in_runs)
+        self._groups = grouped((self.memories[n][0], now[n][0]) for n in rest)
+        self.runs = runs_of((number, self.memories[number][0]) for number in in_runs)
         self._simple = [self.tensors[number] for number in sorted(simple)]
         self._forms = self._forms_now()
+
+    def _can_be_in_run(self, number: int) -> bool:
+        return self.tensors[number].is_cpu and self.tensors[number].dtype in _SUMMABLE
 
     def _forms_now(self) -> list[object]:
         return [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in self._simple]
 
-    def _make_room(self, now: list[Memories], in_runs: list[int]) -> None:
-        pairs = zip(self.memories, now, strict=True)
-        misfits = {number for number, pair in enumerate(pairs) if not self._fits(*pair)}
-        for number in misfits - set(in_runs):
-            self.memories[number] = [like(value, self._offload) for value in now[number]]
-        missing = {id(self.tensors[number]): number for number in in_runs if number in misfits}
-        for group in alike(self.tensors[number] for number in missing.values()):
-            for tensor, memory in zip(group, side_by_side(group), strict=True):
-                self.memories[missing[id(tensor)]] = [memory]
-
     def _fits(self, room: Memories, values: Memories) -> bool:
-        return len(room) == len(values) and all(map(self._fits_one, room, values))
-
-    def _fits_one(self, memory: Tensor, value: Tensor) -> bool:
-        return (
+        return len(room) == len(values) and all(
             memory.shape == value.shape
             and memory.dtype is value.dtype
             and memory.layout is value.layout
             and memory.device == (value.device if self._offload == "none" else _CPU)
+            for memory, value in zip(room, values, strict=True)
         )
 
     def fit(self) -> bool:
@@ -491,11 +464,11 @@ class Rooms:
             if not self._fits(self.memories[number], now):
                 self.memories[number] = [like(value, self._offload) for value in now]
             copy_all(zip(self.memories[number], now, strict=True))
-        copy_groups(self._groups, non_blocking=self._offload == "pinned")
+        copy_groups(self._groups)
 
-    def empty(self, numbers: Sequence[int] | None = None) -> None:
+    def put_back(self, numbers: Iterable[int] | None = None) -> None:
         """Put the values back into the tensors, or into some of them."""
-        which = range(len(self.tensors)) if numbers is None else numbers
+        which = list(range(len(self.tensors)) if numbers is None else numbers)
         put_back([self.tensors[n] for n in which], [self.memories[n] for n in which])
 
     @property
@@ -538,105 +511,28 @@ class Run:
             tensors[number] if part is None else tensors[number].reshape(-1)[part]
             for number, part in self._sources
         ]
-        torch._foreach_copy_(self._targets, sources)
+        torch._foreach_copy_(self._targets, sources)  # one call; copy_ would be one for each
 
 
 def runs_of(memories: Iterable[tuple[int, Tensor]]) -> list[Run]:
     """Runs over the memory of numbered tensors, none much longer than `RUN` elements."""
+
+    def place(pair: tuple[int, Tensor]) -> tuple[int, int]:
+        return pair[1].untyped_storage().data_ptr(), int(pair[1].storage_offset())
+
     runs: list[list[Part]] = []
-    end, room = None, 0
-    for number, memory in sorted(memories, key=lambda pair: _place(pair[1])):
-        storage, start = _place(memory)
-        for part in _parts(memory.numel()):
-            length = memory.numel() if part is None else part.stop - part.start
-            if end is None or not _is_near(end, (storage, start)) or length > room:
+    end, left = (0, 0), 0
+    for number, memory in sorted(memories, key=place):
+        storage, start = place((number, memory))
+        size = memory.numel()
+        for first in range(0, max(size, 1), RUN):
+            length = min(RUN, size - first)
+            is_near = end[0] == storage and start - end[1] < _LINE
+            if not runs or not is_near or length > left:
                 runs.append([])
-                room = RUN
+                left = RUN
+            part = None if size <= RUN else slice(first, first + length)
             runs[-1].append((number, memory, part))
-            start, room = start + length, room - length
+            start, left = start + length, left - length
             end = storage, start
     return [Run(parts) for parts in runs]
-
-
-def _place(memory: Tensor) -> tuple[int, int]:
-    return memory.untyped_storage().data_ptr(), int(memory.storage_offset())
-
-
-def _is_near(end: tuple[int, int], start: tuple[int, int]) -> bool:
-    return end[0] == start[0] and start[1] - end[1] < _LINE
-
-
-def _parts(length: int) -> Iterator[slice | None]:
-    if length <= RUN:
-        yield None
-    else:
-        for start in range(0, length, RUN):
-            yield slice(start, min(start + RUN, length))
-
-
-Named = Sequence[tuple[str, Tensor]]
-
-_SMALL = 1 << 14
-"""Up to so many elements, a call costs more than a copy."""
-_SUMMABLE = (torch.float32, torch.float64, torch.bfloat16)
-
-
-def refuse_nonfinite(named: Named) -> None:
-    """NonFiniteError about the first tensor that is not finite."""
-    FiniteCheck(named).refuse()
-
-
-class FiniteCheck:
-    """The same tensors, looked at again and again; what is known of their forms is kept."""
-
-    def __init__(self, named: Named) -> None:
-        self._named = named
-        easy = [tensor for _, tensor in named if is_easy(tensor)]
-        known = set(map(id, easy))
-        self._hard = [tensor for _, tensor in named if id(tensor) not in known]
-        self._large = [tensor for tensor in easy if tensor.numel() > _SMALL]
-        self._small = alike(tensor for tensor in easy if tensor.numel() <= _SMALL)
-
-    def refuse(self) -> None:
-        """NonFiniteError about the first tensor that is not finite."""
-        if not self._named or self._is_surely_finite():
-            return
-        reports = bad_reports(self._named, described=1)
-        if reports:
-            names = ", ".join(report.location for report in reports[:5])
-            raise NonFiniteError(
-                f"a snapshot must be finite, but {names} is not; go back to an older one.",
-                report=reports[0],
-            )
-
-    @undisturbed
-    def _is_surely_finite(self) -> bool:
-        """Never True for a bad tensor; sums that overflow make it False for good ones."""
-        joined = [torch._utils._flatten_dense_tensors(group) for group in self._small]
-        sums = [tensor.sum() for tensor in self._large + joined]
-        return all(map(_is_finite_total, alike(sums))) and all_finite(self._hard)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether an easy tensor is."""
-    total: float = tensor.sum().item()  # host sync
-    return total - total == 0 or all_finite([tensor])
-
-
-def is_easy(tensor: Tensor) -> bool:
-    """Whether adding up its elements is the quickest way to look at them."""
-    return is_simple(tensor) and tensor.dtype in _SUMMABLE
-
-
-def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those of one dtype and device together."""
-    groups: dict[object, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(groups.values())
-
-
-def _is_finite_total(sums: list[Tensor]) -> bool:
-    total = torch.stack(sums).sum(dtype=torch.float64) if len(sums) > 1 else sums[0]
-    value: float = total.item()  # host sync
-    return value - value == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,33 +16,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stayfinite.detect.detector import bad_reports
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.memory import undisturbed
-from stayfinite.errors import ConfigError, SnapshotError
+from stayfinite.errors import ConfigError, NonFiniteError, SnapshotError
 from stayfinite.snapshot.copies import (
     ArrayCell,
     AttributesCell,
     Cell,
-    FiniteCheck,
+    Contents,
     FunctionsCell,
     GradientsCell,
-    Memories,
-    Named,
     Offload,
     ProtocolCell,
-    Rooms,
+    TensorCopies,
     is_constant,
-    is_finite,
-    is_state,
+    is_simple,
     items_of,
     memories,
     place_of,
-    refuse_nonfinite,
+    put_contents_back,
+    same,
     size_of,
 )
-from stayfinite.snapshot.mark import Mark, Marker, Watch
+from stayfinite.snapshot.mark import Mark, Marker
 from stayfinite.snapshot.rng import global_cells
-from stayfinite.snapshot.walk import PARTS, Census, Item, add_gradients, add_modules, gathered
+from stayfinite.snapshot.walk import PARTS, Census, Item, add_gradients, add_modules, members_of
 
 _VITAL = ("parameters", "optimizer", "ema")
 
@@ -75,10 +75,9 @@ class TrainingState:
         loader: Any = None,
         generators: Any = (),
     ) -> None:
-        self.members = gathered(model, optimizer, scheduler, scaler, ema, loader, generators)
+        self.members = members_of(model, optimizer, scheduler, scaler, ema, loader, generators)
         self._marker: Marker | None = None
-        self._watch = Watch(self.members.census)
-        items = self._watch.census.items
+        items = self.members.census().items
         self._infinite = {item.name for item in items if _may_be_bad(item)}
         self._known = {item.name for item in items}
 
@@ -98,10 +97,8 @@ class TrainingState:
         are looked at only as they are copied, which costs far less.
         """
         snapshot = into if into is not None else Snapshot()
-        contents = self._watch.pairs(parts)
         snapshot.write(
-            self._watch.census,
-            contents=contents,
+            self.members.census(),
             parts=parts,
             offload=offload,
             is_vital=self._is_vital,
@@ -152,9 +149,9 @@ def _may_be_bad(item: Item) -> bool:
     return item.part != "optimizer" and not all_finite([item.tensor])
 
 
-IsVital = Callable[[Item], bool]
 _SMALL = 1 << 22
 """Of up to so many bytes, everything is looked at before the first is written."""
+_SMALL_TENSOR = 1 << 14
 
 
 class Snapshot:
@@ -167,47 +164,45 @@ class Snapshot:
 
     def __init__(self, modules: Iterable[nn.Module] | None = None, *, step: int = 0) -> None:
         self.step = step
-        self._plan: _Plan | None = None
         self.is_whole = False
-        self._contents: list[tuple[Cell, Any]] = []
+        self._kept: _KeptItems | None = None
+        self._contents: Contents = []
         if modules is not None:
-            self.write(_census_of(list(modules)))
+            roots, census = list(modules), Census()
+            add_modules(census, roots)
+            add_gradients(census, ((name, p) for r in roots for name, p in r.named_parameters()))
+            census.cells += global_cells()
+            self.write(census)
 
     @torch.no_grad()
     def write(
         self,
         census: Census,
         *,
-        contents: list[tuple[Cell, Any]] | None = None,
         parts: Collection[str] = PARTS,
         offload: Offload = "none",
-        is_vital: IsVital | None = None,
+        is_vital: Callable[[Item], bool] | None = None,
         careful: bool = True,
     ) -> None:
         """Keep everything that the census found now; memory that fits is used again.
 
-        `contents` is what is in its cells, where the caller knows. NonFiniteError names the
-        first vital item that is not finite. If `careful`, or where it costs little, nothing is
-        changed then. Otherwise values are looked at only as they are copied, and what was kept
-        before is lost.
+        NonFiniteError names the first vital item that is not finite. If `careful`, or where it
+        costs little, nothing is changed then. Otherwise values are looked at only as they are
+        copied, and what was kept before is lost.
         """
-        plan = self._plan
-        if plan is None or not plan.is_for(census, parts, offload):
-            plan = _Plan(census, parts, offload, is_vital, self._plan)
-        is_checked = self.is_whole and (careful or plan.is_small)
-        if is_checked:
-            plan.refuse_all()
-        else:
-            plan.refuse_odd()
-        if contents is None:
-            contents = [(cell, cell.content()) for cell in census.cells if cell.part in parts]
+        items, kept = [item for item in census.items if item.part in parts], self._kept
+        if kept is None or not kept.is_for(items, offload):
+            kept = _KeptItems(items, offload, is_vital, self._kept)
+        is_checked = self.is_whole and (careful or kept.copies.nbytes <= _SMALL)
+        kept.refuse_nonfinite(kept.vital if is_checked else kept.copies.not_in_runs)
+        contents = [(cell, cell.content()) for cell in census.cells if cell.part in parts]
         self.is_whole = False
         if is_checked:
-            plan.rooms.fill_runs()
+            kept.copies.fill_runs()
         else:
-            plan.fill_runs_or_refuse()
-        plan.rooms.fill_rest()
-        self._plan, self._contents, self.is_whole = plan, contents, True
+            kept.fill_runs_or_refuse()
+        kept.copies.fill_rest()
+        self._kept, self._contents, self.is_whole = kept, contents, True
 
     def restore(self, *, parts: Collection[str] = PARTS) -> None:
         """Put everything back; the snapshot can be used again.
@@ -215,16 +210,14 @@ class Snapshot:
         NonFiniteError when a value in it that must be finite no longer is; nothing is changed
         then.
         """
-        if self._plan is None or not self.is_whole:
+        if self._kept is None or not self.is_whole:
             raise SnapshotError("nothing was captured in this snapshot, or not to the end.")
-        self._plan.refuse_kept()
-        contents = [pair for pair in self._contents if pair[0].part in parts]
-        # What an object loads itself may replace tensors, so it comes before them.
-        contents.sort(key=lambda pair: not isinstance(pair[0], ProtocolCell))
-        for cell, content in contents:
-            cell.put_back(content)
-        items = enumerate(self._plan.items)
-        self._plan.rooms.empty([number for number, item in items if item.part in parts])
+        items, copies = self._kept.items, self._kept.copies
+        _refuse_nonfinite(
+            [(items[n].name, memory) for n in self._kept.vital for memory in copies.memories[n]]
+        )
+        put_contents_back([pair for pair in self._contents if pair[0].part in parts])
+        copies.put_back(number for number, item in enumerate(items) if item.part in parts)
 
     @property
     def nbytes(self) -> int:
@@ -236,83 +229,76 @@ class Snapshot:
             for kept in content
             if kept is not None
         ]
-        rooms = 0 if self._plan is None else self._plan.rooms.nbytes
-        return rooms + sum(map(size_of, gradients))
-
-    def memory_of(self, name: str) -> list[torch.Tensor]:
-        """Where the value of the item with this name is kept."""
-        names = [] if self._plan is None else [item.name for item in self._plan.items]
-        if self._plan is None or name not in names:
-            raise SnapshotError(f"{name} is not in this snapshot.")
-        return self._plan.rooms.memories[names.index(name)]
+        copied = 0 if self._kept is None else self._kept.copies.nbytes
+        return copied + sum(map(size_of, gradients))
 
 
-class _Plan:
-    """What to copy where: made once, and again when the census or a form is another one."""
+class _KeptItems:
+    """The tensors of a snapshot, and the memory for their values.
+
+    Made once, and again when there are other tensors, or one has another form.
+    """
 
     def __init__(
         self,
-        census: Census,
-        parts: Collection[str],
+        items: list[Item],
         offload: Offload,
-        is_vital: IsVital | None,
-        before: _Plan | None,
+        is_vital: Callable[[Item], bool] | None,
+        before: _KeptItems | None,
     ) -> None:
-        self._key = census, tuple(parts), offload
-        self.items = [item for item in census.items if item.part in parts]
-        vital = [] if is_vital is None else list(map(is_vital, self.items))
-        self._vital = [number for number, is_wanted in enumerate(vital) if is_wanted]
-        old = {} if before is None else before.memories_by_name()
-        known = [old.get(item.name, []) for item in self.items]
-        tensors = [item.tensor for item in self.items]
-        self.rooms = Rooms(tensors, offload=offload, known=known, checked=self._vital)
-        self.is_small = self.rooms.nbytes <= _SMALL
-        self._all = FiniteCheck(self._named(self._vital))
-        self._odd = FiniteCheck(self._named(self.rooms.not_in_runs))
+        self.items, self._offload = items, offload
+        self.vital = [n for n, item in enumerate(items) if is_vital is not None and is_vital(item)]
+        names = [] if before is None else [item.name for item in before.items]
+        old = {} if before is None else dict(zip(names, before.copies.memories, strict=True))
+        known = [old.get(item.name, []) for item in items]
+        tensors = [item.tensor for item in items]
+        self.copies: TensorCopies = TensorCopies(
+            tensors, offload=offload, known=known, checked=self.vital
+        )
 
-    def is_for(self, census: Census, parts: Collection[str], offload: Offload) -> bool:
-        is_known = self._key[0] is census and self._key[1:] == (tuple(parts), offload)
-        return is_known and self.rooms.fit()
+    def is_for(self, items: list[Item], offload: Offload) -> bool:
+        return (
+            offload == self._offload
+            and same([item.tensor for item in items], self.copies.tensors)
+            and [item.name for item in items] == [item.name for item in self.items]
+            and self.copies.fit()
+        )
 
-    def memories_by_name(self) -> dict[str, Memories]:
-        names = [item.name for item in self.items]
-        return dict(zip(names, self.rooms.memories, strict=True))
-
-    def refuse_all(self) -> None:
-        """NonFiniteError if a vital item is not finite now."""
-        self._all.refuse()
-
-    def refuse_odd(self) -> None:
-        """The same, but for those that are looked at as they are copied."""
-        self._odd.refuse()
+    def refuse_nonfinite(self, numbers: Iterable[int]) -> None:
+        """NonFiniteError if one of these items is not finite now."""
+        _refuse_nonfinite([(self.items[n].name, self.items[n].tensor) for n in numbers])
 
     @undisturbed
     def fill_runs_or_refuse(self) -> None:
         """Copy run by run; NonFiniteError as soon as one is not finite."""
-        for run in self.rooms.runs:
-            run.fill(self.rooms.tensors)
-            if not is_finite(run.memory):
-                self.refuse_all()
+        for run in self.copies.runs:
+            run.fill(self.copies.tensors)
+            if not all_finite([run.memory]):
+                self.refuse_nonfinite(self.vital)
 
-    def refuse_kept(self) -> None:
-        """NonFiniteError if a vital value is no longer finite in the memory that keeps it."""
-        refuse_nonfinite(
-            [(self.items[n].name, memory) for n in self._vital for memory in self.rooms.memories[n]]
+
+def _refuse_nonfinite(named: list[tuple[str, Tensor]]) -> None:
+    if _are_finite(tensor for _, tensor in named):
+        return
+    reports = bad_reports(named, described=1)
+    if reports:
+        names = ", ".join(report.location for report in reports[:5])
+        raise NonFiniteError(
+            f"a snapshot must be finite, but {names} is not; go back to an older one.",
+            report=reports[0],
         )
 
-    def _named(self, numbers: Iterable[int]) -> Named:
-        return [(self.items[number].name, self.items[number].tensor) for number in numbers]
 
-
-def _census_of(roots: list[nn.Module]) -> Census:
-    census = Census()
-    add_modules(census, roots)
-    add_gradients(census, ((name, p) for r in roots for name, p in r.named_parameters()))
-    census.cells += global_cells()
-    return census
-
-
-_OFFLOADS = ("none", "cpu", "pinned")
+@undisturbed
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    alone: list[Tensor] = []
+    small: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        is_small = tensor.numel() <= _SMALL_TENSOR and is_simple(tensor)
+        (small.setdefault((tensor.dtype, tensor.device), []) if is_small else alone).append(tensor)
+    # Of small ones a call for each costs more than a copy of all; cat would not take scalars.
+    joined = [torch._utils._flatten_dense_tensors(group) for group in small.values()]
+    return all_finite([*alone, *joined])
 
 
 class SnapshotRing:
@@ -320,16 +306,12 @@ class SnapshotRing:
 
     The newest is never lost. The oldest may be, when a bad value turns up in a large tensor
     while it is already being written over; a ring of one slot looks at everything first.
-    With `offload` they are kept in the host's memory, pinned for faster copies or not.
     """
 
-    def __init__(self, state: TrainingState, *, slots: int = 2, offload: Offload = "none") -> None:
+    def __init__(self, state: TrainingState, *, slots: int = 2) -> None:
         if slots < 1:
             raise ConfigError(f"slots is {slots}; it must be at least 1.")
-        if offload not in _OFFLOADS:
-            known = ", ".join(map(repr, _OFFLOADS))
-            raise ConfigError(f"offload is {offload!r}; it must be one of {known}.")
-        self._state, self._slots, self._offload = state, slots, offload
+        self._state, self._slots = state, slots
         self._kept: deque[Snapshot] = deque()
         self._free: list[Snapshot] = []
 
@@ -338,19 +320,17 @@ class SnapshotRing:
 
     def take(self, *, step: int) -> Snapshot:
         """A snapshot of now. NonFiniteError when it is not finite; the newest before stays."""
-        into = self._kept[0] if len(self._kept) == self._slots else None
-        room = into or (self._free[-1] if self._free else None)
+        oldest = self._kept[0] if len(self._kept) == self._slots else None
+        into = oldest or (self._free[-1] if self._free else None)
         try:
-            snapshot = self._state.capture(
-                step=step, into=room, offload=self._offload, careful=self._slots == 1
-            )
+            snapshot = self._state.capture(step=step, into=into, careful=self._slots == 1)
         except BaseException:
-            if into is not None and not into.is_whole:  # it was refused or interrupted midway
+            if oldest is not None and not oldest.is_whole:  # it was refused or interrupted midway
                 self._free.append(self._kept.popleft())
             raise
-        if into is not None:
+        if oldest is not None:
             self._kept.popleft()
-        elif room is not None:
+        elif into is not None:
             self._free.pop()
         self._kept.append(snapshot)
         return snapshot
@@ -412,39 +392,32 @@ def first_difference(one: Image, two: Image) -> str | None:
 
 def image(census: Census, *, with_identity: bool = False) -> Image:
     """The bytes of everything by name; with identity also which tensors and which memory."""
-    named = [*_tensor_entries(census.items, with_identity), *_cell_entries(census.cells)]
     found: Image = {}
-    for name, value in named:
+    entries = [(item.name, _digest(item.tensor)) for item in census.items]
+    if with_identity:
+        places = [(id(item.tensor), place_of(item.tensor)) for item in census.items]
+        pairs = zip(entries, places, strict=True)
+        entries = [(name, [*digest, *place]) for (name, digest), place in pairs]
+    for name, value in chain(entries, *map(_entries, census.cells)):
         # Two things may have one name, such as a dict and the object that it belongs to.
         found[name if name not in found else f"{name} ({len(found)})"] = value
     return found
 
 
-def _tensor_entries(items: Iterable[Item], with_identity: bool) -> Iterator[tuple[str, Any]]:
-    for item in items:
-        place = (id(item.tensor), place_of(item.tensor)) if with_identity else ()
-        yield item.name, (_digest(item.tensor), *place)
-
-
-def _cell_entries(cells: Iterable[Cell]) -> Iterator[tuple[str, Any]]:
-    for cell in cells:
-        if isinstance(cell, (FunctionsCell, ProtocolCell)):  # what they hold has no other entry
-            yield cell.name, picture(cell.content(), deep=True)
-            continue
-        if isinstance(cell, GradientsCell):
-            kept = [None if pair is None else _digest(pair[1]) for pair in cell.content()]
-            yield from zip(cell.names, kept, strict=True)
-            continue
-        for number, (key, value) in enumerate(_entries(cell)):
-            label = number if isinstance(key, Tensor) else key
-            yield f"{cell.name}.{label}".replace("..", "."), picture(value)
-
-
-def _entries(cell: Cell) -> list[tuple[Any, Any]]:
+def _entries(cell: Cell) -> Iterator[tuple[str, Any]]:
     content = cell.content()
-    if isinstance(cell, AttributesCell):
-        return [(k, v) for k, v in content.items() if k not in cell.skipped and is_state(v)]
-    return [("", content)] if isinstance(cell, ArrayCell) else list(items_of(content))
+    if isinstance(cell, (FunctionsCell, ProtocolCell)):  # what they hold has no other entry
+        yield cell.name, picture(content, deep=True)
+    elif isinstance(cell, ArrayCell):
+        yield cell.name, picture(content)
+    elif isinstance(cell, GradientsCell):
+        for name, kept in zip(cell.names, content, strict=True):
+            yield name, None if kept is None else _digest(kept[1])
+    else:
+        for number, (key, value) in enumerate(items_of(content)):
+            if not isinstance(cell, AttributesCell) or cell.is_ours(key, value):
+                label = number if isinstance(key, Tensor) else key
+                yield f"{cell.name}.{label}".replace("..", "."), picture(value)
 
 
 def picture(value: Any, *, deep: bool = False) -> Any:
@@ -465,19 +438,14 @@ def _digest(tensor: Tensor) -> list[object]:
     """Form and bytes; nothing of a tensor without a value of its own."""
     found: list[object] = []
     for memory in memories(tensor):
+        if memory.layout is torch.strided:
+            parts = [memory.resolve_conj().resolve_neg()]
+        elif memory.is_sparse:
+            parts = [memory.coalesce().indices(), memory.coalesce().values()]
+        else:
+            parts = [memory.to_dense()]
         found += [memory.dtype, tuple(memory.shape)]
-        found += [_bytes_digest(part) for part in _stored(memory)]
+        for part in parts:
+            flat = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found.append(hashlib.blake2b(flat.numpy().data, digest_size=16).digest())
     return found
-
-
-def _stored(tensor: Tensor) -> list[Tensor]:
-    if tensor.layout is torch.strided:
-        return [tensor.resolve_conj().resolve_neg()]
-    if tensor.is_sparse:
-        return [tensor.coalesce().indices(), tensor.coalesce().values()]
-    return [tensor.to_dense()]
-
-
-def _bytes_digest(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

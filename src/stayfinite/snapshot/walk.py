@@ -16,15 +16,14 @@ from torch.utils._pytree import tree_leaves
 from stayfinite.errors import InputError
 from stayfinite.snapshot.copies import (
     CONSTANTS,
+    ArrayCell,
     AttributesCell,
+    BoxCell,
     Cell,
-    DictCell,
     FrozenCell,
     GradientsCell,
     Kind,
-    ListCell,
     ProtocolCell,
-    box_cell,
     is_state,
     items_of,
     kind_of,
@@ -74,17 +73,17 @@ def _numbered(name: str, owners: tuple[Any, ...]) -> Iterable[tuple[str, Any]]:
     return [(f"{name}.{number}", owner) for number, owner in enumerate(owners)]
 
 
-def gathered(
+def members_of(
     model: Any, optimizer: Any, scheduler: Any, scaler: Any, ema: Any, loader: Any, generators: Any
 ) -> Members:
     """Members from what people pass: one of a kind, a sequence, or None."""
+    is_one_average = isinstance(ema, (list, tuple)) and any(isinstance(t, Tensor) for t in ema)
     return Members(
         models=_several(model, nn.Module, "model"),
         optimizers=_several(optimizer, Optimizer, "optimizer"),
         schedulers=_several(scheduler, object, "scheduler"),
         scaler=scaler,
-        # A dict or a list of tensors is one average.
-        averages=_several([ema] if _is_of_tensors(ema) else ema, object, "ema"),
+        averages=_several([ema] if is_one_average else ema, object, "ema"),
         loader=loader,
         generators=_several(generators, object, "generators"),
     )
@@ -102,19 +101,14 @@ def _several(value: Any, kind: type, name: str) -> tuple[Any, ...]:
     return members
 
 
-def _is_of_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value)
-
-
-Enter = Callable[["Census", Any, str, str], None]
+Enter = Callable[["Census", Any, str, str], None] | None
+"""Looks into objects that are not plain state; without it they are left alone."""
 
 PARTS = (
     *("parameters", "buffers", "attributes", "gradients", "optimizer", "param_groups"),
     *("scheduler", "scaler", "ema", "random", "loader"),
 )
 """What the state of training is made of; the first part that reaches a thing owns it."""
-STRUCTURE = "structure"
-"""The part of what is never put back, only watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +118,6 @@ class Item:
     tensor: Tensor
     name: str
     part: str
-
-
-def enter_nothing(census: Census, value: Any, name: str, part: str) -> None:
-    """Objects that are not plain state are left alone."""
 
 
 class Census:
@@ -153,40 +143,34 @@ class Census:
 
     def tensor(self, tensor: Tensor, name: str, part: str) -> None:
         if self.is_new(tensor):
-            self._add(tensor, name, part)
+            if name in self._names:  # memory is found by name, so no two may share one
+                name = f"{name} ({len(self.items)})"
+            self._names.add(name)
+            self.items.append(Item(tensor, name, part))
 
-    def _add(self, tensor: Tensor, name: str, part: str) -> None:
-        """Memory is found by name, so no two may share one."""
-        if name in self._names:
-            name = f"{name} ({len(self.items)})"
-        self._names.add(name)
-        self.items.append(Item(tensor, name, part))
-
-    def value(self, value: Any, name: str, part: str, enter: Enter = enter_nothing) -> None:
-        """Plain state of any kind; `enter` looks into objects that are not."""
+    def value(self, value: Any, name: str, part: str, enter: Enter = None) -> None:
+        """Plain state of any kind."""
         kind = kind_of(value)
-        if kind is Kind.CONSTANT:
+        if kind is Kind.CONSTANT or (kind is Kind.TUPLE and CONSTANTS.issuperset(map(type, value))):
             return
         if kind is Kind.OTHER:
-            enter(self, value, name, part)
+            if enter is not None:
+                enter(self, value, name, part)
+        elif kind is Kind.TENSOR:
+            self.tensor(value, name, part)
         elif self.is_new(value):
-            if kind is Kind.TENSOR:
-                self._add(value, name, part)
-            elif kind is Kind.RECORD:
+            if kind is Kind.RECORD:
                 self.attributes(value, name, part, enter=enter)
             elif kind is Kind.GENERATOR:
                 self.cells.append(generator_cell(value, name, part))
+            elif kind is Kind.ARRAY:
+                self.cells.append(ArrayCell(value, name, part))
             else:
-                self._box(value, name, part, enter)
-
-    def _box(self, value: Any, name: str, part: str, enter: Enter) -> None:
-        cell = box_cell(value, name, part) if is_state(value) else None
-        if cell is not None:
-            self.cells.append(cell)
-        if kind_of(value) is not Kind.ARRAY:
-            for key, item in items_of(value):
-                if type(item) not in CONSTANTS:
-                    self.value(item, f"{name}.{key}", part, enter)
+                if kind is Kind.BOX and is_state(value):
+                    self.cells.append(BoxCell(value, name, part))
+                for key, item in items_of(value):
+                    if type(item) not in CONSTANTS:
+                        self.value(item, f"{name}.{key}", part, enter)
 
     def attributes(
         self,
@@ -195,7 +179,7 @@ class Census:
         part: str,
         *,
         skipped: Container[str] = (),
-        enter: Enter = enter_nothing,
+        enter: Enter = None,
     ) -> None:
         """The plain attributes of an object, and what is inside them."""
         self.cells.append(AttributesCell(owner, name, part, skipped))
@@ -219,10 +203,8 @@ def add_modules(
     for name, param in params:
         census.tensor(param, f"{prefix}parameters.{name}", part or "parameters")
     for name, module in named:
-        # Never put back, only watched: who has other children must be walked again.
-        census.cells.append(DictCell(module._modules, f"{prefix}modules.{name}", STRUCTURE))
         census.cells.append(
-            DictCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
+            BoxCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
         )
         add_buffers(census, module, f"{prefix}buffers.{name}", part or "buffers")
         add_attributes(census, module, f"{prefix}attributes.{name}", part or "attributes")
@@ -245,7 +227,7 @@ def _held(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
 
 
 def add_buffers(census: Census, module: nn.Module, name: str, part: str) -> None:
-    census.cells.append(DictCell(module._buffers, name, part))
+    census.cells.append(BoxCell(module._buffers, name, part))
     for key, buffer in _held(module._buffers):
         census.tensor(buffer, f"{name}{key}", part)
 
@@ -293,7 +275,7 @@ def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, s
             add_optimizer(census, value, names)
 
     add_param_groups(census, optimizer)
-    census.cells.append(DictCell(optimizer.state, "optimizer.state", "optimizer"))
+    census.cells.append(BoxCell(optimizer.state, "optimizer.state", "optimizer"))
     for key, state in optimizer.state.items():
         name = names.get(key, "parameter") if isinstance(key, Tensor) else str(key)
         census.value(state, f"optimizer.{name}", "optimizer")
@@ -306,13 +288,13 @@ def add_optimizer(census: Census, optimizer: Optimizer, names: Mapping[Tensor, s
 def add_param_groups(census: Census, optimizer: Optimizer) -> None:
     """All hyperparameters; the parameters in the groups belong to the first part."""
     groups = optimizer.param_groups
-    census.cells.append(ListCell(groups, "param_groups", "param_groups"))
+    census.cells.append(BoxCell(groups, "param_groups", "param_groups"))
     for number, group in enumerate(groups):
         name = f"param_groups.{number}"
-        census.cells.append(DictCell(group, name, "param_groups"))
+        census.cells.append(BoxCell(group, name, "param_groups"))
         for key, value in group.items():
             if key == "params":
-                census.cells.append(ListCell(value, f"{name}.params", "param_groups"))
+                census.cells.append(BoxCell(value, f"{name}.params", "param_groups"))
             elif type(value) not in CONSTANTS:
                 census.value(value, f"{name}.{key}", "param_groups")
 

@@ -57,7 +57,6 @@ X, Y = torch.rand(4, 3), torch.arange(4)
 def test_every_container_is_walked(batch: Any, expected: list[str]) -> None:
     assert paths(batch) == expected
     assert size_of(batch) == 4
-    assert all(leaf.is_aligned for leaf in leaves(batch))
 
 
 def test_a_list_with_an_item_for_each_sample_is_one_leaf() -> None:
@@ -100,17 +99,10 @@ def test_samples_that_were_not_collated_are_seen_as_samples() -> None:
     assert y.sample_of.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_rows_that_are_no_samples_are_marked() -> None:
-    nodes, graph_labels = leaves([torch.rand(7, 2), torch.arange(3)], 3)
-    assert not nodes.is_aligned
-    assert graph_labels.is_aligned
-
-
-def test_a_packed_sequence_has_no_rows_of_samples() -> None:
+def test_a_packed_sequence_is_one_leaf_of_all_its_rows() -> None:
     packed = pack_sequence([torch.rand(4, 2), torch.rand(2, 2), torch.rand(1, 2)])
     found = {leaf.path: leaf for leaf in leaves([packed, torch.arange(3)], 3)}
     assert found["batch.0.data"].values.shape == (7, 2)
-    assert not found["batch.0.data"].is_aligned
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-import stayfinite.prevent.data.check
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.data import DataFinding, DataReport, check_data
 from stayfinite.prevent.data.inspection import Inspection
@@ -48,12 +46,6 @@ def found(report: DataReport, kind: str) -> DataFinding:
 
 def kinds(report: DataReport) -> list[str]:
     return [finding.kind for finding in report]
-
-
-def test_the_example_runs() -> None:
-    done = doctest.testmod(stayfinite.prevent.data.check)
-    assert done.attempted
-    assert not done.failed
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -288,9 +280,8 @@ def test_a_worker_that_dies_ends_the_check_not_the_process() -> None:
         text=True,
         check=True,
     )
-    # On a busy machine its end is noticed at the queue first.
-    noticed = ("exited unexpectedly", "EOFError", "ConnectionResetError")
-    assert any(words in done.stdout for words in noticed), done.stdout
+    # However its end was noticed: by the signal, or at the queue or a socket, on a busy machine.
+    assert "exited unexpectedly" in done.stdout
     assert done.stdout.split()[-1] in ("0", "1", "2")
 
 
@@ -365,9 +356,9 @@ def test_memory_does_not_grow_with_healthy_batches() -> None:
         inspection.look([x], number=number, indices=list(range(4 * number, 4 * number + 4)))
     # At most 16 largest and smallest of 2 columns and 2 ends are referred to, by their batches.
     assert len(inspection.indices) < 512 + 2 * 16 * 4
-    (tally,) = inspection.tallies.values()
-    assert tally.rows == 16_000
-    assert len(tally.sample.rows) == 512
+    (tensor,) = inspection.tensors.values()
+    assert tensor.rows == 16_000
+    assert len(tensor.sample.rows) == 512
 
 
 def test_max_batches_ends_early() -> None:

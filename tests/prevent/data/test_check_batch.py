@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import pytest
 import torch
 
-import stayfinite.prevent.data.check
 from stayfinite.errors import InputError
 from stayfinite.prevent.data.check import batch_risks
 
@@ -20,12 +18,6 @@ def rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def said(batch: Any, **options: Any) -> list[tuple[str, str, str]]:
     return [(risk.level, risk.where, risk.cause) for risk in batch_risks(batch, **options)]
-
-
-def test_the_example_runs() -> None:
-    done = doctest.testmod(stayfinite.prevent.data.check)
-    assert done.attempted
-    assert not done.failed
 
 
 def test_a_healthy_batch_has_no_risks() -> None:

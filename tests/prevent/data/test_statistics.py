@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stayfinite.prevent.data.statistics import Extremes, Moments, Ranges, Sample
+from stayfinite.prevent.data.batch import Leaf
+from stayfinite.prevent.data.statistics import Extremes, Moments, RowSample, TensorStatistics
 
 
 def blocks_of(rows: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -82,12 +83,15 @@ def test_pooled_moments_are_those_of_all_values() -> None:
     assert pooled.std.item() == pytest.approx(rows.std(correction=0).item())
 
 
-def test_ranges_ignore_columns_without_a_value() -> None:
-    ranges = Ranges(2)
-    ranges.add(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan]))
-    ranges.add(torch.tensor([-1.0, torch.inf]), torch.tensor([0.0, -torch.inf]))
-    assert ranges.low.tolist() == [-1, torch.inf]
-    assert ranges.high.tolist() == [2, -torch.inf]
+def test_ranges_of_columns_ignore_what_is_not_finite() -> None:
+    nan, inf = torch.nan, torch.inf
+    blocks = [[[1.0, nan, nan], [2.0, nan, 5.0]], [[-1.0, inf, 3.0], [0.0, -inf, nan]]]
+    leaves = [Leaf("batch.0", torch.tensor(block)) for block in blocks]
+    tensor = TensorStatistics(leaves[0])
+    for leaf in leaves:
+        tensor.add(leaf, torch.arange(2))
+    assert tensor.channels is not None
+    assert [ends.tolist() for ends in tensor.channels] == [[-1, inf, 3], [2, -inf, 5]]
 
 
 @given(
@@ -123,7 +127,7 @@ def test_extremes_are_those_of_a_sort(
 def test_a_sample_is_the_same_each_time_and_asks_no_one_for_random_numbers() -> None:
     rows = torch.arange(5000.0, dtype=torch.float64).unsqueeze(1)
     state = torch.get_rng_state()
-    first, second = Sample(1, size=64), Sample(1, size=64)
+    first, second = RowSample(1, size=64), RowSample(1, size=64)
     for block in blocks_of(rows, [100, 33]):
         first.add(block)
         second.add(block)
@@ -133,7 +137,7 @@ def test_a_sample_is_the_same_each_time_and_asks_no_one_for_random_numbers() -> 
 
 def test_a_sample_has_all_rows_while_they_are_few() -> None:
     rows = torch.arange(50.0, dtype=torch.float64).unsqueeze(1)
-    sample = Sample(1, size=64)
+    sample = RowSample(1, size=64)
     for block in blocks_of(rows, [7]):
         sample.add(block)
     assert sorted(sample.rows.flatten().tolist()) == list(range(50))
@@ -141,7 +145,7 @@ def test_a_sample_has_all_rows_while_they_are_few() -> None:
 
 def test_a_sample_is_uniform_over_the_stream() -> None:
     rows = torch.arange(100_000.0, dtype=torch.float64).unsqueeze(1)
-    sample = Sample(1, size=512)
+    sample = RowSample(1, size=512)
     for block in blocks_of(rows, [1000, 1, 37]):
         sample.add(block)
     kept = sample.rows.flatten()

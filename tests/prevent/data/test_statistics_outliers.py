@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stayfinite.prevent.data.statistics import FEWEST_ROWS, Limits, limits_of, usual_size
+from stayfinite.prevent.data.statistics import FEWEST_ROWS, OutlierLimits, limits_of, usual_size
 
 
-def limits(column: Tensor, scale: float = 1.0) -> Limits:
+def limits(column: Tensor, scale: float = 1.0) -> OutlierLimits:
     """With the whole column as the sample and its ends as extremes."""
     rows = column.double().unsqueeze(1)
     ordered = rows.sort(0).values

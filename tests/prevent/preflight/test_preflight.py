@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import stayfinite.prevent.preflight.preflight as checking
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.preflight.preflight import preflight
-from stayfinite.prevent.preflight.training_checks import Losses, rising_risks
+from stayfinite.prevent.preflight.training_checks import FirstLosses, rising_risks
 from stayfinite.prevent.risks import LEVELS, Risk
 
 
@@ -120,7 +120,7 @@ def test_one_small_layer_does_not_make_a_rate_too_high() -> None:
 def test_a_loss_that_jumps_after_one_update_is_a_risk(
     before: list[float], after: list[float], expected: bool
 ) -> None:
-    found = rising_risks({"train.py:7": Losses(before=before, after=after)})
+    found = list(rising_risks({"train.py:7": FirstLosses(before=before, after=after)}))
     assert bool(found) == expected
 
 

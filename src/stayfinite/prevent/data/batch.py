@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,21 @@ from stayfinite.errors import InputError
 from stayfinite.nested import children
 
 ROOT = "batch"
+Path = str | int
+Paths = Path | Sequence[Path]
+
 _REDUCIBLE = {torch.float32, torch.float64, torch.bool, torch.uint8}
 _REDUCIBLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
+_TARGET = re.compile(
+    r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt|boxes|bboxes)(_ids?)?$"
+)
+_LABEL = re.compile(r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt)(_ids?)?$")
+_LENGTH = re.compile(r"(^|_)(lens?|lengths?)$")
+_BOOKKEEPING = re.compile(r"(^|_)(ids?|idx|index|indices|area|iscrowd|orig_size|size)$")
+_MOST_PLACES = 10_000
+_MOST_CHANNELS = 64
+_MOST_COLUMNS = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +42,13 @@ class Leaf:
     """One tensor of a batch, on the host: dense, real, of a dtype that torch can reduce.
 
     Its first dimension are rows. `owners` has the sample of each row; None means that the rows are
-    the samples, in order, or if `is_aligned` is false that it is not known. `empty` are samples
-    that are there without any row.
+    the samples, in order, or that it is not known. `empty` are samples that are there without any
+    row.
     """
 
     path: str
     values: Tensor
     owners: Tensor | None = None
-    is_aligned: bool = True
     empty: tuple[int, ...] = ()
     is_sparse: bool = False
 
@@ -43,6 +56,11 @@ class Leaf:
     def sample_of(self) -> Tensor:
         """The sample of each row; where it is not known, the number of the row."""
         return torch.arange(len(self.values)) if self.owners is None else self.owners
+
+    @cached_property
+    def ends(self) -> Ends:
+        """The extremes of each row."""
+        return ends_of(self.values)
 
 
 def leaves(batch: Any, size: int | None = None) -> list[Leaf]:
@@ -74,7 +92,7 @@ def _is_list(value: Any) -> bool:
 def _walk(value: Any, path: str, size: int | None, above: tuple[int, ...]) -> Iterator[Leaf]:
     tensor = _as_tensor(value)
     if tensor is not None:
-        yield from _leaves_of(tensor, path, size)
+        yield from _leaves_of(tensor, path)
     elif id(value) not in above:  # else it holds itself
         inside = (*above, id(value))
         if _has_one_per_sample(value, path, size):
@@ -88,29 +106,22 @@ def _as_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        return _from_array(np.asarray(value))
-    if _is_list(value) and value and all(isinstance(item, int | float) for item in value):
-        return torch.tensor(value, dtype=_dtype_of(value))
-    return torch.tensor(value, dtype=_dtype_of([value])) if isinstance(value, int | float) else None
-
-
-def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
-    kind = array.dtype.kind
-    if array.dtype.itemsize > 8 and kind == "f":  # long double
-        array = array.astype(np.float64)
-    if array.dtype.itemsize > 16:
-        array = array.astype(np.complex128)
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    # torch takes neither read-only memory nor negative strides.
-    is_usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
-    return torch.from_numpy(array if is_usable else array.copy())
-
-
-def _dtype_of(values: Sequence[Any]) -> torch.dtype:
-    if all(isinstance(value, bool) for value in values):
-        return torch.bool
-    is_whole = all(isinstance(value, int) and abs(value) < 2**63 for value in values)
-    return torch.int64 if is_whole else torch.float64
+        array = np.asarray(value)
+        if array.dtype.itemsize > 8 and array.dtype.kind == "f":  # long double
+            array = array.astype(np.float64)
+        if array.dtype.itemsize > 16:
+            array = array.astype(np.complex128)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        # torch takes neither read-only memory nor negative strides.
+        is_usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+        return torch.from_numpy(array if is_usable else array.copy())
+    numbers = value if _is_list(value) and value else [value]
+    if not all(isinstance(number, int | float) for number in numbers):
+        return None
+    is_whole = all(isinstance(number, int) and abs(number) < 2**63 for number in numbers)
+    is_bool = all(isinstance(number, bool) for number in numbers)
+    dtype = torch.bool if is_bool else torch.int64 if is_whole else torch.float64
+    return torch.tensor(value, dtype=dtype)
 
 
 def _has_one_per_sample(value: Any, path: str, size: int | None) -> bool:
@@ -121,51 +132,40 @@ def _has_one_per_sample(value: Any, path: str, size: int | None) -> bool:
     if not _is_list(value) or len(value) != size:
         return False
     kinds = {isinstance(item, Tensor | np.ndarray) for item in value}
-    if len(kinds) > 1 or (kinds == {False} and not all(map(_has_children, value))):
+    has_others = kinds == {False} and not all(any(True for _ in children(item)) for item in value)
+    if len(kinds) > 1 or has_others:
         return False
-    if path == ROOT and len({_structure(item) for item in value}) > 1:
+    if path == ROOT and len({(type(i), *(str(k) for k, _ in children(i))) for i in value}) > 1:
         return False
-    if path != ROOT and kinds == {True} and _are_images_of_many_sizes(value):
-        return True
-    return not all(_rows(item) == size for item in value)
-
-
-def _are_images_of_many_sizes(tensors: Sequence[Any]) -> bool:
-    """Three such images have three channels, and are not three fields."""
-    if any(isinstance(each, Tensor) and each.is_nested for each in tensors):
-        return False
-    return len({each.shape for each in tensors}) > 1 and all(each.ndim > 2 for each in tensors)
-
-
-def _has_children(value: Any) -> bool:
-    return any(True for _ in children(value))
-
-
-def _structure(item: Any) -> tuple[Any, ...]:
-    return type(item), *(str(key) for key, _ in children(item))
+    has_nested = any(isinstance(item, Tensor) and item.is_nested for item in value)
+    are_fields = all(_rows(item) == size for item in value)
+    if not are_fields or path == ROOT or kinds != {True} or has_nested:
+        return not are_fields
+    # Three images of many sizes have three channels, and are not three fields.
+    return len({item.shape for item in value}) > 1 and all(item.ndim > 2 for item in value)
 
 
 def _rows(item: Any) -> int | None:
     """The rows of a tensor, or of the first one inside; None for none."""
     if isinstance(item, Tensor | np.ndarray):
         return size_of(item)
-    return next((_rows(child) for _, child in children(item) if _rows(child) is not None), None)
+    return next((rows for _, child in children(item) if (rows := _rows(child)) is not None), None)
 
 
 def _merged(samples: Any, path: str, above: tuple[int, ...]) -> Iterator[Leaf]:
     """The leaves of all samples, those of one path together where their shapes allow it."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for number, sample in enumerate(samples):
-        for leaf in _walk_sample(sample, f"{path}.*", above):
-            found.setdefault(leaf.path, []).append((number, leaf.values))
+        for name, part in _walk_sample(sample, f"{path}.*", above):
+            found.setdefault(name, []).append((number, part))
     for name, parts in found.items():
         yield from _together(name, parts)
 
 
-def _walk_sample(sample: Any, path: str, above: tuple[int, ...]) -> Iterator[Leaf]:
+def _walk_sample(sample: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
     tensor = _as_tensor(sample)
     if tensor is not None:
-        yield from (Leaf(path, part) for part in _readable(tensor))
+        yield from ((path, part) for part in _readable(tensor))
     elif id(sample) not in above:
         for key, item in children(sample):
             yield from _walk_sample(item, f"{path}.{key}", (*above, id(sample)))
@@ -180,42 +180,27 @@ def _together(path: str, parts: list[tuple[int, Tensor]]) -> Iterator[Leaf]:
         if len({part.shape[1:] for part in rows}) == 1:
             lengths = torch.tensor([len(part) for part in rows])
             owners = torch.tensor([number for number, _ in rest]).repeat_interleave(lengths)
-            yield Leaf(path, torch.cat(rows), owners, empty=empty)
+            yield Leaf(path, torch.cat(rows), owners, empty)
             return
     for number, part in rest:
         yield Leaf(path, part.unsqueeze(0), torch.tensor([number]))
     if empty:
-        yield Leaf(path, torch.zeros(0), torch.zeros(0, dtype=torch.int64), empty=empty)
+        yield Leaf(path, torch.zeros(0), torch.zeros(0, dtype=torch.int64), empty)
 
 
-def _leaves_of(tensor: Tensor, path: str, size: int | None) -> Iterator[Leaf]:
+def _leaves_of(tensor: Tensor, path: str) -> Iterator[Leaf]:
     if tensor.is_nested:
         yield from _merged(tensor.unbind(), path, ())
-    elif tensor.layout in _SPARSE and not tensor.is_meta:
-        yield from _stored_values(tensor, path)
-    else:
+    elif tensor.layout not in _SPARSE or tensor.is_meta:
         for part in _readable(tensor):
-            is_whole = part.shape[:1] == tensor.shape[:1]
-            yield Leaf(
-                path,
-                part if part.ndim else part.unsqueeze(0),
-                None,
-                _has_rows(part, size) and is_whole,
-            )
-
-
-def _has_rows(tensor: Tensor, size: int | None) -> bool:
-    return tensor.ndim > 0 and (size is None or len(tensor) == size)
-
-
-def _stored_values(tensor: Tensor, path: str) -> Iterator[Leaf]:
-    """What a sparse tensor holds, each value a row of its sample."""
-    if tensor.layout is not torch.sparse_coo and tensor.ndim != 2:
-        yield from (Leaf(path, part, None, False, is_sparse=True) for part in _readable(tensor))
-        return
-    listed = tensor.to_sparse_coo()
-    for values in _readable(listed._values()):
-        yield Leaf(path, values, listed._indices()[0].cpu(), is_sparse=True)
+            yield Leaf(path, part if part.ndim else part.unsqueeze(0))
+    elif tensor.layout is not torch.sparse_coo and tensor.ndim != 2:
+        yield from (Leaf(path, part, is_sparse=True) for part in _readable(tensor))
+    else:  # each value that is stored is a row of its sample
+        listed = tensor.to_sparse_coo()
+        # Not values() and indices(), which refuse what is not coalesced.
+        for values in _readable(listed._values()):
+            yield Leaf(path, values, listed._indices()[0].cpu(), is_sparse=True)
 
 
 def _readable(tensor: Tensor) -> Iterator[Tensor]:
@@ -228,22 +213,65 @@ def _readable(tensor: Tensor) -> Iterator[Tensor]:
             continue
         part = part.detach().cpu().resolve_conj().resolve_neg()
         part = torch.view_as_real(part) if part.is_complex() else part
-        yield part if part.dtype in _REDUCIBLE else part.to(_wider(part.dtype))
+        wider = torch.float32 if part.dtype.is_floating_point else torch.int64
+        yield part if part.dtype in _REDUCIBLE else part.to(wider)
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else torch.int64
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """For each row its finite extremes, NaN where there are none, and whether it is not finite.
+
+    `channels` has the smallest and the largest value of each channel, or column of a matrix, over
+    all rows; None where there are none or too many.
+    """
+
+    low: Tensor
+    high: Tensor
+    is_bad: Tensor
+    any_bad: bool = False
+    channels: tuple[Tensor, Tensor] | None = None
 
 
-Path = str | int
-Paths = Path | Sequence[Path]
+def ends_of(values: Tensor) -> Ends:
+    """One pass over the memory for each end when all is finite."""
+    is_bad = torch.zeros(len(values), dtype=torch.bool)
+    if not values.numel():
+        nothing = torch.full((len(values),), torch.nan, dtype=torch.float64)
+        return Ends(nothing, nothing, is_bad)
+    low, high = _reduced(values)
+    floors = tops = values
+    # The difference is NaN or Inf where one of the two is, and so is the sum.
+    is_real = values.is_floating_point()
+    if is_real and not math.isfinite(float((high.double() - low.double()).sum())):
+        is_bad = ~(low.isfinite() & high.isfinite()).all(1)
+        known = values.isfinite()
+        # In place of NaN and Inf: what cannot be an extreme.
+        floors, tops = torch.where(known, values, torch.inf), torch.where(known, values, -torch.inf)
+        low, high = _reduced(floors)[0], _reduced(tops)[1]
+    channels = None
+    if values.ndim == 2 and is_real and values.shape[1] <= _MOST_COLUMNS:
+        channels = floors.amin(0).double(), tops.amax(0).double()
+    elif low.shape[1] > 1:
+        channels = low.amin(0).double(), high.amax(0).double()
+    low, high, any_bad = low.amin(1).double(), high.amax(1).double(), bool(is_bad.any())
+    if any_bad:
+        has_none = low > high
+        low, high = low.masked_fill(has_none, torch.nan), high.masked_fill(has_none, torch.nan)
+    return Ends(low, high, is_bad, any_bad, channels)
 
-_TARGET = re.compile(
-    r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt|boxes|bboxes)(_ids?)?$"
-)
-_LABEL = re.compile(r"(^|_)(labels?|targets?|class(es)?|categor(y|ies)|y|gt)(_ids?)?$")
-_LENGTH = re.compile(r"(^|_)(lens?|lengths?)$")
-_BOOKKEEPING = re.compile(r"(^|_)(ids?|idx|index|indices|area|iscrowd|orig_size|size)$")
+
+def _reduced(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest over everything but the row and the channel: two matrices.
+
+    The channels of images and signals are the second or the last dimension.
+    """
+    if values.ndim == 1:
+        return values.unsqueeze(1), values.unsqueeze(1)
+    channel = 1 if values.shape[1] <= values.shape[-1] else values.ndim - 1
+    has_channel = values.ndim > 2 and values.shape[channel] <= _MOST_CHANNELS
+    dims = [dim for dim in range(1, values.ndim) if not (has_channel and dim == channel)]
+    low, high = values.amin(dims), values.amax(dims)
+    return (low, high) if has_channel else (low.unsqueeze(1), high.unsqueeze(1))
 
 
 class Role(Enum):
@@ -266,7 +294,11 @@ class Picked:
 
     @classmethod
     def of(cls, inputs: Paths | None, targets: Paths | None) -> Picked:
-        return cls(inputs=_as_paths(inputs), targets=_as_paths(targets))
+        def as_paths(given: Paths | None) -> tuple[str, ...] | None:
+            given = (given,) if isinstance(given, str | int) else given
+            return None if given is None else tuple(map(str, given))
+
+        return cls(inputs=as_paths(inputs), targets=as_paths(targets))
 
     def refuse_unknown(self, found: Iterable[Leaf]) -> None:
         """Raises InputError if a path that the caller named is not in the batch."""
@@ -275,12 +307,6 @@ class Picked:
             if not any(_is_under(path, asked) for path in paths):
                 there = ", ".join(dict.fromkeys(_short(path) for path in paths)) or "nothing"
                 raise InputError(f"the batch has no tensor at {asked!r}; it has {there}.")
-
-
-def _as_paths(given: Paths | None) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    return (str(given),) if isinstance(given, str | int) else tuple(map(str, given))
 
 
 def _short(path: str) -> str:
@@ -299,76 +325,62 @@ def roles_of(found: Sequence[Leaf], picked: Picked, classes: int | None) -> dict
     if there is one candidate; of several it is the one that fits `classes`, else the last.
     """
     roles = {leaf.path: _role(leaf, picked) for leaf in found}
+    if picked.targets is not None:
+        return roles
     labels = [leaf for leaf in found if roles[leaf.path] is Role.LABEL and not _name(leaf.path)]
-    if picked.targets is None and len({leaf.path for leaf in labels}) > 1:
-        kept = _likeliest(labels, classes)
-        roles |= {leaf.path: Role.OTHER for leaf in labels if leaf.path != kept}
-    if picked.targets is None and any(map(_is_named_label, roles)):
+    if len({leaf.path for leaf in labels}) > 1:
+        fitting = [
+            leaf
+            for leaf in labels
+            if classes
+            and leaf.values.numel()
+            and int(leaf.values.min()) >= 0
+            and int(leaf.values.max()) < classes
+        ]
+        likeliest = (fitting or labels)[-1].path
+        roles |= {leaf.path: Role.OTHER for leaf in labels if leaf.path != likeliest}
+    named = {path for path in roles if _LABEL.search(_name(path))}
+    if named:
         # Among boxes, areas and image numbers, what is called labels are the labels.
-        roles |= {
-            path: Role.OTHER
-            for path, role in roles.items()
-            if role is Role.LABEL and not _is_named_label(path)
-        }
+        others = [path for path, role in roles.items() if role is Role.LABEL and path not in named]
+        roles |= dict.fromkeys(others, Role.OTHER)
     return roles
 
 
 def _role(leaf: Leaf, picked: Picked) -> Role:
     if picked.targets is not None and any(_is_under(leaf.path, p) for p in picked.targets):
         return Role.LABEL if _is_whole(leaf.values) else Role.TARGET
-    if picked.inputs is not None:
-        is_named = any(_is_under(leaf.path, p) for p in picked.inputs)
-        return Role.INPUT if is_named else _named_role(leaf) or Role.OTHER
     named = _named_role(leaf)
-    if named is not None:
-        return named
-    if picked.targets is None and _field(leaf.path) > 0:
+    if picked.inputs is not None:
+        is_picked = any(_is_under(leaf.path, p) for p in picked.inputs)
+        return Role.INPUT if is_picked else named or Role.OTHER
+    # The number of the field in a batch that is a tuple; 0 in any other.
+    field = leaf.path.split(".")[1:2]
+    if named is None and picked.targets is None and field and field[0].isdigit() and int(field[0]):
         return Role.LABEL if _is_whole(leaf.values) and not is_binary(leaf) else Role.TARGET
-    return Role.INPUT
+    return named or Role.INPUT
 
 
 def _named_role(leaf: Leaf) -> Role | None:
-    name = _name(leaf.path)
-    if "mask" in name or is_additive_mask(leaf.values):
-        return Role.LABEL if _is_segmentation(name, leaf.values) else Role.MASK
+    name, values = _name(leaf.path), leaf.values
+    if "mask" in name or is_additive_mask(values):
+        # One with a class for each pixel is a segmentation.
+        is_picture = values.ndim > 2 and _is_whole(values) and values.numel() > 0
+        is_segmentation = is_picture and "att" not in name and bool(values.amax() > 1)
+        return Role.LABEL if is_segmentation else Role.MASK
     if _LENGTH.search(name):
         return Role.LENGTH
     if _TARGET.search(name):
-        return Role.LABEL if _is_whole(leaf.values) and _LABEL.search(name) else Role.TARGET
+        return Role.LABEL if _is_whole(values) and _LABEL.search(name) else Role.TARGET
     if _BOOKKEEPING.search(name) and name not in ("input_ids", "token_ids", "ids"):
         return Role.OTHER
     return None
-
-
-def _is_segmentation(name: str, values: Tensor) -> bool:
-    """A mask with a class for each pixel."""
-    is_picture = values.ndim > 2 and _is_whole(values) and values.numel() > 0
-    return is_picture and "att" not in name and bool(values.amax() > 1)
 
 
 def _name(path: str) -> str:
     """The last word in the path; "" when there are only numbers."""
     words = [part for part in path.split(".")[1:] if part != "*" and not part.isdigit()]
     return words[-1].lower() if words else ""
-
-
-def _is_named_label(path: str) -> bool:
-    return _LABEL.search(_name(path)) is not None
-
-
-def _field(path: str) -> int:
-    """The number of the field in a batch that is a tuple; 0 in any other."""
-    parts = path.split(".")
-    return int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
-
-
-def _likeliest(labels: list[Leaf], classes: int | None) -> str:
-    fitting = [leaf for leaf in labels if classes and _fits(leaf.values, classes)]
-    return (fitting or labels)[-1].path
-
-
-def _fits(values: Tensor, classes: int) -> bool:
-    return values.numel() > 0 and int(values.min()) >= 0 and int(values.max()) < classes
 
 
 def _is_whole(values: Tensor) -> bool:
@@ -391,9 +403,6 @@ def is_additive_mask(values: Tensor) -> bool:
     if not bool(lowest <= -1e4) or bool(values.amax() != 0):
         return False
     return bool(((values == 0) | (values == lowest)).all())
-
-
-_MOST_PLACES = 10_000
 
 
 class PaddingMasks:

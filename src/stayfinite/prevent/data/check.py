@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
 
+from stayfinite.detect.memory import undisturbed
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.prevent.data.batch import Paths, Picked
-from stayfinite.prevent.data.inspection import Inspection, Key, Kind
+from stayfinite.prevent.data.batch import Paths, Picked, leaves
+from stayfinite.prevent.data.inspection import Inspection, Key, Kind, split_place
 from stayfinite.prevent.data.loader import (
-    Confirmation,
-    Read,
+    BatchRead,
     Reader,
-    SecondPass,
-    Twin,
     as_before,
-    errors_of,
+    error_line,
     is_death_of_worker,
-    read_each,
-    told,
 )
 from stayfinite.prevent.data.problems import (
+    MOST_PLACES,
     DataFinding,
     DataReport,
-    Judgement,
     findings,
     in_order,
-    judgements,
     profiles,
 )
 from stayfinite.prevent.risks import LEVELS, Risk
+
+_FIX = "Open such a sample yourself, `dataset[index]`, and repair it or leave it out."
 
 
 def check_data(
@@ -75,37 +74,38 @@ def check_data(
     failures = Failures()
     with as_before(loader):
         reader = Reader(loader, max_batches)
-        _look_at_all(reader, inspection, failures, progress)
+        try:
+            for read in _with_bar(reader, "checking the data", progress):
+                if read.error is None:
+                    inspection.look(read.batch, number=read.number, indices=read.indices)
+                else:
+                    failures.batches.append(read)
+        except RuntimeError as error:
+            if not is_death_of_worker(error):
+                raise
+            reader.was_stopped = error_line(error)
     if passes == 2:
         _find_all_outliers(inspection, loader, max_batches, progress)
     with as_before(loader):
-        if reader.twin is not None:
-            failures.look_again(reader.twin, inspection)
-        said = judgements(inspection)
-        indices = _indices(reader.twin, inspection, said)
-    found = [*_failed(reader, failures, inspection), *findings(said, indices)]
+        failures.look_again(reader, inspection)
+        found = findings(inspection)
+        places = {(each.kind, each.where): places for each, places in found if places}
+        indices: dict[Key, tuple[Any, ...]] = {}
+        if reader.has_indices and reader.is_row_known:
+            indices = {key: in_order(inspection.indices_at(places[key])) for key in places}
+        elif reader.has_indices:
+            indices = Confirmation(reader, inspection).indices_of(places)
+    said = failures.findings(reader.was_stopped, inspection.batches)
+    for each, _ in found:
+        own = indices.get((each.kind, each.where), ())
+        said.append(dataclasses.replace(each, indices=own))
     return DataReport(
-        findings=tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level))),
+        findings=tuple(sorted(said, key=lambda finding: LEVELS.index(finding.level))),
         batches=inspection.batches,
         rows=inspection.samples,
         tensors=profiles(inspection),
-        has_indices=reader.twin is not None and reader.twin.has_indices,
+        has_indices=reader.has_indices,
     )
-
-
-def _look_at_all(
-    reader: Reader, inspection: Inspection, failures: Failures, progress: bool | None
-) -> None:
-    try:
-        for read in _shown(reader, "checking the data", progress):
-            if read.error is None:
-                inspection.look(read.batch, number=read.number, indices=read.indices)
-            else:
-                failures.add(read)
-    except RuntimeError as error:
-        if not is_death_of_worker(error):
-            raise
-        reader.was_stopped = told(error)
 
 
 def _refuse_nonsense(
@@ -128,16 +128,17 @@ def _find_all_outliers(
     inspection: Inspection, loader: Any, max_batches: int | None, progress: bool | None
 ) -> None:
     inspection.settle()
-    second = SecondPass(inspection)
-    if not inspection.outliers:
+    limits = inspection.outlier_limits()
+    if not limits:
         return
     with as_before(loader):
-        for read in _shown(Reader(loader, max_batches), "listing the outliers", progress):
+        for read in _with_bar(Reader(loader, max_batches), "listing the outliers", progress):
             if read.error is None:
-                second.look(read.batch, number=read.number, indices=read.indices)
+                number, indices = read.number, read.indices
+                inspection.look_for_outliers(limits, read.batch, number=number, indices=indices)
 
 
-def _shown(reader: Reader, what: str, progress: bool | None) -> Iterator[Read]:
+def _with_bar(reader: Reader, what: str, progress: bool | None) -> Iterator[BatchRead]:
     """The batches, with a bar on stderr."""
     console = Console(stderr=True, force_terminal=True if progress else None)
     is_shown = console.is_terminal if progress is None else progress
@@ -151,26 +152,6 @@ def _shown(reader: Reader, what: str, progress: bool | None) -> Iterator[Read]:
         for read in chain([first], reads):
             yield read
             bar.advance(task)
-
-
-def _indices(
-    twin: Twin | None, inspection: Inspection, said: list[Judgement]
-) -> dict[Key, tuple[Any, ...]]:
-    """The dataset indices of what each judgement is about, as far as they are certain."""
-    cases = {(each.kind, each.path): each.places for each in said if each.places}
-    if twin is None or not twin.has_indices:
-        return {}
-    if not twin.is_row_known:
-        return Confirmation(twin, inspection).guilty(cases)
-    return {key: in_order(inspection.indices_at(places)) for key, places in cases.items()}
-
-
-def _failed(reader: Reader, failures: Failures, inspection: Inspection) -> Iterator[DataFinding]:
-    yield from failures.findings()
-    if reader.was_stopped is not None:
-        yield stopped(reader.was_stopped, inspection.batches)
-    elif not inspection.batches and not any(failures.findings()):
-        yield no_batches()
 
 
 def batch_risks(
@@ -194,92 +175,76 @@ def batch_risks(
     >>> [(risk.level, risk.where, risk.cause) for risk in batch_risks([images, labels])]
     [('high', 'batch.0', 'bad_input_data')]
     """
-    inspection = Inspection(
-        classes=classes, ignore_index=ignore_index, picked=Picked.of(inputs, targets)
-    )
+    picked = Picked.of(inputs, targets)
+    inspection = Inspection(classes=classes, ignore_index=ignore_index, picked=picked)
     inspection.look(batch)
-    return list(findings(judgements(inspection), {}))
-
-
-_MOST_PLACES = 100
-_FIX = "Open such a sample yourself, `dataset[index]`, and repair it or leave it out."
+    return [finding for finding, _ in findings(inspection)]
 
 
 class Failures:
     """Batches in whose place there was an error, and the samples that are to blame for it."""
 
     def __init__(self) -> None:
-        self._batches: list[Read] = []
+        self.batches: list[BatchRead] = []
         self._samples: dict[Any, str] = {}
 
-    def add(self, read: Read) -> None:
-        self._batches.append(read)
-
-    def look_again(self, twin: Twin, inspection: Inspection) -> None:
+    def look_again(self, reader: Reader, inspection: Inspection) -> None:
         """Reads the samples of these batches one by one, and looks at those that can be read."""
-        batches = [read for read in self._batches if read.indices]
-        errors = iter(errors_of(twin, [i for read in batches for i in read.indices or ()]))
-        rest: list[tuple[int, list[Any]]] = []
-        for read in batches:
-            bad = {i: error for i in read.indices or () if (error := next(errors))}
+        batches = [(read, read.indices) for read in self.batches if read.indices]
+        errors = iter(list(reader.errors_of([i for _, indices in batches for i in indices])))
+        rest: dict[int, list[Any]] = {}
+        for read, indices in batches:
+            bad = {index: error for index in indices if (error := next(errors))}
             self._samples |= bad
             if bad:
-                self._batches.remove(read)
-                rest.append((read.number, [i for i in read.indices or () if i not in bad]))
-        rest = [(number, indices) for number, indices in rest if indices]
-        for (number, indices), (batch, error) in zip(
-            rest, read_each(twin, [indices for _, indices in rest]), strict=True
-        ):
+                self.batches.remove(read)
+                rest[read.number] = [index for index in indices if index not in bad]
+        rest = {number: indices for number, indices in rest.items() if indices}
+        reads = reader.read_each(list(rest.values()))
+        for (number, indices), (batch, error) in zip(rest.items(), reads, strict=True):
             if error is None:
                 inspection.look(batch, number=number, indices=indices)
 
-    def findings(self) -> Iterator[DataFinding]:
-        """One for each type of error."""
+    def findings(self, was_stopped: str | None, batches: int) -> list[DataFinding]:
+        """One for each type of error, and what kept the loader from giving more than `batches`."""
+        found: list[DataFinding] = []
         for errors in _by_type(self._samples.items()):
+            error = errors[0][1]
+            end = " It ends the epoch in silence." if error.startswith("StopIteration") else ""
+            count = "1 sample" if len(errors) == 1 else f"{len(errors):,} samples"
+            what = f"Reading {count} raises {error.removesuffix('.')}.{end}"
             indices = in_order(index for index, _ in errors)
-            yield _finding("error", "dataset", _of_samples(errors), indices=indices)
-        for errors in _by_type([(read, read.error or "") for read in self._batches]):
+            found.append(_finding("error", "dataset", what, indices=indices))
+        for errors in _by_type([(read, read.error or "") for read in self.batches]):
+            error = errors[0][1]
+            is_alone = any(read.indices for read, _ in errors)
+            end = " Each sample alone can be read: it is the collate function." if is_alone else ""
+            count = "1 batch" if len(errors) == 1 else f"{len(errors):,} batches"
+            what = f"Reading {count} raises {error.removesuffix('.')}.{end}"
             places = tuple((read.number, 0) for read, _ in errors)
-            yield _finding("error", "loader", _of_batches(errors), places=places)
+            found.append(_finding("error", "loader", what, places=places))
+        if was_stopped is not None:
+            what = f"After {batches:,} batches it could not go on: {was_stopped.removesuffix('.')}."
+            found.append(_finding("stopped", "loader", what))
+        elif not batches and not found:
+            nothing = DataFinding(
+                kind="no_batches",
+                level="high",
+                what="It gives no batch: a mean over the epoch is 0 / 0.",
+                where="loader",
+                fix="Look at the length of the dataset; `drop_last=True` drops a batch that is not "
+                "full.",
+                cause="empty_reduction",
+            )
+            found.append(nothing)
+        return found
 
 
-def _by_type(errors: Any) -> list[list[tuple[Any, str]]]:
+def _by_type(errors: Iterable[tuple[Any, str]]) -> Iterable[list[tuple[Any, str]]]:
     groups: dict[str, list[tuple[Any, str]]] = {}
     for item, error in errors:
         groups.setdefault(error.partition(":")[0], []).append((item, error))
-    return list(groups.values())
-
-
-def _of_samples(errors: list[tuple[Any, str]]) -> str:
-    error = errors[0][1]
-    count = "1 sample" if len(errors) == 1 else f"{len(errors):,} samples"
-    end = " It ends the epoch in silence." if error.startswith("StopIteration") else ""
-    return f"Reading {count} raises {error.removesuffix('.')}.{end}"
-
-
-def _of_batches(errors: list[tuple[Any, str]]) -> str:
-    error = errors[0][1]
-    count = "1 batch" if len(errors) == 1 else f"{len(errors):,} batches"
-    alone = any(read.indices for read, _ in errors)
-    end = " Each sample alone can be read: it is the collate function." if alone else ""
-    return f"Reading {count} raises {error.removesuffix('.')}.{end}"
-
-
-def stopped(error: str, batches: int) -> DataFinding:
-    """The loader broke down, and the rest could not be looked at."""
-    what = f"After {batches:,} batches it could not go on: {error.removesuffix('.')}."
-    return _finding("stopped", "loader", what)
-
-
-def no_batches() -> DataFinding:
-    return DataFinding(
-        kind="no_batches",
-        level="high",
-        what="It gives no batch: a mean over the epoch is 0 / 0.",
-        where="loader",
-        fix="Look at the length of the dataset; `drop_last=True` drops a batch that is not full.",
-        cause="empty_reduction",
-    )
+    return groups.values()
 
 
 def _finding(
@@ -302,5 +267,57 @@ def _finding(
         score=float(rows),
         rows=rows,
         indices=indices,
-        places=places[:_MOST_PLACES],
+        places=places[:MOST_PLACES],
     )
+
+
+class Confirmation:
+    """Which samples are bad, when the rows of a batch need not be in the order of its indices.
+
+    Each suspect is read alone, through the same collate function, and is guilty if the same is
+    seen in the same tensor. First the sample at the place of the bad row, then, if that is not it,
+    all others of its batch.
+    """
+
+    def __init__(self, reader: Reader, inspection: Inspection) -> None:
+        self._reader, self._inspection = reader, inspection
+        self._limits = inspection.outlier_limits()
+        self._seen: dict[Any, set[Key]] = {}
+
+    def indices_of(self, places: Mapping[Key, Sequence[int]]) -> dict[Key, tuple[Any, ...]]:
+        """For what is wrong at these places the dataset indices that are certain."""
+        all_indices = self._inspection.indices
+        self._read(i for each in places.values() for i in self._inspection.indices_at(each))
+        # Batches in which fewer samples are guilty so far than rows are bad.
+        rows = {key: Counter(split_place(p)[0] for p in each) for key, each in places.items()}
+        unexplained = [
+            batch
+            for key, counts in rows.items()
+            for batch, count in counts.items()
+            if len(self._guilty(key, batch)) < count
+        ]
+        self._read(index for batch in unexplained for index in all_indices.get(batch, ()))
+        return {
+            key: in_order(index for batch in counts for index in self._guilty(key, batch))
+            for key, counts in rows.items()
+        }
+
+    def _guilty(self, key: Key, batch: int) -> list[Any]:
+        indices = self._inspection.indices.get(batch, ())
+        return [index for index in indices if key in self._seen.get(index, ())]
+
+    def _read(self, indices: Iterable[Any]) -> None:
+        new = [index for index in dict.fromkeys(indices) if index not in self._seen]
+        singles = self._reader.read_each([[index] for index in new])
+        for index, (batch, error) in zip(new, singles, strict=True):
+            self._seen[index] = set() if error else self._look(batch)
+
+    @undisturbed
+    def _look(self, batch: Any) -> set[Key]:
+        found: set[Key] = set()
+        for leaf in leaves(batch, 1):
+            found |= {(kind, leaf.path) for kind, _, _ in self._inspection.bad_samples(leaf)}
+            limits, tensor = self._limits.get(leaf.path), self._inspection.tensors.get(leaf.path)
+            if limits and tensor and tensor.rows_beyond(limits, leaf).any():
+                found.add(("outlier", leaf.path))
+        return found

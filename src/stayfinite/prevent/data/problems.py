@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
-from torch import Tensor
 
-from stayfinite.prevent.data.batch import ROOT, Leaf, Role
-from stayfinite.prevent.data.inspection import Case, Inspection, Key, Kind, parted
-from stayfinite.prevent.data.statistics import (
-    FEWEST_ROWS,
-    Ends,
-    Limits,
-    Tally,
-    flat,
-    limits_of,
-    usual_size,
-)
+from stayfinite.prevent.data.batch import ROOT, Role
+from stayfinite.prevent.data.inspection import Inspection, Kind, Seen, split_place
+from stayfinite.prevent.data.statistics import FEWEST_ROWS, OutlierLimits, TensorStatistics
 from stayfinite.prevent.risks import LEVELS, Level, Risk
 from stayfinite.records import to_json
 
+Evidence = dict[str, float | int | str]
+
+MOST_PLACES = 100
 _SHOWN = 8
+
+# Sizes at which a first layer of torch's default weights and an ordinary rate no longer get along.
+_LARGE_COLUMN = 300.0
+_LARGE = 100.0
+_LARGE_TARGET = 1e4
+_HUGE = 1e5
+_TINY = 1e-6
+# White is 255, but not every picture has a white spot.
+_PIXELS = (100.0, 255.0)
+_HARDLY = 1e-6
+_WILD = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +45,16 @@ class DataFinding(Risk):
     places: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.where}: {self.what}{self._whose()}\n    {self.fix}"
-
-    def _whose(self) -> str:
+        whose = ""
         if self.kind == "all_ignored":
             batches = list(dict.fromkeys(batch for batch, _ in self.places))
-            return f" It is {_listed('batch', 'batches', batches)}."
-        if self.indices:
-            return f" Dataset {_listed('index', 'indices', self.indices)}."
-        rows = [f"{row} of batch {batch}" for batch, row in self.places]
-        return f" It is {_listed('row', 'rows', rows)}." if rows else ""
+            whose = f" It is {_listed('batch', 'batches', batches)}."
+        elif self.indices:
+            whose = f" Dataset {_listed('index', 'indices', self.indices)}."
+        elif self.places:
+            rows = [f"{row} of batch {batch}" for batch, row in self.places]
+            whose = f" It is {_listed('row', 'rows', rows)}."
+        return f"{self.level}: {self.where}: {self.what}{whose}\n    {self.fix}"
 
 
 def _listed(one: str, many: str, items: Sequence[Any]) -> str:
@@ -130,6 +135,13 @@ def _count(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
+def _columns(numbers: Sequence[int], name: str = "column") -> str:
+    """Such as "columns 3, 5 and 7 more", and no more than a reader wants."""
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    more = f" and {len(numbers) - _SHOWN:,} more" if len(numbers) > _SHOWN else ""
+    return f"{name if len(numbers) == 1 else f'{name}s'} {shown}{more}"
+
+
 def in_order(items: Iterable[Any]) -> tuple[Any, ...]:
     """Each once, sorted if they can be."""
     found = dict.fromkeys(items)
@@ -139,515 +151,301 @@ def in_order(items: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(found)
 
 
-# Sizes at which a first layer of torch's default weights and an ordinary rate no longer get along.
-_LARGE_COLUMN = 300.0
-_LARGE = 100.0
-_LARGE_TARGET = 1e4
-_HUGE = 1e5
-_TINY = 1e-6
-# White is 255, but not every picture has a white spot.
-_PIXELS = (100.0, 255.0)
-_HARDLY = 1e-6
+Found = tuple[DataFinding, Sequence[int]]
+"""A finding without indices, and the places of all samples that it is about."""
 
 
-def scale(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
-    """Values that are large or tiny throughout."""
-    role = inspection.roles[tally.path]
-    if role not in (Role.INPUT, Role.TARGET) or tally.elements.numel() < FEWEST_ROWS:
-        return
-    usual = usual_size(tally.elements)
-    columns = _large_columns(tally)
-    if role is Role.TARGET:
-        if usual >= _LARGE_TARGET:
-            yield _large_target(tally, usual)
-    elif columns:
-        largest = max(columns.values())
-        yield _large(
-            tally, largest, f"About {largest:.3g} is usual in {named_columns([*columns])}."
+def findings(inspection: Inspection) -> list[Found]:
+    """Everything there is to say, the worst first."""
+    inspection.settle()
+    seen = dict(inspection.seen)
+    for path, padding in inspection.padding.items():  # masks about which only all batches tell
+        if padding.hidden:
+            seen["masked", path] = Seen()
+            seen["masked", path].add(padding.hidden)
+    found = [_about_rows(inspection, kind, path, each) for (kind, path), each in seen.items()]
+    limits = inspection.outlier_limits()
+    for path, tensor in inspection.tensors.items():
+        if path in limits:
+            found.append(_outliers(inspection, tensor, limits[path]))
+        role, is_real = inspection.roles[path], tensor.dtype.startswith("float")
+        if is_real and role in (Role.INPUT, Role.TARGET):
+            found += _scale(tensor, role)
+            found += _same(inspection, tensor)
+    if ones := inspection.sizes[1]:
+        what = (
+            f"{ones:,} of {_count(inspection.batches, 'batch', 'batches')} "
+            f"{'has' if ones == 1 else 'have'} one sample: BatchNorm has no variance to divide by."
         )
-    elif tally.columns is None and _are_pixels(tally):
-        yield _large(tally, usual, f"These look like pixels from 0 to {tally.highest:.0f}.")
-    elif tally.columns is None and usual >= _LARGE:
-        yield _large(tally, usual, f"The values are about {usual:.3g} in size.")
-    elif 0 < usual < _TINY:
-        yield _tiny(tally, usual)
+        fix = "`DataLoader(..., drop_last=True)`, or GroupNorm or LayerNorm."
+        evidence: Evidence = {"batches": ones}
+        found.append(_found("single", ROOT, "low", what, fix, "batchnorm_degenerate", evidence))
+    return sorted(found, key=lambda each: (LEVELS.index(each[0].level), -each[0].rows))
 
 
-def _large(tally: Tally, usual: float, what: str) -> Judgement:
-    said = Said(
-        level="high" if usual >= _HUGE else "medium",
-        what=f"{what} Activations and gradients grow by that factor.",
-        fix="Standardise with the statistics of the training set, "
-        "`(x - mean) / std.clamp_min(1e-6)`; pixels, `x / 255`.",
-        cause="unnormalized_input",
-        evidence={"usual": usual},
-    )
-    return Judgement(kind="scale", path=tally.path, said=said)
-
-
-def _large_target(tally: Tally, usual: float) -> Judgement:
-    said = Said(
-        level="medium",
-        what=f"The targets are about {usual:.3g} in size, a squared error {usual**2:.1g}.",
-        fix="Predict `(y - mean) / std`, or `torch.log1p(y)` of amounts.",
-        cause="unnormalized_input",
-        evidence={"usual": usual},
-    )
-    return Judgement(kind="scale", path=tally.path, said=said)
-
-
-def _tiny(tally: Tally, usual: float) -> Judgement:
-    said = Said(
-        level="low",
-        what=f"The values are about {usual:.3g} in size, less than the eps of a normalisation.",
-        fix="Standardise them: `(x - mean) / std`.",
-        cause="low_precision_underflow",
-        evidence={"usual": usual},
-    )
-    return Judgement(kind="scale", path=tally.path, said=said)
-
-
-def _large_columns(tally: Tally) -> dict[int, float]:
-    if tally.columns is None:
-        return {}
-    sizes = tally.elements.abs()
-    usual = torch.where(sizes > 0, sizes, torch.nan).nanmedian(0).values
-    large = (usual >= _LARGE_COLUMN).nonzero().flatten().tolist()
-    return {column: float(usual[column]) for column in large}
-
-
-def _are_pixels(tally: Tally) -> bool:
-    if not (tally.lowest >= 0 and _PIXELS[0] <= tally.highest <= _PIXELS[1]):
-        return False
-    elements = tally.elements[tally.elements.isfinite()]
-    is_picture = tally.shape is None or len(tally.shape) >= 2
-    return is_picture and bool((elements == elements.round()).all())
-
-
-def unvarying(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
-    """Columns or channels that are the same in all rows, or rows that are all the same."""
-    role = inspection.roles[tally.path]
-    if role not in (Role.INPUT, Role.TARGET) or tally.is_sparse or tally.rows < FEWEST_ROWS:
-        return
-    elements = tally.elements
-    if elements.isfinite().any() and _all_alike(elements):
-        yield _same_rows(tally, _is_only_input(inspection, tally))
-    elif columns := _constant_columns(tally, elements):
-        yield _constant(columns, tally)
-
-
-def _all_alike(elements: Tensor) -> bool:
-    return bool(((elements == elements[0]) | elements.isnan()).all())
-
-
-def _is_only_input(inspection: Inspection, tally: Tally) -> bool:
-    inputs = [path for path, role in inspection.roles.items() if role is Role.INPUT]
-    return inputs == [tally.path]
-
-
-def _same_rows(tally: Tally, is_only_input: bool) -> Judgement:
-    level: Level = "high" if is_only_input else "low"
-    said = Said(
+def _found(
+    kind: Kind,
+    where: str,
+    level: Level,
+    what: str,
+    fix: str,
+    cause: str,
+    evidence: Evidence | None = None,
+    places: Sequence[int] = (),
+) -> Found:
+    finding = DataFinding(
+        kind=kind,
         level=level,
-        what=f"All {len(tally.elements):,} rows that were compared are the same.",
-        fix="If that is not meant, look at how the dataset uses its index; where it is "
-        "standardised, divide by `std.clamp_min(1e-6)`.",
-        cause="bad_input_data",
+        what=what,
+        where=where,
+        fix=fix,
+        cause=cause,
+        evidence=evidence or {},
+        score=float(len(places)),
+        rows=len(places),
+        places=tuple(map(split_place, places[:MOST_PLACES])),
     )
-    return Judgement(kind="same_rows", path=tally.path, said=said)
+    return finding, places
 
 
-def _constant_columns(tally: Tally, elements: Tensor) -> dict[int, float]:
-    ranges = tally.channels
-    if ranges is None:
-        return {}
-    is_constant = ranges.low == ranges.high
-    if tally.columns is not None:
-        is_constant |= tally.moments.std <= _HARDLY * tally.moments.mean.abs()
-        is_constant &= tally.moments.count > 0
-    if (elements == 0).sum() > elements.numel() / 2:
-        # One-hot, padded or sparse: what was never set is no surprise.
-        is_constant &= ranges.low != 0
-    return {n: float(ranges.low[n]) for n in is_constant.nonzero().flatten().tolist()}
+def _about_rows(inspection: Inspection, kind: Kind, path: str, seen: Seen) -> Found:
+    """What was seen in single rows, in words."""
+    counts, index, classes = seen.counts, inspection.ignore_index, inspection.classes
+    rows = f"{counts['rows']:,} of {_count(inspection.samples, 'row', 'rows')}"
+    evidence: Evidence = {"rows": counts["rows"]}
+    level: Level = "medium"
+    match kind:
+        case "non_finite":
+            pairs = ((counts["nan"], "NaN"), (counts["inf"], "Inf"))
+            bad = " and ".join(f"{count:,} {name}" for count, name in pairs if count)
+            what = f"{bad} of {inspection.tensors[path].values:,} values, in {rows}."
+            evidence = {"nan": counts["nan"], "inf": counts["inf"], **evidence}
+            if inspection.roles[path] in (Role.TARGET, Role.LABEL):
+                what, cause = (
+                    f"{what} One of them makes the loss of its whole batch NaN.",
+                    "bad_label",
+                )
+                fix = (
+                    "If they mark what was not measured, leave them out of the loss: `keep = "
+                    "~y.isnan()`, `loss(p[keep], y[keep]).sum() / keep.sum().clamp_min(1)`. "
+                    "Otherwise repair or drop these rows."
+                )
+            else:
+                level, cause = "high", "bad_input_data"
+                what += " Every layer turns them into NaN."
+                fix = (
+                    "Repair or drop these rows where they are read; for values that are missing, "
+                    "`torch.nan_to_num(x, nan=0.0)` and a column that says so."
+                )
+        case "label_range" | "negative_label":
+            evidence = {name: counts[name] for name in ("labels", "lowest", "highest")}
+            low, high, cause = counts["lowest"], counts["highest"], "bad_label"
+            values = f"{low}" if low == high else f"between {low} and {high}"
+            what = f"{counts['labels']:,} labels, in {rows}, are {values}"
+            if classes is None:
+                level = "medium" if low == high else "low"
+                what += ", which is no class."
+                fix = (
+                    f"If they mean no label, give the loss `ignore_index={high}`; it is {index} "
+                    "here. If these are not labels, name them with `targets=`."
+                )
+            else:
+                level, evidence["classes"] = "high", classes
+                what += f"; {classes} classes have labels 0 to {classes - 1}."
+                fix = (
+                    "Correct them, or have the loss leave them out with `ignore_index`, which is "
+                    f"{index} here."
+                )
+        case "all_ignored":
+            level, cause, evidence = "high", "bad_label", {"batches": counts["batches"]}
+            batches = f"{counts['batches']:,} of {_count(inspection.batches, 'batch', 'batches')}"
+            what = (
+                f"In {batches} every label is {index}, which the loss leaves out: its mean is "
+                "0 / 0."
+            )
+            fix = (
+                "Divide by a count that is at least 1: `F.cross_entropy(x, y, reduction='sum') / "
+                f"(y != {index}).sum().clamp_min(1)`, or drop rows without labels."
+            )
+        case "ignored_row":  # of concern when rows like these are likely to meet in one batch
+            size, share = max(inspection.sizes), counts["rows"] / max(inspection.samples, 1)
+            expected = evidence["expected_batches"] = share**size * inspection.batches
+            level, cause = "medium" if expected > 0.01 else "low", "bad_label"
+            what = (
+                f"{rows} have only labels of {index}, which the loss leaves out; {expected:.2g} "
+                f"batches of {size} in each epoch would have no others."
+            )
+            fix = "Drop these rows, or divide the loss by a count of labels that is at least 1."
+        case "empty":
+            level, cause = "high", "empty_reduction"
+            what = (
+                f"{rows} are empty sequences: their mean is 0 / 0, and attention has nothing to "
+                "look at."
+            )
+            fix = "Drop them where they are read, or give each one a token."
+        case "masked":
+            name, cause = path.rpartition(".")[2].lower(), "softmax_all_masked"
+            level = "high" if "att" in name or "pad" in name else "medium"
+            what = f"The mask hides everything in {rows}: softmax over nothing but -Inf is NaN."
+            fix = "Drop these rows, leave one position open, or use stayfinite.masked_softmax."
+        case "masked_query":
+            cause = "softmax_all_masked"
+            what = (
+                f"In {rows} the mask hides every key from some query: softmax over nothing but "
+                "-Inf is NaN."
+            )
+            fix = "Leave one key open for each query, or use stayfinite.masked_softmax."
+        case _:  # blank: token ids that are only padding are empty; others are worth knowing
+            tensor, what = inspection.tensors[path], f"{rows} have the same value everywhere"
+            is_text = tensor.dtype.startswith("int") and len(tensor.shape or (0,)) == 1
+            if is_text and tensor.highest > 1:
+                what, cause = f"{what}: nothing but padding.", "empty_reduction"
+                fix = "Drop them if they are empty."
+            else:
+                level, what, cause = "low", f"{what}.", "division_by_zero"
+                fix = "If rows are standardised one by one, divide by `std.clamp_min(1e-6)`."
+    return _found(kind, path, level, what, fix, cause, evidence, seen.places)
 
 
-def _constant(columns: dict[int, float], tally: Tally) -> Judgement:
-    numbers = list(columns)
-    name = "column" if tally.shape is not None and len(tally.shape) == 1 else "channel"
-    value = f"{columns[numbers[0]]:.4g}" if len(set(columns.values())) == 1 else "constant"
-    verb = "is" if len(numbers) == 1 else "are"
-    said = Said(
-        level="low",
-        what=f"{named_columns(numbers, name).capitalize()} {verb} {value} in all "
-        f"{tally.rows:,} rows.",
-        fix="Leave out what does not vary; where it is standardised, divide by "
-        "`std.clamp_min(1e-6)`, since its std is 0.",
-        cause="division_by_zero",
-        evidence={"columns": len(numbers), "first": numbers[0]},
-    )
-    return Judgement(kind="constant", path=tally.path, said=said)
-
-
-_WILD = 1000.0
-
-
-@dataclass(frozen=True, eq=False)
-class Fence:
-    """What lies outside is an outlier: by the columns of a table, or by the ends of each row."""
-
-    limits: Limits
-    has_columns: bool
-
-    def rows_outside(self, leaf: Leaf, ends: Ends) -> Tensor:
-        """For each row of the leaf whether it reaches outside."""
-        block = torch.stack([ends.low, ends.high], dim=1)
-        if self.has_columns:
-            block = flat(leaf.values).double()
-            block = torch.where(block.isfinite(), block, torch.nan)
-        if block.shape[1] != len(self.limits.center):
-            return torch.zeros(len(block), dtype=torch.bool)
-        return self.limits.beyond(block).any(1)
-
-
-def fences(inspection: Inspection) -> dict[str, Fence]:
-    """For each tensor that has outliers what they are outside of."""
-    made = {path: fence_for(inspection, tally) for path, tally in inspection.tallies.items()}
-    return {
-        path: fence
-        for path, fence in made.items()
-        if fence and fence.limits.beyond(inspection.tallies[path].table.extremes).any()
-    }
-
-
-def fence_for(inspection: Inspection, tally: Tally) -> Fence | None:
-    """None where nothing can be said: for other than floating inputs and targets, or few rows."""
-    is_judged = inspection.roles[tally.path] in (Role.INPUT, Role.TARGET)
-    if not is_judged or not tally.dtype.startswith("float"):
-        return None
-    has_columns, rows = tally.columns is not None, tally.sample.rows
-    rows = rows[:, 2:] if has_columns else rows[:, :2]
-    limits = limits_of(rows, tally.table.extremes, usual_size(tally.elements) or 1.0)
-    return None if limits is None else Fence(limits, has_columns)
-
-
-def outliers(inspection: Inspection, tally: Tally) -> Iterator[Judgement]:
-    fence = fence_for(inspection, tally)
-    if fence is not None:
-        is_out = fence.limits.beyond(tally.table.extremes)
-        if is_out.any():
-            yield _judged(inspection, tally, fence.limits, is_out)
-
-
-def _judged(inspection: Inspection, tally: Tally, limits: Limits, is_out: Tensor) -> Judgement:
-    table = tally.table
-    places = table.places[is_out].unique().tolist()
+def _outliers(inspection: Inspection, tensor: TensorStatistics, limits: OutlierLimits) -> Found:
+    table = tensor.table
+    is_out = limits.beyond(table.extremes)
+    places: Sequence[int] = table.places[is_out].unique().tolist()
     is_more = bool(is_out.reshape(2, -1, is_out.shape[1]).all(1).any())
-    if tally.path in inspection.outliers:  # of a second pass, which saw all of them
-        places, is_more = inspection.outliers[tally.path], False
+    if tensor.path in inspection.outliers:  # of a second pass, which saw all of them
+        places, is_more = inspection.outliers[tensor.path], False
     values, columns = table.extremes[is_out], is_out.nonzero()[:, 1]
     times = limits.times(values, columns)
     worst = int(times.argmax())
-    value, column = float(values[worst]), columns[worst]
-    rows = f"{'At least ' if is_more else ''}{len(places):,} row{'s' * (len(places) != 1)}"
-    usual = f"{limits.center[column]:.3g} ± {limits.usual[column]:.3g}"
-    said = Said(
-        level="high" if min(float(times[worst]), abs(value)) >= _WILD else "medium",
-        what=f"{rows} out of scale{_where(tally, columns)}: up to {value:.4g}, "
-        f"where {usual} is usual.",
-        fix="Look at these rows. A mark for what is missing, such as -9999, has to go; a long tail "
-        "can be bounded, `x.clamp(low, high)`, or shortened, `torch.log1p(x)`.",
-        cause="unnormalized_input",
-        evidence={"worst": value, "times": float(times[worst]), "rows": len(places)},
+    value, factor, column = float(values[worst]), float(times[worst]), columns[worst]
+    rows = f"{'At least ' if is_more else ''}{_count(len(places), 'row', 'rows')}"
+    has_columns = tensor.columns is not None and tensor.columns.width > 1
+    where = f" in {_columns(columns.unique().tolist())}" if has_columns else ""
+    what = (
+        f"{rows} out of scale{where}: up to {value:.4g}, where "
+        f"{limits.center[column]:.3g} ± {limits.usual[column]:.3g} is usual."
     )
-    return Judgement(kind="outlier", path=tally.path, said=said, places=places)
+    fix = (
+        "Look at these rows. A mark for what is missing, such as -9999, has to go; a long tail "
+        "can be bounded, `x.clamp(low, high)`, or shortened, `torch.log1p(x)`."
+    )
+    level: Level = "high" if min(factor, abs(value)) >= _WILD else "medium"
+    evidence: Evidence = {"worst": value, "times": factor, "rows": len(places)}
+    return _found("outlier", tensor.path, level, what, fix, "unnormalized_input", evidence, places)
 
 
-def _where(tally: Tally, columns: Tensor) -> str:
-    if tally.columns is None or tally.columns.width == 1:
-        return ""
-    return f" in {named_columns(columns.unique().tolist())}"
-
-
-_MOST_PLACES = 100
-
-JUDGES: tuple[Callable[[Inspection, Tally], Iterator[Judgement]], ...] = (
-    outliers,
-    scale,
-    unvarying,
-)
-
-
-def judgements(inspection: Inspection) -> list[Judgement]:
-    """Everything there is to say, the worst first."""
-    inspection.settle()
-    said = [*_about_rows(inspection), *_about_tensors(inspection), *_about_sizes(inspection)]
-    return sorted(said, key=lambda each: (LEVELS.index(each.said.level), -len(each.places)))
-
-
-def findings(
-    said: Iterable[Judgement], indices: Mapping[Key, tuple[Any, ...]]
-) -> Iterator[DataFinding]:
-    """The same as records, with the dataset indices of each."""
-    for each in said:
-        yield DataFinding(
-            kind=each.kind,
-            level=each.said.level,
-            what=each.said.what,
-            where=each.path,
-            fix=each.said.fix,
-            cause=each.said.cause,
-            evidence=each.said.evidence,
-            score=float(len(each.places)),
-            rows=len(each.places),
-            indices=indices.get((each.kind, each.path), ()),
-            places=tuple(map(parted, each.places[:_MOST_PLACES])),
+def _scale(tensor: TensorStatistics, role: Role) -> Iterator[Found]:
+    """Values that are large or tiny throughout."""
+    if tensor.elements.numel() < FEWEST_ROWS:
+        return
+    usual, what = tensor.usual, ""
+    level: Level = "medium"
+    if role is Role.TARGET:
+        if usual >= _LARGE_TARGET:
+            what = f"The targets are about {usual:.3g} in size, a squared error {usual**2:.1g}."
+            fix = "Predict `(y - mean) / std`, or `torch.log1p(y)` of amounts."
+            yield _found(
+                "scale", tensor.path, level, what, fix, "unnormalized_input", {"usual": usual}
+            )
+        return
+    if tensor.columns is not None:
+        sizes = tensor.elements.abs()
+        medians = torch.where(sizes > 0, sizes, torch.nan).nanmedian(0).values
+        large = (medians >= _LARGE_COLUMN).nonzero().flatten()
+        if len(large):
+            usual = float(medians[large].max())
+            what = f"About {usual:.3g} is usual in {_columns(large.tolist())}."
+    elif _are_pixels(tensor):
+        what = f"These look like pixels from 0 to {tensor.highest:.0f}."
+    elif usual >= _LARGE:
+        what = f"The values are about {usual:.3g} in size."
+    if what:
+        what += " Activations and gradients grow by that factor."
+        level, cause = "high" if usual >= _HUGE else "medium", "unnormalized_input"
+        fix = (
+            "Standardise with the statistics of the training set, "
+            "`(x - mean) / std.clamp_min(1e-6)`; pixels, `x / 255`."
         )
+    elif 0 < usual < _TINY:
+        what = f"The values are about {usual:.3g} in size, less than the eps of a normalisation."
+        level, cause = "low", "low_precision_underflow"
+        fix = "Standardise them: `(x - mean) / std`."
+    else:
+        return
+    yield _found("scale", tensor.path, level, what, fix, cause, {"usual": usual})
 
 
-def _about_rows(inspection: Inspection) -> Iterator[Judgement]:
-    for (kind, path), case in _cases(inspection).items():
-        said = WORDS[kind](inspection, path, case)
-        yield Judgement(kind=kind, path=path, said=said, places=case.places)
+def _are_pixels(tensor: TensorStatistics) -> bool:
+    if not (tensor.lowest >= 0 and _PIXELS[0] <= tensor.highest <= _PIXELS[1]):
+        return False
+    elements = tensor.elements[tensor.elements.isfinite()]
+    is_picture = tensor.shape is None or len(tensor.shape) >= 2
+    return is_picture and bool((elements == elements.round()).all())
 
 
-def _about_tensors(inspection: Inspection) -> Iterator[Judgement]:
-    for tally in inspection.tallies.values():
-        if tally.dtype.startswith("float"):
-            for judge in JUDGES:
-                yield from judge(inspection, tally)
-
-
-def _cases(inspection: Inspection) -> dict[Key, Case]:
-    """What was seen in rows, and the masks about which only all batches tell."""
-    cases = dict(inspection.cases)
-    for path, padding in inspection.padding.items():
-        if padding.hidden:
-            case = Case()
-            case.places.extend(padding.hidden)
-            case.counts["rows"] = len(padding.hidden)
-            cases["masked", path] = case
-    return cases
-
-
-def _about_sizes(inspection: Inspection) -> Iterator[Judgement]:
-    """Batches of one sample, with which BatchNorm cannot do anything."""
-    ones = inspection.sizes[1]
-    if ones:
-        said = Said(
-            level="low",
-            what=f"{of(ones, inspection.batches, 'batch', 'batches')} "
-            f"{'has' if ones == 1 else 'have'} one sample: BatchNorm has no variance to divide by.",
-            fix="`DataLoader(..., drop_last=True)`, or GroupNorm or LayerNorm.",
-            cause="batchnorm_degenerate",
-            evidence={"batches": ones},
+def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[Found]:
+    """Columns or channels that are the same in all rows, or rows that are all the same."""
+    if tensor.is_sparse or tensor.rows < FEWEST_ROWS:
+        return
+    elements = tensor.elements
+    if elements.isfinite().any() and bool(((elements == elements[0]) | elements.isnan()).all()):
+        inputs = [path for path, role in inspection.roles.items() if role is Role.INPUT]
+        level: Level = "high" if inputs == [tensor.path] else "low"
+        what = f"All {len(elements):,} rows that were compared are the same."
+        fix = (
+            "If that is not meant, look at how the dataset uses its index; where it is "
+            "standardised, divide by `std.clamp_min(1e-6)`."
         )
-        yield Judgement(kind="single", path=ROOT, said=said)
+        yield _found("same_rows", tensor.path, level, what, fix, "bad_input_data")
+    elif columns := _constant_columns(tensor):
+        numbers = list(columns)
+        name = "column" if tensor.shape is not None and len(tensor.shape) == 1 else "channel"
+        value = f"{columns[numbers[0]]:.4g}" if len(set(columns.values())) == 1 else "constant"
+        verb = "is" if len(numbers) == 1 else "are"
+        named = _columns(numbers, name).capitalize()
+        what = f"{named} {verb} {value} in all {tensor.rows:,} rows."
+        fix = (
+            "Leave out what does not vary; where it is standardised, divide by "
+            "`std.clamp_min(1e-6)`, since its std is 0."
+        )
+        evidence: Evidence = {"columns": len(numbers), "first": numbers[0]}
+        yield _found("constant", tensor.path, "low", what, fix, "division_by_zero", evidence)
+
+
+def _constant_columns(tensor: TensorStatistics) -> dict[int, float]:
+    elements = tensor.elements
+    if tensor.channels is None:
+        return {}
+    low, high = tensor.channels
+    is_constant = low == high
+    if tensor.columns is not None:
+        is_constant |= tensor.moments.std <= _HARDLY * tensor.moments.mean.abs()
+        is_constant &= tensor.moments.count > 0
+    if (elements == 0).sum() > elements.numel() / 2:
+        # One-hot, padded or sparse: what was never set is no surprise.
+        is_constant &= low != 0
+    return {n: float(low[n]) for n in is_constant.nonzero().flatten().tolist()}
 
 
 def profiles(inspection: Inspection) -> tuple[TensorProfile, ...]:
     """What each tensor of the batches is like."""
-    return tuple(_profile(tally, inspection) for tally in inspection.tallies.values())
+    return tuple(
+        _profile(tensor, inspection.roles[path]) for path, tensor in inspection.tensors.items()
+    )
 
 
-def _profile(tally: Tally, inspection: Inspection) -> TensorProfile:
-    moments = tally.moments.pooled()
-    has_moments, has_range = bool(moments.count > 0), tally.lowest <= tally.highest
+def _profile(tensor: TensorStatistics, role: Role) -> TensorProfile:
+    moments = tensor.moments.pooled()
+    has_moments, has_range = bool(moments.count > 0), tensor.lowest <= tensor.highest
     return TensorProfile(
-        path=tally.path,
-        role=inspection.roles[tally.path].value,
-        dtype=tally.dtype,
-        shape=tally.shape,
-        rows=tally.rows,
-        min=tally.lowest if has_range else None,
-        max=tally.highest if has_range else None,
+        path=tensor.path,
+        role=role.value,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        rows=tensor.rows,
+        min=tensor.lowest if has_range else None,
+        max=tensor.highest if has_range else None,
         mean=float(moments.mean) if has_moments else None,
         std=float(moments.std) if has_moments else None,
-        usual=usual_size(tally.elements),
+        usual=tensor.usual,
     )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Judgement:
-    """Something to say about a tensor, and the places of the rows that it is about, if any."""
-
-    kind: Kind
-    path: str
-    said: Said
-    places: Sequence[int] = ()
-
-
-def named_columns(numbers: Sequence[int], name: str = "column") -> str:
-    """Such as "columns 3, 5 and 7", and no more than a reader wants."""
-    shown = ", ".join(map(str, numbers[:_SHOWN]))
-    more = f" and {len(numbers) - _SHOWN:,} more" if len(numbers) > _SHOWN else ""
-    return f"{name if len(numbers) == 1 else f'{name}s'} {shown}{more}"
-
-
-Evidence = dict[str, float | int | str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    """How bad it is, what was seen, what to do, and which cause it would be."""
-
-    level: Level
-    what: str
-    fix: str
-    cause: str
-    evidence: Evidence = field(default_factory=dict)
-
-
-def of(number: int, total: int, one: str, many: str) -> str:
-    return f"{number:,} of {total:,} {many if total != 1 else one}"
-
-
-def _rows(case: Case, inspection: Inspection) -> str:
-    return of(case.counts["rows"], inspection.samples, "row", "rows")
-
-
-def non_finite(inspection: Inspection, path: str, case: Case) -> Said:
-    nans, infs = case.counts["nan"], case.counts["inf"]
-    kinds = [f"{count:,} {name}" for count, name in ((nans, "NaN"), (infs, "Inf")) if count]
-    total = inspection.tallies[path].values
-    what = f"{' and '.join(kinds)} of {total:,} values, in {_rows(case, inspection)}."
-    evidence: Evidence = {"nan": nans, "inf": infs, "rows": case.counts["rows"]}
-    if inspection.roles[path] in (Role.TARGET, Role.LABEL):
-        return Said(
-            level="medium",
-            what=f"{what} One of them makes the loss of its whole batch NaN.",
-            fix="If they mark what was not measured, leave them out of the loss: "
-            "`keep = ~y.isnan()`, `loss(p[keep], y[keep]).sum() / keep.sum().clamp_min(1)`. "
-            "Otherwise repair or drop these rows.",
-            cause="bad_label",
-            evidence=evidence,
-        )
-    return Said(
-        level="high",
-        what=f"{what} Every layer turns them into NaN.",
-        fix="Repair or drop these rows where they are read; for values that are missing, "
-        "`torch.nan_to_num(x, nan=0.0)` and a column that says so.",
-        cause="bad_input_data",
-        evidence=evidence,
-    )
-
-
-def label_range(inspection: Inspection, path: str, case: Case) -> Said:
-    low, high = case.span or (0, 0)
-    classes, labels = inspection.classes or 0, case.counts["labels"]
-    values = f"{low}" if low == high else f"between {low} and {high}"
-    return Said(
-        level="high",
-        what=f"{labels:,} labels, in {_rows(case, inspection)}, are {values}; "
-        f"{classes} classes have labels 0 to {classes - 1}.",
-        fix="Correct them, or have the loss leave them out with `ignore_index`, which is "
-        f"{inspection.ignore_index} here.",
-        cause="bad_label",
-        evidence={"labels": labels, "lowest": low, "highest": high, "classes": classes},
-    )
-
-
-def negative_label(inspection: Inspection, path: str, case: Case) -> Said:
-    low, high = case.span or (0, 0)
-    values = f"{low}" if low == high else f"between {low} and {high}"
-    labels = case.counts["labels"]
-    is_one_mark = low == high
-    return Said(
-        level="medium" if is_one_mark else "low",
-        what=f"{labels:,} labels, in {_rows(case, inspection)}, are {values}, which is no class.",
-        fix=f"If they mean no label, give the loss `ignore_index={high}`; it is "
-        f"{inspection.ignore_index} here. If these are not labels, name them with `targets=`.",
-        cause="bad_label",
-        evidence={"labels": labels, "lowest": low, "highest": high},
-    )
-
-
-def all_ignored(inspection: Inspection, path: str, case: Case) -> Said:
-    batches = case.counts["batches"]
-    return Said(
-        level="high",
-        what=f"In {of(batches, inspection.batches, 'batch', 'batches')} every label is "
-        f"{inspection.ignore_index}, which the loss leaves out: its mean is 0 / 0.",
-        fix="Divide by a count that is at least 1: `F.cross_entropy(x, y, reduction='sum') / "
-        f"(y != {inspection.ignore_index}).sum().clamp_min(1)`, or drop rows without labels.",
-        cause="bad_label",
-        evidence={"batches": batches},
-    )
-
-
-def ignored_row(inspection: Inspection, path: str, case: Case) -> Said:
-    """Of concern when rows like these are likely to meet in one batch."""
-    rows, total = case.counts["rows"], max(inspection.samples, 1)
-    size = max(inspection.sizes, default=1)
-    expected = (rows / total) ** size * inspection.batches
-    return Said(
-        level="medium" if expected > 0.01 else "low",
-        what=f"{_rows(case, inspection)} have only labels of {inspection.ignore_index}, which the "
-        f"loss leaves out; {expected:.2g} batches of {size} in each epoch would have no others.",
-        fix="Drop these rows, or divide the loss by a count of labels that is at least 1.",
-        cause="bad_label",
-        evidence={"rows": rows, "expected_batches": expected},
-    )
-
-
-def empty(inspection: Inspection, path: str, case: Case) -> Said:
-    return Said(
-        level="high",
-        what=f"{_rows(case, inspection)} are empty sequences: their mean is 0 / 0, and attention "
-        "has nothing to look at.",
-        fix="Drop them where they are read, or give each one a token.",
-        cause="empty_reduction",
-        evidence={"rows": case.counts["rows"]},
-    )
-
-
-def masked(inspection: Inspection, path: str, case: Case) -> Said:
-    name = path.rpartition(".")[2].lower()
-    is_sure = "att" in name or "pad" in name
-    return Said(
-        level="high" if is_sure else "medium",
-        what=f"The mask hides everything in {_rows(case, inspection)}: softmax over nothing but "
-        "-Inf is NaN.",
-        fix="Drop these rows, leave one position open, or use stayfinite.masked_softmax.",
-        cause="softmax_all_masked",
-        evidence={"rows": case.counts["rows"]},
-    )
-
-
-def masked_query(inspection: Inspection, path: str, case: Case) -> Said:
-    return Said(
-        level="medium",
-        what=f"In {_rows(case, inspection)} the mask hides every key from some query: softmax "
-        "over nothing but -Inf is NaN.",
-        fix="Leave one key open for each query, or use stayfinite.masked_softmax.",
-        cause="softmax_all_masked",
-        evidence={"rows": case.counts["rows"]},
-    )
-
-
-def blank(inspection: Inspection, path: str, case: Case) -> Said:
-    """A sequence of token ids that is only padding is empty; other blanks are worth knowing."""
-    tally = inspection.tallies[path]
-    is_text = tally.dtype.startswith("int") and len(tally.shape or (0,)) == 1 and tally.highest > 1
-    return Said(
-        level="medium" if is_text else "low",
-        what=f"{_rows(case, inspection)} have the same value everywhere"
-        + (": nothing but padding." if is_text else "."),
-        fix="Drop them if they are empty."
-        if is_text
-        else "If rows are standardised one by one, divide by `std.clamp_min(1e-6)`.",
-        cause="empty_reduction" if is_text else "division_by_zero",
-        evidence={"rows": case.counts["rows"]},
-    )
-
-
-WORDS: dict[Kind, Callable[[Inspection, str, Case], Said]] = {
-    "non_finite": non_finite,
-    "label_range": label_range,
-    "negative_label": negative_label,
-    "all_ignored": all_ignored,
-    "ignored_row": ignored_row,
-    "empty": empty,
-    "masked": masked,
-    "masked_query": masked_query,
-    "blank": blank,
-}

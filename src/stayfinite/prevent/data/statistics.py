@@ -1,4 +1,7 @@
-"""Statistics of all batches, in memory that does not grow, and what is out of scale."""
+"""Statistics of all batches, in memory that does not grow, and what is out of scale.
+
+Rows come in blocks of float64, in which NaN stands for what is missing.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stayfinite.prevent.data.batch import Leaf
+from stayfinite.prevent.data.batch import Ends, Leaf
 
 PICKED = 256
 """Up to so many columns a matrix is a table. Of longer rows so many elements, evenly spread, go
 into mean, spread and sample."""
 
+KEPT_ROWS = 512
+"""Rows in the random sample that medians and quantiles are taken from."""
+
+KEPT_EXTREMES = 16
+"""How many of the largest, and of the smallest, values of each column are kept."""
+
+FEWEST_ROWS = 32
+"""With fewer rows nothing is called an outlier."""
+
+FACTOR = 30.0
+"""An outlier is so many times farther from the median than ordinary values are."""
+
 _BLOCK = 1 << 18
 _MOST_ROWS = 4096
+_SEED = 20_250_601
+_IN_CACHE = 1 << 15
+_GAP = 5.0
+_FEWEST_APART = 8
+_OF_CENTER = 0.1
+_ASKED = 1 << 16
 
 
-class Table:
-    """The extremes of columns that mean something: features, or the two ends of each row."""
-
-    def __init__(self, columns: int) -> None:
-        self.width = columns
-        self.largest, self.smallest = Extremes(columns, 1), Extremes(columns, -1)
-
-    def add(self, block: Tensor, places: Tensor, *, is_whole: bool) -> None:
-        if is_whole:
-            low, high = block.amin(0), block.amax(0)
-        else:
-            low, high = block.nan_to_num(torch.inf).amin(0), block.nan_to_num(-torch.inf).amax(0)
-        self.largest.add(block, high, places)
-        self.smallest.add(block, low, places)
-
-    @property
-    def extremes(self) -> Tensor:
-        """The largest and the smallest values of each column; NaN in places not filled."""
-        return torch.cat([self.largest.values, self.smallest.values])
-
-    @property
-    def places(self) -> Tensor:
-        """Where they were."""
-        return torch.cat([self.largest.places, self.smallest.places])
-
-
-class Tally:
+class TensorStatistics:
     """One tensor, such as batch.0, over all batches. Of integers only the range is kept.
 
     A matrix of one width, up to 256, is a table with statistics for each column. Of anything else
     each row gives its smallest and largest value, and some of its elements for mean, spread and
-    sample; `channels` are the ranges of columns or channels. Rows wait until they are many.
+    sample; `channels` are the smallest and the largest value of each column or channel. Rows wait
+    until they are many.
     """
 
     def __init__(self, leaf: Leaf) -> None:
@@ -58,31 +54,49 @@ class Tally:
         self.dtype = str(values.dtype).removeprefix("torch.")
         self.shape: tuple[int, ...] | None = tuple(values.shape[1:])
         self.rows = self.values = 0
+        self.lowest, self.highest = math.inf, -math.inf
         width = flat(values).shape[1] if values.is_floating_point() else 0
         is_table = values.ndim <= 2 and width <= PICKED
-        self._picked = width if is_table else min(width, PICKED)
-        self.range = Ranges(1)
+        self._picked = min(width, PICKED)
         self.ends = Table(2)
         self.columns = Table(width) if is_table else None
-        self.channels: Ranges | None = None
+        self.channels: tuple[Tensor, Tensor] | None = None
         self.moments = Moments(width if is_table else 1)
-        self.sample = Sample(2 + self._picked)
+        self.sample = RowSample(2 + self._picked)
         # Rows wait here; what is allocated for every batch anew costs more than the arithmetic.
-        room = min(_MOST_ROWS, _BLOCK // (2 + self._picked))
-        self._block = torch.empty(room, 2 + self._picked, dtype=torch.float64)
-        self._places = torch.empty(room, dtype=torch.int64)
+        most = min(_MOST_ROWS, _BLOCK // (2 + self._picked))
+        self._block = torch.empty(most, 2 + self._picked, dtype=torch.float64)
+        self._places = torch.empty(most, dtype=torch.int64)
         self._waiting = 0
 
-    def add(self, leaf: Leaf, ends: Ends, places: Tensor) -> None:
+    def add(self, leaf: Leaf, places: Tensor) -> None:
         """Takes a leaf that is not empty; `places` numbers its rows."""
+        ends = leaf.ends
         if self.shape is not None and self.shape != tuple(leaf.values.shape[1:]):
-            self._lose_shape()
-        self._add_channels(ends)
-        self._widen(ends)
+            # Rows of another shape: from now on columns mean nothing.
+            self.settle()
+            if self.columns is not None:
+                self.columns, self.moments = None, self.moments.pooled()
+            self.shape = None
+        if self.rows == 0:
+            self.channels = ends.channels
+        elif self.channels and ends.channels and len(self.channels[0]) == len(ends.channels[0]):
+            (low, high), (new_low, new_high) = self.channels, ends.channels
+            self.channels = low.minimum(new_low), high.maximum(new_high)
+        else:
+            self.channels = None
+        low, high = ends.low, ends.high
+        if ends.any_bad:
+            low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
+        self.lowest = min(self.lowest, float(low.amin()))
+        self.highest = max(self.highest, float(high.amax()))
         self.rows += len(leaf.values)
         self.values += leaf.values.numel()
         if leaf.values.is_floating_point():
-            self._wait(ends, self._some(flat(leaf.values)), places)
+            elements = flat(leaf.values)
+            if (width := elements.shape[1]) != self._picked:
+                elements = elements[:, torch.arange(self._picked) * width // max(self._picked, 1)]
+            self._wait(ends, elements, places)
 
     def _wait(self, ends: Ends, elements: Tensor, places: Tensor) -> None:
         done = 0
@@ -111,52 +125,35 @@ class Tally:
             self.columns.add(block, places, is_whole=is_whole)
         self.moments.add(block if self.columns else block.reshape(-1, 1), is_whole=is_whole)
 
-    def _widen(self, ends: Ends) -> None:
-        if ends.any_bad:
-            self.range.add(
-                ends.low.nan_to_num(torch.inf).amin(), ends.high.nan_to_num(-torch.inf).amax()
-            )
-        else:
-            self.range.add(ends.low.amin(), ends.high.amax())
-
-    def _lose_shape(self) -> None:
-        """Rows of another shape: from now on columns mean nothing."""
-        self.settle()
-        if self.columns is not None:
-            self.columns, self.moments = None, self.moments.pooled()
-        self.shape = None
-
-    def _some(self, flat: Tensor) -> Tensor:
-        if flat.shape[1] == self._picked:
-            return flat
-        return flat[:, torch.arange(self._picked) * flat.shape[1] // max(self._picked, 1)]
-
-    def _add_channels(self, ends: Ends) -> None:
-        found = ends.channels
-        if self.rows == 0 and found is not None:
-            self.channels = Ranges(len(found[0]))
-        if self.channels is None or found is None or len(found[0]) != len(self.channels.low):
-            self.channels = None
-        else:
-            self.channels.add(*found)
-
     @property
     def table(self) -> Table:
         """The columns, or the two ends of each row."""
         return self.ends if self.columns is None else self.columns
 
     @property
-    def lowest(self) -> float:
-        return float(self.range.low)
-
-    @property
-    def highest(self) -> float:
-        return float(self.range.high)
-
-    @property
     def elements(self) -> Tensor:
         """The sampled rows, element by element; NaN stands for what is not finite."""
         return self.sample.rows[:, 2:]
+
+    @property
+    def usual(self) -> float:
+        """The median size of what is not 0."""
+        return usual_size(self.elements)
+
+    def limits(self) -> OutlierLimits | None:
+        """For each column of a table, or for the two ends of each row; None for too few rows."""
+        rows = self.sample.rows[:, :2] if self.columns is None else self.elements
+        return limits_of(rows, self.table.extremes, self.usual or 1.0)
+
+    def rows_beyond(self, limits: OutlierLimits, leaf: Leaf) -> Tensor:
+        """For each row of the leaf whether it has an outlier, by what `limits` gave."""
+        block = torch.stack([leaf.ends.low, leaf.ends.high], dim=1)
+        if self.columns is not None:
+            block = flat(leaf.values).double()
+            block = torch.where(block.isfinite(), block, torch.nan)
+        if block.shape[1] != len(limits.center):
+            return torch.zeros(len(block), dtype=torch.bool)
+        return limits.beyond(block).any(1)
 
 
 def flat(values: Tensor) -> Tensor:
@@ -164,18 +161,30 @@ def flat(values: Tensor) -> Tensor:
     return values.flatten(1) if values.ndim > 1 else values.unsqueeze(1)
 
 
-# Statistics of columns over a stream of rows, in memory that does not grow with it.
-#
-# Rows come in blocks of float64, in which NaN stands for what is missing.
+class Table:
+    """The extremes of columns that mean something: features, or the two ends of each row."""
 
-KEPT_ROWS = 512
-"""Rows in the random sample that medians and quantiles are taken from."""
+    def __init__(self, columns: int) -> None:
+        self.width = columns
+        self._largest, self._smallest = Extremes(columns, 1), Extremes(columns, -1)
 
-KEPT_EXTREMES = 16
-"""How many of the largest, and of the smallest, values of each column are kept."""
+    def add(self, block: Tensor, places: Tensor, *, is_whole: bool) -> None:
+        if is_whole:
+            low, high = block.amin(0), block.amax(0)
+        else:
+            low, high = block.nan_to_num(torch.inf).amin(0), block.nan_to_num(-torch.inf).amax(0)
+        self._largest.add(block, high, places)
+        self._smallest.add(block, low, places)
 
-_SEED = 20_250_601
-_IN_CACHE = 1 << 15
+    @property
+    def extremes(self) -> Tensor:
+        """The largest and the smallest values of each column; NaN in places not filled."""
+        return torch.cat([self._largest.values, self._smallest.values])
+
+    @property
+    def places(self) -> Tensor:
+        """Where they were."""
+        return torch.cat([self._largest.places, self._smallest.places])
 
 
 class Moments:
@@ -193,19 +202,20 @@ class Moments:
     def add(self, block: Tensor, *, is_whole: bool) -> None:
         """`is_whole` says that nothing is missing."""
         for piece in block.split(max(1, _IN_CACHE // block.shape[1])):
-            self._add(piece, is_whole)
-
-    def _add(self, block: Tensor, is_whole: bool) -> None:
-        if is_whole:
-            count = torch.full_like(self.count, len(block))
-            mean = block.mean(0)
-            squares = (block - mean).square_().sum(0)
-        else:
-            is_known = ~block.isnan()
-            count = is_known.sum(0).double()
-            mean = torch.where(is_known, block, 0).sum(0) / count.clamp_min(1)
-            squares = torch.where(is_known, block - mean, 0).square_().sum(0)
-        self._join(count, mean, squares)
+            if is_whole:
+                count = torch.full_like(self.count, len(piece))
+                mean = piece.mean(0)
+                squares = (piece - mean).square_().sum(0)
+            else:
+                is_known = ~piece.isnan()
+                count = is_known.sum(0).double()
+                mean = torch.where(is_known, piece, 0).sum(0) / count.clamp_min(1)
+                squares = torch.where(is_known, piece - mean, 0).square_().sum(0)
+            total = (self.count + count).clamp_min(1)
+            apart = mean - self.mean
+            self._squares += squares + apart * apart * (self.count * count / total)
+            self.mean += apart * (count / total)
+            self.count += count
 
     def pooled(self) -> Moments:
         """The same values taken as one column."""
@@ -216,32 +226,12 @@ class Moments:
         one._squares = (self._squares + apart).sum(0, keepdim=True)
         return one
 
-    def _join(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
-        total = (self.count + count).clamp_min(1)
-        apart = mean - self.mean
-        self._squares += squares + apart * apart * (self.count * count / total)
-        self.mean += apart * (count / total)
-        self.count += count
-
     @property
     def std(self) -> Tensor:
         return (self._squares / self.count.clamp_min(1)).sqrt()
 
 
-class Ranges:
-    """The smallest and the largest value of each column."""
-
-    def __init__(self, columns: int) -> None:
-        self.low = torch.full((columns,), torch.inf, dtype=torch.float64)
-        self.high = -self.low
-
-    def add(self, low: Tensor, high: Tensor) -> None:
-        """Takes the smallest and largest values of a block; NaN where a column has none."""
-        self.low = torch.fmin(self.low, low.double())
-        self.high = torch.fmax(self.high, high.double())
-
-
-class Sample:
+class RowSample:
     """A uniform random sample of the rows seen: those with the smallest of random keys.
 
     The keys come from a generator of its own, so that a stream always gives the same sample.
@@ -301,12 +291,10 @@ class Extremes:
 
     def _take(self, columns: Tensor, sizes: Tensor, places: Tensor) -> None:
         rows, where = (sizes > self._sizes[-1, columns]).nonzero(as_tuple=True)
-        if len(rows):
-            new = _stacked(sizes[rows, where], places[rows], where, len(columns))
-            self._keep(columns, *new)
-
-    def _keep(self, columns: Tensor, sizes: Tensor, numbers: Tensor) -> None:
-        sizes = torch.cat([self._sizes[:, columns], sizes])
+        if not len(rows):
+            return
+        new, numbers = _stacked(sizes[rows, where], places[rows], where, len(columns))
+        sizes = torch.cat([self._sizes[:, columns], new])
         numbers = torch.cat([self.places[:, columns], numbers])
         # Sorted, so that the last one is what a new value has to beat.
         self._sizes[:, columns], chosen = sizes.topk(len(self._sizes), dim=0)
@@ -330,93 +318,8 @@ def _stacked(values: Tensor, numbers: Tensor, columns: Tensor, width: int) -> tu
     return stacked, beside
 
 
-MOST_CHANNELS = 64
-MOST_COLUMNS = 2048
-
-
 @dataclass(frozen=True, eq=False)
-class Ends:
-    """For each row its finite extremes, NaN where there are none, and whether it is not finite.
-
-    `channels` has the smallest and the largest value of each channel, or column of a matrix, over
-    all rows; None where there are none or too many.
-    """
-
-    low: Tensor
-    high: Tensor
-    is_bad: Tensor
-    any_bad: bool = False
-    channels: tuple[Tensor, Tensor] | None = None
-
-
-def ends_of(values: Tensor) -> Ends:
-    """One pass over the memory for each end when all is finite."""
-    is_bad = torch.zeros(len(values), dtype=torch.bool)
-    if not values.numel():
-        nothing = torch.full((len(values),), torch.nan, dtype=torch.float64)
-        return Ends(nothing, nothing, is_bad)
-    low, high = _reduced(values)
-    floors = tops = values
-    if values.is_floating_point() and not _surely_finite(low, high):
-        is_bad = ~(low.isfinite() & high.isfinite()).all(1)
-        known = values.isfinite()
-        # In place of NaN and Inf: what cannot be an extreme.
-        floors, tops = torch.where(known, values, torch.inf), torch.where(known, values, -torch.inf)
-        low, high = _reduced(floors)[0], _reduced(tops)[1]
-    any_bad = bool(is_bad.any())
-    channels = _channels(floors, tops, low, high)
-    low, high = low.amin(1).double(), high.amax(1).double()
-    if any_bad:
-        has_none = low > high
-        low, high = low.masked_fill(has_none, torch.nan), high.masked_fill(has_none, torch.nan)
-    return Ends(low, high, is_bad, any_bad, channels)
-
-
-def _channels(
-    floors: Tensor, tops: Tensor, low: Tensor, high: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    if floors.ndim == 2 and floors.is_floating_point() and floors.shape[1] <= MOST_COLUMNS:
-        return floors.amin(0).double(), tops.amax(0).double()
-    return (low.amin(0).double(), high.amax(0).double()) if low.shape[1] > 1 else None
-
-
-def _surely_finite(low: Tensor, high: Tensor) -> bool:
-    # The difference is NaN or Inf where one of the two is, and so is the sum.
-    return math.isfinite(float((high.double() - low.double()).sum()))
-
-
-def _reduced(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest over everything but the row and the channel: two matrices."""
-    if values.ndim == 1:
-        return values.unsqueeze(1), values.unsqueeze(1)
-    channel = channel_dim(values)
-    dims = [dim for dim in range(1, values.ndim) if dim != channel]
-    low, high = values.amin(dims), values.amax(dims)
-    return (low, high) if channel is not None else (low.unsqueeze(1), high.unsqueeze(1))
-
-
-def channel_dim(values: Tensor) -> int | None:
-    """The dimension of the channels of images and signals: the second or the last one."""
-    if values.ndim < 3:
-        return None
-    dim = 1 if values.shape[1] <= values.shape[-1] else values.ndim - 1
-    return dim if values.shape[dim] <= MOST_CHANNELS else None
-
-
-FEWEST_ROWS = 32
-"""With fewer rows nothing is called an outlier."""
-
-FACTOR = 30.0
-"""An outlier is so many times farther from the median than ordinary values are."""
-
-_GAP = 5.0
-_FEWEST_APART = 8
-_OF_CENTER = 0.1
-_ASKED = 1 << 16
-
-
-@dataclass(frozen=True, eq=False)
-class Limits:
+class OutlierLimits:
     """Beyond these a value of the column is an outlier. `usual` is an ordinary distance."""
 
     low: Tensor
@@ -432,7 +335,7 @@ class Limits:
         return (values - self.center[columns]).abs() / self.usual[columns]
 
 
-def limits_of(sample: Tensor, extremes: Tensor, scale: float) -> Limits | None:
+def limits_of(sample: Tensor, extremes: Tensor, scale: float) -> OutlierLimits | None:
     """Limits for each column of a sample of rows; None if there are too few.
 
     `extremes` are the largest and smallest values of each column. `scale` is what is usual where
@@ -446,25 +349,22 @@ def limits_of(sample: Tensor, extremes: Tensor, scale: float) -> Limits | None:
     if len(sample) < FEWEST_ROWS:
         return None
     columns = sample.T.contiguous()  # sorting is faster along memory
-    center = columns.nanmedian(1, keepdim=True).values
-    distances = (columns - center).abs()
-    quartile, tail = _quantiles(distances)
-    usual = _usual(distances, quartile, center.squeeze(1), scale)
-    ordered = torch.cat([distances, (extremes.T - center).abs()], dim=1).sort(1).values
-    past_tail = FACTOR * torch.maximum(tail.nan_to_num(0), usual)
-    edge = torch.minimum(_after_gap(ordered, FACTOR * usual), past_tail)
-    center = center.squeeze(1)
-    return Limits(center - edge, center + edge, center, usual)
-
-
-def _quantiles(distances: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper quartile and the 99th percentile of each row."""
+    middle = columns.nanmedian(1, keepdim=True).values
+    distances, center = (columns - middle).abs(), middle.squeeze(1)
     parts = torch.tensor([0.75, 0.99], dtype=torch.float64)
     quartile, tail = distances.nanquantile(parts, dim=1, interpolation="higher")
-    return quartile, tail
+    usual = _usual_distances(distances, quartile, center, scale)
+    past_tail = FACTOR * torch.maximum(tail.nan_to_num(0), usual)
+    # The middle of the first gap before a large distance; Inf if there is none.
+    ordered = torch.cat([distances, (extremes.T - middle).abs()], dim=1).sort(1).values
+    before, after, least = ordered[:, :-1], ordered[:, 1:], (FACTOR * usual).unsqueeze(1)
+    is_edge = (after > least) & (after >= _GAP * before)
+    gap = torch.where(is_edge, (before * after).sqrt().maximum(least), torch.inf).amin(1)
+    edge = torch.minimum(gap, past_tail)
+    return OutlierLimits(center - edge, center + edge, center, usual)
 
 
-def _usual(distances: Tensor, quartile: Tensor, center: Tensor, scale: float) -> Tensor:
+def _usual_distances(distances: Tensor, quartile: Tensor, center: Tensor, scale: float) -> Tensor:
     apart = torch.where(distances > 0, distances, torch.nan)
     is_rare = (distances > 0).sum(1) < _FEWEST_APART
     # Most values are the same: one-hot, counts, zeros of padding. The others give the scale.
@@ -473,14 +373,6 @@ def _usual(distances: Tensor, quartile: Tensor, center: Tensor, scale: float) ->
     usual = torch.where(is_mostly_same & is_rare, scale, usual)
     usual = torch.maximum(usual.nan_to_num(scale), _OF_CENTER * center.abs().nan_to_num(0))
     return torch.where(usual > 0, usual, scale)
-
-
-def _after_gap(ordered: Tensor, least: Tensor) -> Tensor:
-    """For each row the middle of the first gap before a large distance; Inf if there is none."""
-    before, after, least = ordered[:, :-1], ordered[:, 1:], least.unsqueeze(1)
-    is_edge = (after > least) & (after >= _GAP * before)
-    middle = torch.where(is_edge, (before * after).sqrt().maximum(least), torch.inf)
-    return middle.amin(1)
 
 
 def usual_size(elements: Tensor) -> float:

@@ -1,9 +1,13 @@
-"""Intervals: between which numbers the elements of a tensor can lie, and why."""
+"""Intervals: between which numbers the elements of a tensor can lie, and why.
+
+A bound is reached at once (the 0 of a ReLU), or only when rounding does it: `low_at` and `high_at`
+say how large the argument must grow for that. A sigmoid is exactly 1 above 17, and 0 below -104.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -13,14 +17,10 @@ from torch import Tensor
 
 from stayfinite.detect.memory import undisturbed
 
-# Intervals: between which numbers the elements of a tensor can lie, and how easily they get there.
-#
-# A bound is reached at once (the 0 of a ReLU), or only when rounding does it: `low_at` and
-# `high_at` say how large the argument must grow for that. A sigmoid is exactly 1 above 17, and 0
-# below -104.
-
 INF = math.inf
 MANY = 64
+End = tuple[float, float]
+"""A bound, and the size of the argument at which it is reached; 0: at once."""
 
 
 class Bounds(NamedTuple):
@@ -32,8 +32,8 @@ class Bounds(NamedTuple):
     high_at: float = 0.0
 
     @property
-    def is_known(self) -> bool:
-        return self.low > -INF or self.high < INF
+    def ends(self) -> tuple[End, End]:
+        return (self.low, self.low_at), (self.high, self.high_at)
 
     def holds(self, point: float) -> bool:
         return self.low <= point <= self.high
@@ -48,11 +48,18 @@ def exactly(value: float) -> Bounds:
     return Bounds(value, value)
 
 
+def between(low: End, high: End) -> Bounds:
+    return Bounds(low[0], high[0], low[1], high[1])
+
+
 def hull(*parts: Bounds) -> Bounds:
     """What any of them can be."""
-    low = min(parts, key=lambda part: (part.low, part.low_at))
-    high = min(parts, key=lambda part: (-part.high, part.high_at))
-    return Bounds(low.low, high.high, low.low_at, high.high_at)
+    return between(min(part.ends[0] for part in parts), _highest(part.ends[1] for part in parts))
+
+
+def _highest(ends: Iterable[End]) -> End:
+    """Of equal ones that which is reached first."""
+    return max(ends, key=lambda end: (end[0], -end[1]))
 
 
 def negative(a: Bounds) -> Bounds:
@@ -61,8 +68,8 @@ def negative(a: Bounds) -> Bounds:
 
 def added(a: Bounds, b: Bounds) -> Bounds:
     return Bounds(
-        _sum(a.low, b.low, -INF),
-        _sum(a.high, b.high, INF),
+        -INF if -INF in (a.low, b.low) else a.low + b.low,
+        INF if INF in (a.high, b.high) else a.high + b.high,
         max(a.low_at, b.low_at),
         max(a.high_at, b.high_at),
     )
@@ -73,49 +80,31 @@ def subtracted(a: Bounds, b: Bounds) -> Bounds:
 
 
 def multiplied(a: Bounds, b: Bounds) -> Bounds:
-    corners = [
-        (_product(a.low, b.low), _at(a.low, a.low_at, b.low, b.low_at)),
-        (_product(a.low, b.high), _at(a.low, a.low_at, b.high, b.high_at)),
-        (_product(a.high, b.low), _at(a.high, a.high_at, b.low, b.low_at)),
-        (_product(a.high, b.high), _at(a.high, a.high_at, b.high, b.high_at)),
-    ]
-    low = min(corners)
-    high = max(corners, key=lambda corner: (corner[0], -corner[1]))
-    return Bounds(low[0], high[0], low[1], high[1])
+    corners = [_product(x, y) for x in a.ends for y in b.ends]
+    return between(min(corners), _highest(corners))
+
+
+def _product(a: End, b: End) -> End:
+    """A 0 is reached by the nearer way, anything else by both."""
+    if a[0] == 0 or b[0] == 0:
+        return 0.0, min(at for value, at in (a, b) if value == 0)
+    return a[0] * b[0], max(a[1], b[1])
 
 
 def divided(a: Bounds, b: Bounds) -> Bounds:
-    if b.low < 0 < b.high:
+    """A bound of 0 opens the range to Inf, one on both sides of 0 to anything."""
+    if b.low < 0 < b.high or b.low == b.high == 0:
         return ANY
-    if b.low == b.high == 0:
-        return ANY
-    return multiplied(a, inverse(b))
-
-
-def inverse(b: Bounds) -> Bounds:
-    """1 / b for a b of one sign; a bound of 0 opens the range to Inf."""
-    if b.low >= 0:
-        low = (0.0, INF) if b.high == INF else (1 / b.high, b.high_at)
-        return Bounds(low[0], INF if b.low == 0 else 1 / b.low, low[1], b.low_at)
-    return negative(inverse(negative(b)))
-
-
-def squared(a: Bounds) -> Bounds:
-    return even(a, lambda x: x * x)
-
-
-def magnitude(a: Bounds) -> Bounds:
-    return even(a, abs)
+    if b.low < 0:
+        return divided(negative(a), negative(b))
+    low = (0.0, INF) if b.high == INF else (1 / b.high, b.high_at)
+    return multiplied(a, between(low, (INF if b.low == 0 else 1 / b.low, b.low_at)))
 
 
 def even(a: Bounds, function: Callable[[float], float]) -> Bounds:
     """An even function that grows with the size of its argument."""
-    low, high = mapped(function, a.low), mapped(function, a.high)
-    top = max((low, -a.low_at), (high, -a.high_at))
-    if a.low < 0 < a.high:
-        return Bounds(0.0, top[0], 0.0, -top[1])
-    bottom = min((low, a.low_at), (high, a.high_at))
-    return Bounds(bottom[0], top[0], bottom[1], -top[1])
+    ends = [(mapped(function, value), at) for value, at in a.ends]
+    return between((0.0, 0.0) if a.low < 0 < a.high else min(ends), _highest(ends))
 
 
 def rising(a: Bounds, function: Callable[[float], float]) -> Bounds:
@@ -123,29 +112,27 @@ def rising(a: Bounds, function: Callable[[float], float]) -> Bounds:
     return Bounds(mapped(function, a.low, -INF), mapped(function, a.high, INF), a.low_at, a.high_at)
 
 
-def clamped(a: Bounds, low: float | None, high: float | None) -> Bounds:
-    bottom = (a.low, a.low_at) if low is None or a.low > low else (low, 0.0)
-    top = (a.high, a.high_at) if high is None or a.high < high else (high, 0.0)
-    bottom = min(bottom, top) if bottom[0] > top[0] else bottom
-    return Bounds(bottom[0], top[0], bottom[1], top[1])
-
-
 def larger(a: Bounds, b: Bounds) -> Bounds:
-    low = max((a.low, a.low_at), (b.low, b.low_at))
-    high = max((a.high, -a.high_at), (b.high, -b.high_at))
-    return Bounds(low[0], high[0], low[1], -high[1])
+    return between(max(a.ends[0], b.ends[0]), _highest((a.ends[1], b.ends[1])))
 
 
 def smaller(a: Bounds, b: Bounds) -> Bounds:
     return negative(larger(negative(a), negative(b)))
 
 
+def at_least(a: Bounds, low: float) -> Bounds:
+    """Clamped from below."""
+    bottom = a.ends[0] if a.low > low else (low, 0.0)
+    return between(a.ends[1] if bottom[0] > a.high else bottom, a.ends[1])
+
+
 def totalled(a: Bounds, count: int) -> Bounds:
     """The sum of so many such elements; many do not all vanish by rounding at once."""
     n = max(count, 1)
-    low_at = INF if a.low_at and n > MANY else a.low_at
-    high_at = INF if a.high_at and n > MANY else a.high_at
-    return Bounds(_product(a.low, n), _product(a.high, n), low_at, high_at)
+    low, high = (
+        (value * n if value else 0.0, INF if at and n > MANY else at) for value, at in a.ends
+    )
+    return between(low, high)
 
 
 def rounded(a: Bounds, dtype: torch.dtype) -> Bounds:
@@ -167,27 +154,9 @@ def mapped(function: Callable[[float], float], x: float, otherwise: float = INF)
     return otherwise if math.isnan(value) else value
 
 
-def _sum(a: float, b: float, open_end: float) -> float:
-    return open_end if open_end in (a, b) else a + b
-
-
-def _product(a: float, b: float) -> float:
-    return 0.0 if a == 0 or b == 0 else a * b
-
-
-def _at(a: float, a_at: float, b: float, b_at: float) -> float:
-    """How far it is to the product: to a 0 by the nearer way, to anything else by both."""
-    if a == 0 and b == 0:
-        return min(a_at, b_at)
-    if a == 0 or b == 0:
-        return a_at if a == 0 else b_at
-    return max(a_at, b_at)
-
-
-# Why a bound is open, the most telling first: the output of a layer, something nobody bounds, a
-# quotient, data, the log of a probability, a parameter.
 Open = Literal["layer", "other", "ratio", "data", "log", "parameter"]
-_TELLING: tuple[Open, ...] = ("layer", "other", "ratio", "data", "log", "parameter")
+"""Why a bound is open, the most telling first: the output of a layer, something nobody bounds, a
+quotient, data, the log of a probability, a parameter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -231,19 +200,12 @@ class Reach:
 
     def ancestors(self, depth: int) -> Iterator[Reach]:
         """Itself and what it was made from, the nearest first, so many operations back."""
-        near, seen = [self], {id(self)}
-        for _ in range(depth + 1):
-            yield from near
-            parents = [parent for reach in near for parent in reach.made_from]
-            near = _new(parents, seen)
+        yield self
+        yield from _around(self, depth, lambda reach: reach.made_from)
 
     def followers(self, depth: int) -> Iterator[Reach]:
         """What was made from it, the nearest first."""
-        near, seen = [self], {id(self)}
-        for _ in range(depth):
-            users = [user for reach in near for user in reach.users]
-            near = _new(users, seen)
-            yield from near
+        return _around(self, depth, lambda reach: reach.users)
 
     def comes_from(self, other: Reach, *, within: int) -> bool:
         return any(reach is other for reach in self.ancestors(within))
@@ -252,28 +214,23 @@ class Reach:
         return any(reach.read for reach in self.ancestors(3))
 
 
-def _new(reaches: list[Reach], seen: set[int]) -> list[Reach]:
-    found = []
-    for reach in reaches:
-        if id(reach) not in seen:
-            seen.add(id(reach))
-            found.append(reach)
-    return found
-
-
-def why_open(parents: tuple[Reach, ...]) -> Open | None:
-    """The most telling reason among those parents that have an open bound."""
-    found = [parent.open for parent in parents if parent.open is not None and parent.is_open]
-    return min(found, key=_TELLING.index) if found else None
+def _around(
+    start: Reach, depth: int, next_to: Callable[[Reach], Iterable[Reach]]
+) -> Iterator[Reach]:
+    near, seen = {id(start): start}, {id(start)}
+    for _ in range(depth):
+        found = {id(new): new for reach in near.values() for new in next_to(reach)}
+        near = {key: new for key, new in found.items() if key not in seen}
+        seen |= near.keys()
+        yield from near.values()
 
 
 _SAMPLE = 1 << 16
 
 
-class Seen(NamedTuple):
+class SeenValues(NamedTuple):
     """Extremes, smallest and typical size of the finite elements, and counts."""
 
-    shape: tuple[int, ...]
     elements: int
     low: float = math.inf
     high: float = -math.inf
@@ -282,24 +239,17 @@ class Seen(NamedTuple):
     zeros: int = 0
     bad: int = 0
 
-    @property
-    def closeness(self) -> float:
-        """The smallest size as a part of the typical one."""
-        return self.smallest / self.typical if self.typical > 0 else 0.0
-
 
 @undisturbed
-def look(tensor: Tensor) -> Seen:
+def look(tensor: Tensor) -> SeenValues:
     """The statistics of a tensor; a few host reads."""
-    shape, elements = tuple(tensor.shape), tensor.numel()
-    values = _finite(tensor)
+    elements, values = tensor.numel(), _finite(tensor)
     if values is None or not values.numel():
-        return Seen(shape, elements, bad=elements if values is not None else 0)
+        return SeenValues(elements, bad=elements if values is not None else 0)
     low, high = values.aminmax()
     sizes = values.abs()
     sample = sizes[:: max(1, sizes.numel() // _SAMPLE)]
-    return Seen(
-        shape,
+    return SeenValues(
         elements,
         low=float(low),
         high=float(high),

@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.locate.search import LossFunction, call, loss_of
+from stayfinite.living import leaves_of
+from stayfinite.locate.search import LossFunction, call, inputs_and_targets, loss_of
 from stayfinite.locate.source import user_place
+from stayfinite.nested import map_leaves
 from stayfinite.prevent.data.check import batch_risks
-from stayfinite.prevent.preflight.probe import changed, eager, loss_run, probe, quiet_about_hooks
+from stayfinite.prevent.preflight.probe import device_of, observable, probe, with_values
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
 from stayfinite.prevent.preflight.training_checks import optimizer_risks
 from stayfinite.prevent.risks import Risk, lowered, proven, ranked, said_once
@@ -60,14 +62,23 @@ def preflight(
     rehearsal = Rehearsal(
         folder=os.getcwd(), outside=user_place(sys._getframe(1)), on_new=keeper.add_module
     )
-    own = changed(batch, torch.clone)
+    own = map_leaves(batch, lambda tensor: with_values(tensor, torch.clone))
+    inputs, targets = inputs_and_targets(own, loss_fn)
+
+    def run(value: Any) -> Tensor:
+        with _autocast(model, precision):
+            return loss_of(call(model, value), targets, loss_fn)
+
+    edges: list[Risk] = []
     try:
         model.train()
         of_batch = _rehearse(rehearsal, keeper, model, optimizer, own, loss_fn, precision)
         found = [*rehearsal.risks(), *of_batch]
         keeper.restore()
         model.train()
-        edges = _probed(rehearsal, modules, own, loss_fn, precision)
+        if rehearsal.is_finite:
+            in_half = rehearsal.recorder.trains_in_half
+            edges = probe(modules, inputs, run, places=rehearsal.places, in_half=in_half)
     finally:
         keeper.restore()
     return ranked(said_once(proven(found, edges)))
@@ -118,12 +129,12 @@ def _rehearse(
 
     A batch that a loss refuses, as labels out of range, is a risk and not an error.
     """
-    inputs, targets = parted(batch, loss_fn)
+    inputs, targets = inputs_and_targets(batch, loss_fn)
     # Only the weights tell whether float16 is meant without a scaler.
     rehearsal.scaling.scales_itself = precision is not None
     model.zero_grad(set_to_none=True)
     of_batch: list[Risk] = []
-    with quiet_about_hooks(), eager(), torch.enable_grad(), rehearsal.recorder:
+    with observable(), rehearsal.recorder:
         with _autocast(model, precision):
             output = call(model, inputs)
             with rehearsal.recorder.paused():
@@ -145,12 +156,10 @@ def _rehearse(
             rehearsal.went_back()
         if optimizer is not None:
             rehearsal.updating(optimizer, is_scaled=False, place=None)
-    return of_batch if not rehearsal.is_finite else [_tolerated(risk) for risk in of_batch]
-
-
-def _tolerated(risk: Risk) -> Risk:
-    """A NaN in the batch that the loss does not see is worth knowing only."""
-    return lowered(risk) if risk.cause == "bad_input_data" else risk
+    if not rehearsal.is_finite:
+        return of_batch
+    # A NaN in the batch that the loss does not see is worth knowing only.
+    return [lowered(risk) if risk.cause == "bad_input_data" else risk for risk in of_batch]
 
 
 def _classes(output: Any, targets: Any) -> int | None:
@@ -161,40 +170,12 @@ def _classes(output: Any, targets: Any) -> int | None:
     return output.shape[1] if is_labels and output.dim() > 1 else None
 
 
-def _probed(
-    rehearsal: Rehearsal,
-    modules: list[nn.Module],
-    batch: Any,
-    loss_fn: LossFunction | None,
-    precision: Precision | None,
-) -> list[Risk]:
-    if not rehearsal.is_finite:
-        return []
-    inputs, targets = parted(batch, loss_fn)
-    plain = loss_run(modules[0], targets, loss_fn)
-
-    def run(value: Any) -> Tensor:
-        with _autocast(modules[0], precision):
-            return plain(value)
-
-    in_half = rehearsal.recorder.heights.trains_in_half
-    return probe(modules, inputs, run, scene=rehearsal.scene, in_half=in_half)
-
-
-def parted(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
-    """Inputs and targets of a batch."""
-    if loss_fn is not None and isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    return batch, None
-
-
 def _autocast(
     model: nn.Module, precision: Precision | None
 ) -> contextlib.AbstractContextManager[Any]:
     if precision not in _DTYPES:
         return contextlib.nullcontext()
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    return torch.autocast(device, dtype=_DTYPES[precision])
+    return torch.autocast(device_of(model), dtype=_DTYPES[precision])
 
 
 class Keeper:
@@ -217,7 +198,7 @@ class Keeper:
 
     def add_leaves(self, loss: Tensor) -> None:
         """All tensors that a backward pass from the loss will give a gradient."""
-        for leaf in _leaves(loss):
+        for leaf in leaves_of([loss]):
             gradient = leaf.grad
             kept = None if gradient is None else gradient.detach().clone()
             self._gradients.setdefault(id(leaf), (leaf, gradient, kept))
@@ -231,15 +212,3 @@ class Keeper:
                 leaf.grad = gradient
         for snapshot in reversed(self._snapshots):
             snapshot.restore()
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(variable := getattr(node, "variable", None), Tensor):
-            yield variable
-        waiting.extend(following for following, _ in node.next_functions)

@@ -7,10 +7,11 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from stayfinite.detect.finite import largest
 from stayfinite.detect.memory import undisturbed
@@ -18,27 +19,119 @@ from stayfinite.locate.operators import OpInfo, is_bad, learn, tensors_in
 from stayfinite.locate.provenance import Event, Site, StorageMap, covers_storage
 from stayfinite.locate.source import Place, library_place, user_place
 from stayfinite.locate.tracer import Tracer
-from stayfinite.prevent.preflight.bounds import Reach, Seen, look, words
-from stayfinite.prevent.preflight.formulas import Operation, derived, joined, leaf, parameter
+from stayfinite.prevent.preflight.bounds import Reach, SeenValues, look, words
+from stayfinite.prevent.preflight.formulas import (
+    Computation,
+    reach_of_leaf,
+    reach_of_output,
+    reach_of_parameter,
+    reach_of_rest,
+)
 from stayfinite.records import Phase
 
-# Operations with a domain, and which of their arguments the checks look at.
-DOMAINS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(words("log log2 log10 log1p sqrt rsqrt reciprocal logit"), (0,)),
-    **dict.fromkeys(words("acos asin acosh atanh erfinv exp exp2 expm1 sinh cosh"), (0,)),
-    **dict.fromkeys(words("std var std_mean var_mean mean"), (0,)),
-    **dict.fromkeys(words("div pow atan2"), (0, 1)),
-    **dict.fromkeys(words("_softmax _log_softmax logsumexp native_batch_norm"), ()),
-    **dict.fromkeys(words("_linalg_svd _linalg_eigh linalg_qr linalg_inv_ex"), ()),
-    **dict.fromkeys(words("linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"), ()),
-    **dict.fromkeys(words("_ctc_loss nll_loss_forward nll_loss2d_forward"), ()),
-}
+HIGHEST = torch.finfo(torch.float16).max
+# Operations with a domain, whose first two arguments the checks look at.
+_LOOKED_AT = words(
+    """log log2 log10 log1p sqrt rsqrt reciprocal logit acos asin acosh atanh erfinv exp exp2 expm1
+    sinh cosh std var std_mean var_mean mean div pow atan2"""
+)
 _LAYERS = words("mm addmm bmm convolution mkldnn_convolution linear")
-_MOST_USES = 256  # of one operation on one line
+# What somebody does who expects Inf or NaN.
+_HANDLERS = words(
+    """clamp clamp_min clamp_max nan_to_num isinf isnan isfinite minimum fmin eq ne nansum nanmean
+    isposinf isneginf"""
+)
 _NORMS = ("LinalgVectorNorm", "NormBackward")
+_MOST_USES = 256  # of one operation on one line
+_TURN = 8  # operations between two uses of a weight in a loop
+_LARGE_MATRIX, _SOME = 256, 64
+
+Facts = dict[str, Any]
 
 
-class Recorder(Tracer):
+class RecordedCall(NamedTuple):
+    """One call of an operator; `name` is without the mark of the in-place variant."""
+
+    info: OpInfo
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: dict[int, Reach]
+    """By the id of the tensor."""
+
+    def reaches(self) -> list[Reach]:
+        """Of all tensors that are given by place."""
+        return [self.given[id(tensor)] for tensor in tensors_in(self.args)]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Use:
+    """Which operation ran where, on what, and what its inputs can be.
+
+    `operands` has a Reach for each tensor and the plain value for all else; `seen` the statistics
+    of those tensors that the checks ask for. `inside` is the code of torch that ran it, if any.
+    `has_gradient`: a backward pass will go through it.
+    """
+
+    name: str
+    place: Place
+    site: Site
+    phase: Phase
+    dtype: torch.dtype
+    operands: tuple[Any, ...]
+    seen: dict[int, SeenValues]
+    inside: str
+    facts: Facts
+    made: Reach = field(default_factory=Reach)
+    has_gradient: bool = False
+
+    def reach(self, index: int) -> Reach | None:
+        value = self.operands[index] if index < len(self.operands) else None
+        return value if isinstance(value, Reach) else None
+
+    def number(self, index: int) -> float | None:
+        value = self.operands[index] if index < len(self.operands) else None
+        return float(value) if isinstance(value, (bool, int, float)) else None
+
+
+def is_handled(made: Reach, *, within: int) -> bool:
+    """Whether a value is looked at for Inf and NaN, or bounded, before it is used."""
+    return any(reach.op in _HANDLERS for reach in made.followers(within))
+
+
+@dataclass(slots=True)
+class HalfRange:
+    """The largest size that a line has given in float16, and a constant beyond its range."""
+
+    site: Site
+    size: float
+    too_large: float | None = None
+
+    @property
+    def headroom(self) -> float:
+        """How many doublings are left."""
+        return math.log2(HIGHEST / self.size) if self.size > 0 else math.inf
+
+
+@dataclass(slots=True)
+class Loop:
+    """Where the same weights meet what they have made, and how large that was at each turn."""
+
+    site: Site
+    latest: Reach
+    sizes: list[float] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """By how much the output grows in one turn, on average over the later ones."""
+        sizes = [size for size in self.sizes if size > 0]
+        half = len(sizes) // 2
+        if len(sizes) < 4:
+            return 1.0
+        return math.exp((math.log(sizes[-1]) - math.log(sizes[half])) / (len(sizes) - 1 - half))
+
+
+class RangeTracer(Tracer):
     """Records a Use for each operation with a domain, besides the events of the Tracer.
 
     `lap` is the number of updates so far; before the first call of a module it is -1.
@@ -48,8 +141,9 @@ class Recorder(Tracer):
         super().__init__(**options)
         self.lap = -1
         self.uses: list[Use] = []
-        self.heights = Heights()
-        self.loops = Loops()
+        self.halves: dict[tuple[str, int], HalfRange] = {}  # by file and line
+        self.trains_in_half = False
+        self.loops: dict[int, Loop] = {}  # by the id of the weight's Reach
         self.births: list[tuple[Event, Reach]] = []
         self.twice: dict[Place, Site] = {}  # norms whose gradient is differentiated again
         self._ledger = Ledger()
@@ -86,40 +180,37 @@ class Recorder(Tracer):
             return func(*args, **kwargs)
         self._latest = None
         try:
-            info, name = self._operator(func)
+            if func not in self._operators:
+                info = learn(func)
+                name = info.base.removesuffix("_") if info.written else info.base
+                self._operators[func] = info, name
+            info, name = self._operators[func]
             given = {id(t): self.reach(t) for t in tensors_in([*args, *kwargs.values()])}
-            use = self._use(info, name, args, given) if self.lap >= 0 else None
+            call = RecordedCall(info, name, args, kwargs, given)
+            use = self._use(call) if self.lap >= 0 else None
         except Exception as error:
             self._safely.note(error)
             return super().__torch_dispatch__(func, types, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         try:
-            self._note(info, name, args, kwargs, out, given, use)
+            self._note(call, out, use)
         except Exception as error:
             self._safely.note(error)
         return out
 
-    def _operator(self, func: Any) -> tuple[OpInfo, str]:
-        """What it does, and its name without the mark of the in-place variant."""
-        found = self._operators.get(func)
-        if found is None:
-            info = learn(func)
-            found = info, info.base.removesuffix("_") if info.written else info.base
-            self._operators[func] = found
-        return found
-
-    def _use(self, info: OpInfo, name: str, args: Sequence[Any], given: Given) -> Use | None:
-        is_layer = name in _LAYERS and any(given[id(t)].is_raw for t in tensors_in(args))
-        if name not in DOMAINS and not is_layer:
+    def _use(self, call: RecordedCall) -> Use | None:
+        name, args = call.name, call.args
+        is_layer = name in _LAYERS and any(reach.is_raw for reach in call.reaches())
+        if name not in _RECORDED and not is_layer:
             return None
         frame = sys._getframe(1)
-        place, inside = user_place(frame), library_place(frame)
-        if place is None or (inside or "").startswith("optim/"):
+        place, inside = user_place(frame), library_place(frame) or ""
+        if place is None or inside.startswith("optim/"):
             return None
         times = self._times[place, name] = self._times.get((place, name), 0) + 1
         if times > _MOST_USES:
             return None
-        site, phase, _ = self._where(info)
+        site, phase, _ = self._where(call.info)
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()}
         return Use(
             name=name,
@@ -127,25 +218,17 @@ class Recorder(Tracer):
             site=site,
             phase=phase,
             dtype=next((t.dtype for t in tensors.values()), torch.float32),
-            operands=tuple(operand(value, given) for value in args),
-            seen={i: look(t) for i, t in tensors.items() if i in DOMAINS.get(name, ())},
+            operands=tuple(_operand(value, call.given) for value in args),
+            seen={i: look(t) for i, t in tensors.items() if i < 2 and name in _LOOKED_AT},
             inside=inside,
             facts=measure("layer" if is_layer else name, args),
         )
 
-    def _note(
-        self,
-        info: OpInfo,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        given: Given,
-        use: Use | None,
-    ) -> None:
+    def _note(self, call: RecordedCall, out: Any, use: Use | None) -> None:
         """What is known after the operation ran."""
-        if name == "_local_scalar_dense":
-            mark_read(given[id(args[0])], args[0])
+        info = call.info
+        if call.name == "_local_scalar_dense":
+            _mark_read(call.reaches()[0], call.args[0])
         outs = tensors_in(out)
         if info.is_view or not outs:
             return
@@ -153,44 +236,66 @@ class Recorder(Tracer):
             for tensor in outs:
                 self._ledger.allocated(tensor)
             return
-        in_step = self.lap >= 0
-        reaches = [
-            self._ledger.made(info, name, args, kwargs, tensor, given, in_step=in_step)
-            for tensor in outs
-        ]
-        count(name, args, outs[0], reaches[0])
+        reaches = [self._ledger.made(call, each, in_step=self.lap >= 0) for each in outs]
+        _count(call, outs[0], reaches[0])
         if use is not None:
             use.made, use.has_gradient = reaches[0], self.nodes.latest_is_fresh()
             self.uses.append(use)
-        if in_step:
-            self._note_more(info, args, kwargs, outs[0], reaches[0], given)
-
-    def _note_more(
-        self,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Tensor,
-        reach: Reach,
-        given: Given,
-    ) -> None:
-        """What concerns more than one operation: births, heights, loops, second derivatives."""
+        if self.lap < 0:
+            return
+        # What concerns more than one operation: births, float16, loops, second derivatives.
+        # Private: the node that a backward pass is in; torch has no public name for it.
         event, node = self._latest, torch._C._current_autograd_node()
         has_gradient = self.nodes.latest_is_fresh()
-        if event is not None and event.kind in ("birth", "conversion") and is_bad(out):
-            self.births.append((event, reach))
+        if event is not None and event.kind in ("birth", "conversion") and is_bad(outs[0]):
+            self.births.append((event, reaches[0]))
         if node is None:
-            if out.dtype is torch.float16:
-                self.heights.add(self._site(), args, kwargs, out, has_gradient=has_gradient)
+            if outs[0].dtype is torch.float16:
+                self.trains_in_half |= has_gradient
+                self._note_half(call, outs[0])
             if info.base in _LAYERS:
-                self.loops.add(self._site(), [given[id(t)] for t in tensors_in(args)], reach, out)
+                self._note_turn(call.reaches(), reaches[0], outs[0])
         elif has_gradient and node.name().startswith(_NORMS):
             site = self.nodes.get(node)
             if site is not None and site.place is not None:
                 self.twice.setdefault(site.place, site)
 
+    def _note_half(self, call: RecordedCall, out: Tensor) -> None:
+        """Keep the largest finite size of a line, or else a constant that is Inf in float16."""
+        site = self._site()
+        if site.place is None:
+            return
+        size = largest(out)
+        new = HalfRange(site, size, None if math.isfinite(size) else _constant(call))
+        key = site.place.code.co_filename, site.place.line
+        known = self.halves.setdefault(key, new)
+        is_larger = math.isfinite(size) and (size > known.size or not math.isfinite(known.size))
+        if new.too_large is not None or (known.too_large is None and is_larger):
+            self.halves[key] = new
 
-Given = dict[int, Reach]  # by the id of the tensor
+    def _note_turn(self, given: list[Reach], made: Reach, out: Tensor) -> None:
+        for weight in given:
+            if weight.op != "parameter" or not weight.learned:
+                continue
+            loop = self.loops.get(id(weight))
+            others = [reach for reach in given if reach is not weight]
+            if loop is None or not any(r.comes_from(loop.latest, within=_TURN) for r in others):
+                loop = self.loops[id(weight)] = Loop(self._site(), made)
+            loop.latest = made
+            loop.sizes.append(float(out.detach().abs().double().square().mean().sqrt()))
+
+
+def _constant(call: RecordedCall) -> float | None:
+    """A finite number in the program that is Inf in float16."""
+    for number in (*call.args, *call.kwargs.values()):
+        if isinstance(number, (int, float)) and math.isfinite(number) and abs(number) > HIGHEST:
+            return float(number)
+    for tensor in tensors_in(call.args):
+        if tensor.is_floating_point() and tensor.dtype is not torch.float16:
+            beyond = tensor[tensor.isfinite() & (tensor.abs() > HIGHEST)].reshape(-1)
+            if beyond.numel() and bool((beyond == beyond[0]).all()):
+                return float(beyond[0])
+    return None
 
 
 class Ledger:
@@ -207,9 +312,10 @@ class Ledger:
     def reach(self, tensor: Tensor) -> Reach:
         known = self._known.get(tensor)
         base = tensor if tensor._base is None else tensor._base
-        is_parameter = base.requires_grad and base.is_leaf
-        if known is None or (is_parameter and known.op != "parameter"):
-            known = parameter(base) if is_parameter else _leaf(base)
+        is_trained = base.requires_grad and base.is_leaf
+        if known is None or (is_trained and known.op != "parameter"):
+            is_parameter = is_trained or isinstance(base, nn.Parameter)
+            known = reach_of_parameter(base) if is_parameter else reach_of_leaf(base, fed=True)
             self._known.put(tensor, known)
         return known
 
@@ -221,39 +327,36 @@ class Ledger:
         for each in module.modules():
             for held in each._parameters.values():
                 if held is not None:
-                    self._known.put(held, parameter(held))
+                    self._known.put(held, reach_of_parameter(held))
             for buffer in each._buffers.values():
                 if buffer is not None:
-                    self._known.put(buffer, leaf(buffer, fed=False))
+                    self._known.put(buffer, reach_of_leaf(buffer, fed=False))
 
     def allocated(self, out: Tensor) -> None:
         self._known.put(out, Reach(unwritten=True, op="empty"))
 
-    def made(
-        self,
-        info: OpInfo,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Tensor,
-        given: Given,
-        *,
-        in_step: bool,
-    ) -> Reach:
+    def made(self, call: RecordedCall, out: Tensor, *, in_step: bool) -> Reach:
         """Enter one output of an operation."""
+        info, name, args, kwargs, given = call
         if name == "copy":
             name, args = "clone", args[1:2]
-        operation = _operation(name, args, kwargs, out, given)
+        tensors = tensors_in(args)
+        most = max((tensor.numel() for tensor in tensors), default=1)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
+        per_output = max(1, most // max(1, out.numel()))
+        operation = Computation(name, args, kwargs, out.dtype, per_output)
         parents = tuple(dict.fromkeys(operation.reaches()))
-        reach = derived(operation, parents, out)
+        reach = reach_of_output(operation, parents, out)
         if info.written and not covers_storage(out):
             old = self._known.get(out)
             if old is not None and not old.unwritten:
-                reach = joined(old, reach)
+                reach = reach_of_rest(old, reach)
         if in_step:
             for parent in parents:
                 parent.users.append(reach)
-            reach.settled = _is_settled(args, given)
+            # It is made of nothing but whole tensors that were there before the first step.
+            settled = (given[id(t)].settled and covers_storage(t) for t in tensors)
+            reach.settled = bool(tensors) and all(settled)
         else:
             reach.made_from, reach.settled = (), True
         if not isinstance(out, nn.Parameter):  # an updated weight is still a weight
@@ -261,7 +364,7 @@ class Ledger:
         return reach
 
 
-def operand(value: Any, given: Given) -> Any:
+def _operand(value: Any, given: dict[int, Reach]) -> Any:
     """What a check is told of an argument.
 
     A settled tensor that is used as a whole is a constant: what it is now, it stays.
@@ -270,23 +373,11 @@ def operand(value: Any, given: Given) -> Any:
         return value
     reach = given[id(value)]
     if reach.settled and not reach.learned and covers_storage(value):
-        return leaf(value, fed=False)
+        return reach_of_leaf(value, fed=False)
     return reach
 
 
-def count(name: str, args: tuple[Any, ...], out: Tensor, reach: Reach) -> None:
-    """Note how likely it is that a sum of a mask is 0, or a selection by one is empty."""
-    if name == "sum" and out.numel() == 1 and not reach.learned and is_zero_or_one(args[0]):
-        reach.chance = chance_of_none(args[0])
-    elif name in ("nonzero", "masked_select"):
-        reach.chance = chance_of_none(args[-1])
-    elif name == "index":
-        masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype is torch.bool]
-        if masks:
-            reach.chance = chance_of_none(masks[0])
-
-
-def mark_read(reach: Reach, tensor: Tensor) -> None:
+def _mark_read(reach: Reach, tensor: Tensor) -> None:
     """The program asks for the value, so it may decide by it."""
     if tensor.dtype is torch.bool:
         for each in reach.ancestors(3):
@@ -295,209 +386,31 @@ def mark_read(reach: Reach, tensor: Tensor) -> None:
         reach.read = True
 
 
-def _leaf(base: Tensor) -> Reach:
-    return parameter(base) if isinstance(base, nn.Parameter) else leaf(base, fed=True)
-
-
-def _operation(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, given: Given
-) -> Operation:
-    largest = max((tensor.numel() for tensor in tensors_in(args)), default=1)
-    return Operation(
-        name,
-        [_swapped(value, given) for value in args],
-        {key: _swapped(value, given) for key, value in kwargs.items()},
-        out.dtype,
-        max(1, largest // max(1, out.numel())),
-    )
-
-
-def _swapped(value: Any, given: Given) -> Any:
-    if isinstance(value, Tensor):
-        return given[id(value)]
-    if isinstance(value, (list, tuple)):
-        return [_swapped(item, given) for item in value]
-    return value
-
-
-def _is_settled(args: tuple[Any, ...], given: Given) -> bool:
-    """Whether it is made of nothing but whole tensors that were there before the first step."""
-    tensors = tensors_in(args)
-    return bool(tensors) and all(given[id(t)].settled and covers_storage(t) for t in tensors)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Use:
-    """Which operation ran where, on what, and what its inputs can be.
-
-    `operands` has a Reach for each tensor and the plain value for all else; `seen` the statistics
-    of those tensors that the checks ask for. `inside` is the code of torch that ran it, if any.
-    `has_gradient`: a backward pass will go through it.
-    """
-
-    name: str
-    place: Place
-    site: Site
-    phase: Phase
-    dtype: torch.dtype
-    operands: tuple[Any, ...]
-    seen: dict[int, Seen]
-    inside: str | None = None
-    made: Reach = field(default_factory=Reach)
-    has_gradient: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def reach(self, index: int) -> Reach | None:
-        value = self.operands[index] if index < len(self.operands) else None
-        return value if isinstance(value, Reach) else None
-
-    def number(self, index: int) -> float | None:
-        value = self.operands[index] if index < len(self.operands) else None
-        return float(value) if isinstance(value, (bool, int, float)) else None
-
-    @property
-    def is_handled(self) -> bool:
-        """Whether what it gives is looked at for Inf and NaN, or bounded, before it is used."""
-        return any(handles(reach) for reach in self.made.followers(2))
-
-
-def handles(reach: Reach) -> bool:
-    """Whether it is what somebody does who expects Inf or NaN."""
-    return reach.op in _HANDLERS
-
-
-_HANDLERS = words(
-    """clamp clamp_min clamp_max nan_to_num isinf isnan isfinite minimum fmin eq ne nansum nanmean
-    isposinf isneginf"""
-)
-
-
-HIGHEST = 65504.0  # of float16
-
-
-@dataclass(slots=True)
-class Height:
-    """The largest size that a line has given in float16, and a constant beyond its range."""
-
-    site: Site
-    size: float
-    too_large: float | None = None
-
-    @property
-    def headroom(self) -> float:
-        """How many doublings are left."""
-        return math.log2(HIGHEST / self.size) if self.size > 0 else math.inf
-
-
-class Heights:
-    """One Height for each line."""
-
-    def __init__(self) -> None:
-        self.by_place: dict[tuple[str, int], Height] = {}
-        self.trains_in_half = False
-
-    def add(
-        self,
-        site: Site,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Tensor,
-        *,
-        has_gradient: bool,
-    ) -> None:
-        place = site.place
-        self.trains_in_half |= has_gradient and out.dtype is torch.float16
-        if place is None:
-            return
-        size = largest(out)
-        height = Height(site, size, _constant(args, kwargs, out, size))
-        key = _key(place)
-        known = self.by_place.get(key)
-        if (
-            known is None
-            or height.too_large is not None
-            or (known.too_large is None and _order(height) > _order(known))
-        ):
-            self.by_place[key] = height
-
-
-def _key(place: Place) -> tuple[str, int]:
-    return place.code.co_filename, place.line
-
-
-def _order(height: Height) -> float:
-    return height.size if math.isfinite(height.size) else 0.0
-
-
-def _constant(
-    args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, size: float
-) -> float | None:
-    """A finite number in the program that became Inf here."""
-    if math.isfinite(size):
-        return None
-    numbers = [v for v in (*args, *kwargs.values()) if isinstance(v, (int, float))]
-    for number in numbers:
-        if math.isfinite(number) and abs(number) > HIGHEST:
-            return float(number)
-    given = [t for t in tensors_in(args) if t.is_floating_point() and t.dtype is not torch.float16]
-    for tensor in given:
-        beyond = tensor[tensor.isfinite() & (tensor.abs() > HIGHEST)]
-        if beyond.numel() and bool((beyond == beyond.reshape(-1)[0]).all()):
-            return float(beyond.reshape(-1)[0])
-    return None
-
-
-_NEAR = 8
-
-
-@dataclass(slots=True)
-class Loop:
-    """Where the weights are used, and how large the output was at each turn."""
-
-    site: Site
-    latest: Reach
-    sizes: list[float] = field(default_factory=list)
-
-    @property
-    def growth(self) -> float:
-        """By how much the output grows in one turn, on average over the later ones."""
-        sizes = [size for size in self.sizes if size > 0]
-        half = len(sizes) // 2
-        if len(sizes) < 4:
-            return 1.0
-        return math.exp((math.log(sizes[-1]) - math.log(sizes[half])) / (len(sizes) - 1 - half))
-
-
-class Loops:
-    """One Loop for each parameter that meets what it has made."""
-
-    def __init__(self) -> None:
-        self._by_weight: dict[int, Loop] = {}
-
-    def add(self, site: Site, given: list[Reach], made: Reach, out: Tensor) -> None:
-        for weight in given:
-            if weight.op != "parameter" or not weight.learned:
-                continue
-            known = self._by_weight.get(id(weight))
-            others = [reach for reach in given if reach is not weight]
-            is_turn = known is not None and any(
-                other.comes_from(known.latest, within=_NEAR) for other in others
-            )
-            if known is None or not is_turn:
-                known = self._by_weight[id(weight)] = Loop(site, made)
-            known.latest = made
-            known.sizes.append(float(out.detach().abs().double().square().mean().sqrt()))
-
-    def growing(self) -> list[Loop]:
-        return list(self._by_weight.values())
-
-
-Facts = dict[str, Any]
-_LARGE_MATRIX, _SOME = 256, 64
+def _count(call: RecordedCall, out: Tensor, reach: Reach) -> None:
+    """Note how likely it is that a sum of a mask is 0, or a selection by one is empty."""
+    name, args = call.name, call.args
+    if name == "sum" and out.numel() == 1 and not reach.learned and _is_mask(args[0]):
+        reach.chance = _chance_of_none(args[0])
+    elif name in ("nonzero", "masked_select"):
+        reach.chance = _chance_of_none(args[-1])
+    elif name == "index":
+        masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype is torch.bool]
+        if masks:
+            reach.chance = _chance_of_none(masks[0])
 
 
 @undisturbed
-def chance_of_none(kept: Tensor) -> float:
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether only 0 and 1 are in it."""
+    if tensor.dtype is torch.bool:
+        return True
+    if tensor.is_complex() or not tensor.numel():
+        return False
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+@undisturbed
+def _chance_of_none(kept: Tensor) -> float:
     """How likely a batch like this one keeps nothing at all.
 
     The first dimension counts samples, taken as independent: with k of n keeping something, a
@@ -505,28 +418,15 @@ def chance_of_none(kept: Tensor) -> float:
     """
     flags = kept.detach() != 0
     keeping = flags.flatten(1).any(1) if flags.dim() > 1 else flags.reshape(-1)
-    return _chance(len(keeping), int(keeping.sum()))
-
-
-def _chance(samples: int, keeping: int) -> float:
-    return float(((samples - keeping + 1) / (samples + 2)) ** samples)
+    samples = len(keeping)
+    return float(((samples - int(keeping.sum()) + 1) / (samples + 2)) ** samples)
 
 
 def _chance_in_row(kept: Tensor) -> float:
     """The same for labels in one long row, where each unbroken run comes from one sample."""
     row = kept.reshape(-1).to(torch.int8)
     runs = int(row[0]) + int((row[1:] > row[:-1]).sum())
-    return _chance(runs, runs) if runs else 1.0
-
-
-@undisturbed
-def is_zero_or_one(tensor: Tensor) -> bool:
-    """Whether it can be a mask: only 0 and 1 in it."""
-    if tensor.dtype is torch.bool:
-        return True
-    if tensor.is_complex() or not tensor.numel():
-        return False
-    return bool(((tensor == 0) | (tensor == 1)).all())
+    return float((1 / (runs + 2)) ** runs)
 
 
 def rows_under_mask(args: Sequence[Any]) -> Facts:
@@ -554,26 +454,20 @@ def ignored_labels(args: Sequence[Any]) -> Facts:
     kept = target != ignored
     if reduction != 1 or bool(kept.all()) or not kept.numel():
         return {}
-    chance = _chance_in_row(kept) if kept.dim() == 1 else chance_of_none(kept)
+    chance = _chance_in_row(kept) if kept.dim() == 1 else _chance_of_none(kept)
     return {"kept": int(kept.sum()), "labels": target.numel(), "chance": chance}
 
 
 def ctc_lengths(args: Sequence[Any]) -> Facts:
     """Whether longer targets, or ones with more repeats, still fit their inputs."""
-    lengths, targets = _ints(args[2]), _ints(args[3])
+    lengths, targets = ([int(length) for length in value] for value in args[2:4])
     if not lengths or not targets:
         return {}
-    zero_infinity = bool(args[5]) if len(args) > 5 else False
     return {
         "shortest_input": min(lengths),
         "longest_target": max(targets),
-        "zero_infinity": zero_infinity,
+        "zero_infinity": len(args) > 5 and bool(args[5]),
     }
-
-
-def _ints(value: Any) -> list[int]:
-    values = value.tolist() if isinstance(value, Tensor) else list(value)
-    return [int(v) for v in values]
 
 
 def reduced(args: Sequence[Any]) -> Facts:
@@ -619,22 +513,17 @@ def condition(args: Sequence[Any]) -> Facts:
 
 
 MEASURES: dict[str, Callable[[Sequence[Any]], Facts]] = {
-    "_softmax": rows_under_mask,
-    "_log_softmax": rows_under_mask,
-    "logsumexp": rows_under_mask,
-    "nll_loss_forward": ignored_labels,
-    "nll_loss2d_forward": ignored_labels,
-    "_ctc_loss": ctc_lengths,
+    **dict.fromkeys(words("_softmax _log_softmax logsumexp"), rows_under_mask),
+    **dict.fromkeys(words("nll_loss_forward nll_loss2d_forward"), ignored_labels),
+    **dict.fromkeys(words("std var std_mean var_mean"), reduced),
     **dict.fromkeys(
-        ("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "_linalg_slogdet"), condition
+        words("linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"), condition
     ),
-    "layer": columns,
+    "_ctc_loss": ctc_lengths,
     "native_batch_norm": per_channel,
-    "std": reduced,
-    "var": reduced,
-    "std_mean": reduced,
-    "var_mean": reduced,
+    "layer": columns,
 }
+_RECORDED = _LOOKED_AT | MEASURES.keys() | words("_linalg_svd _linalg_eigh linalg_qr")
 
 
 @undisturbed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -24,19 +23,19 @@ from stayfinite.detect.finite import largest
 from stayfinite.detect.hooks import Attachment, together, watch_backward, watch_scaling, wrapped
 from stayfinite.detect.memory import unwrapped
 from stayfinite.detect.veto import STEP_FAILED
-from stayfinite.errors import TrainingAbortedError
+from stayfinite.living import living
 from stayfinite.locate.operators import is_bad
 from stayfinite.locate.provenance import Site
 from stayfinite.locate.source import Place, user_place
 from stayfinite.prevent.data.check import batch_risks
 from stayfinite.prevent.preflight.bounds import Reach
-from stayfinite.prevent.preflight.claims import Scene
 from stayfinite.prevent.preflight.operator_checks import line_risks
-from stayfinite.prevent.preflight.probe import Called, ignore_hooks
-from stayfinite.prevent.preflight.range_tracer import Recorder
+from stayfinite.prevent.preflight.places import Places
+from stayfinite.prevent.preflight.probe import ModuleCall, ignore_hooks
+from stayfinite.prevent.preflight.range_tracer import RangeTracer
 from stayfinite.prevent.preflight.training_checks import (
     Clip,
-    Losses,
+    FirstLosses,
     Scaling,
     optimizer_risks,
     other_line_risks,
@@ -66,16 +65,16 @@ class Rehearsal:
         on_new: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self._on_new = on_new
-        self.recorder = Recorder(on_enter=self.entered)
-        self.scene = Scene(folder, outside=outside)
+        self.recorder = RangeTracer(on_enter=self.entered)
+        self.places = Places(folder, outside=outside)
         self.scaling = Scaling()
         self.modules: list[nn.Module] = []
         self.is_finite = True
-        self.calls: list[Called] = []
+        self.calls: list[ModuleCall] = []
         self._roots: list[Reach] = []
         self._risks: list[Risk] = []
         self._of_data: list[Risk] = []
-        self._losses: dict[str, Losses] = {}
+        self._losses: dict[str, FirstLosses] = {}
 
     def entered(self, module: nn.Module, args: Any) -> None:
         """A top-level module is called."""
@@ -83,10 +82,16 @@ class Rehearsal:
             return
         self.modules.append(module)
         self._on_new(module)
-        if module.training and torch.is_grad_enabled() and not _in_transform():
-            self.calls.append(Called.now(module, args))
+        # Tensors inside vmap or grad of torch.func do not live on; only this private call tells.
+        in_transform = _functorch.peek_interpreter_stack() is not None
+        if module.training and torch.is_grad_enabled() and not in_transform:
+            self.calls.append(ModuleCall.now(module, args))
         self._risks += [*weight_risks(module), *stack_risks(module)]
-        self._of_data += _input_risks(module, args)
+        tensors = [number for number, value in enumerate(args) if isinstance(value, Tensor)]
+        name = f"{type(module).__name__} input"
+        for risk in batch_risks(args, inputs=tensors or None):
+            where = risk.where.replace("batch", name)
+            self._of_data.append(dataclasses.replace(risk, where=where))
 
     def going_back(self, roots: Sequence[Tensor], place: Place | None) -> None:
         """A backward pass begins from these."""
@@ -95,105 +100,70 @@ class Rehearsal:
             plain = [unwrapped(root) for root in roots]
             reaches = [self.recorder.reach(root) for root in plain]
             self._note_bad("The loss", plain)
+            # Of what is complex or has more elements there is no one size.
+            single = [root for root in plain if root.numel() == 1 and not root.is_complex()]
+            sizes = [float(root.detach()) for root in single]
         self._roots += reaches
-        scaling, line = self.scaling, self.scene.line(Site(place))
+        scaling, line = self.scaling, self.places.line(Site(place))
         scaling.backward_at = scaling.backward_at or line
-        self._note_losses(line, plain)
         scaling.scales_itself |= any(reach.op == "mul" for reach in reaches)
-
-    def _note_losses(self, line: str, roots: Sequence[Tensor]) -> None:
-        seen = self._losses.setdefault(line, Losses())
+        seen = self._losses.setdefault(line, FirstLosses())
         values = seen.after if self.recorder.lap else seen.before
-        with self.recorder.paused():
-            sizes = [
-                float(root.detach())
-                for root in roots
-                if root.numel() == 1 and not root.is_complex()
-            ]
-        values += [size / (self.scaling.scale or 1.0) for size in sizes if math.isfinite(size)]
+        values += [size / (scaling.scale or 1.0) for size in sizes if math.isfinite(size)]
 
     def went_back(self) -> None:
         """A backward pass is over."""
-        halves = [
-            parameter.grad
-            for module in self.modules
-            for parameter in module.parameters()
-            if parameter.dtype is torch.float16 and parameter.grad is not None
-        ]
-        if halves:
-            with self.recorder.paused():
-                size = max(largest(gradient) for gradient in halves)
-            self.scaling.largest_gradient = max(self.scaling.largest_gradient, size)
-
-    def scaled(self, scale: float) -> None:
-        """A GradScaler has multiplied the loss."""
-        self.scaling.scale = scale
-
-    def clipped(
-        self, *, max_norm: float, norm: float, is_scaled: bool, place: Place | None
-    ) -> None:
-        """Gradients were clipped."""
-        where = self.scene.line(Site(place))
-        clip = Clip(where=where, max_norm=max_norm, norm=norm, is_scaled=is_scaled)
-        self.scaling.clips.append(clip)
+        params = [param for module in self.modules for param in module.parameters()]
+        with self.recorder.paused():
+            sizes = [
+                largest(param.grad)
+                for param in params
+                if param.dtype is torch.float16 and param.grad is not None
+            ]
+        size = max(sizes, default=0.0)
+        self.scaling.largest_gradient = max(self.scaling.largest_gradient, size)
 
     def updating(self, optimizer: Optimizer, *, is_scaled: bool, place: Place | None) -> None:
         """An optimizer is about to make its first update; `is_scaled`: by a loss scale still."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        grads = [param.grad for param in params if param.grad is not None]
+        grads = [param.grad for param in _params(optimizer) if param.grad is not None]
         with self.recorder.paused():
             self._roots += [self.recorder.reach(grad) for grad in grads]
             if self.scaling.scale is None:  # else an overflow is what the scaler is there for
                 self._note_bad("A gradient", grads)
-            found = optimizer_risks(optimizer, self.scene.line(Site(place)), is_scaled=is_scaled)
+            found = optimizer_risks(optimizer, self.places.line(Site(place)), is_scaled=is_scaled)
         self._risks += found
         self.is_finite &= all(risk.level != "high" for risk in found)
 
     def updated(self, optimizer: Optimizer) -> None:
         """An optimizer has made an update."""
         self.recorder.lap += 1
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         with self.recorder.paused():
-            self._note_bad("A weight", params)
+            self._note_bad("A weight", _params(optimizer))
 
     def _note_bad(self, what: str, tensors: Sequence[Tensor]) -> None:
         bad = [tensor for tensor in tensors if is_bad(tensor)]
         if bad and self.is_finite:
             self.is_finite = False
             events = self.recorder.events_of(bad)
-            self._risks.append(present_risk(what, events, self.scene))
+            self._risks.append(present_risk(what, events, self.places))
 
     def risks(self) -> list[Risk]:
         """All of them, the worst first."""
-        self.scaling.uses_half = self.recorder.heights.trains_in_half
+        self.scaling.uses_half = self.recorder.trains_in_half
         found = [
-            *line_risks(self.recorder.uses, self._roots, self.scene),
-            *other_line_risks(self.recorder, self.scene),
+            *line_risks(self.recorder.uses, self._roots, self.places),
+            *other_line_risks(self.recorder, self.places),
             *scaling_risks(self.scaling),
             *rising_risks(self._losses),
             *self._risks,
-            *self.data_risks(),
+            # A loss that is finite all the same can take what is odd about the first batch.
+            *(lowered(risk) if self.is_finite else risk for risk in self._of_data),
         ]
         return ranked(said_once(found))
 
-    def data_risks(self) -> list[Risk]:
-        """What is odd about the first batch; a loss that is finite all the same can take it."""
-        if not self.is_finite:
-            return self._of_data
-        return [lowered(risk) for risk in self._of_data]
 
-
-def _input_risks(module: nn.Module, args: Any) -> list[Risk]:
-    """What is odd about the arguments of a top-level module."""
-    tensors = [number for number, value in enumerate(args) if isinstance(value, Tensor)]
-    found = batch_risks(args, inputs=tensors or None)
-    name = type(module).__name__
-    return [dataclasses.replace(r, where=r.where.replace("batch", f"{name} input")) for r in found]
-
-
-def _in_transform() -> bool:
-    """Whether this is inside vmap or grad of torch.func, whose tensors do not live on."""
-    return _functorch.peek_interpreter_stack() is not None
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 _ALONE = 3  # backward passes in a script that has no optimizer
@@ -258,30 +228,35 @@ class ScriptRehearsal:
     @property
     def has_trained(self) -> bool:
         """Whether an update was begun; without an optimizer, whether a backward pass is over."""
-        return bool(self._updates) or bool(self._passes and not _optimizers_live())
+        return bool(self._updates or (self._passes and not living(Optimizer)))
 
     def risks(self) -> list[Risk]:
         """All that was found, the worst first; call it after `detach`."""
         found, edges = self.rehearsal.risks(), []
-        if self.rehearsal.is_finite and not _is_distributed():
-            for called in self.rehearsal.calls[:_MOST_PROBED]:
-                edges += called.probed(self.rehearsal.scene)
+        # A pass of our own would have to be made by all ranks together.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if self.rehearsal.is_finite and is_alone:
+            for call in self.rehearsal.calls[:_MOST_PROBED]:
+                edges += call.probe(self.rehearsal.places)
         return ranked(said_once(proven(found, edges)))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
-        self._guarded(lambda: self.rehearsal.going_back(roots, user_place(sys._getframe(4))))
+        with self._safely:
+            self.rehearsal.going_back(roots, user_place(sys._getframe(1)))
 
     def _after_backward(self, result: Any) -> None:
         self._passes += 1
-        self._guarded(self.rehearsal.went_back)
+        with self._safely:
+            self.rehearsal.went_back()
         if self._updates or self._passes < _ALONE:
             return
-        if self._passes > _MOST or not _optimizers_live():
+        if self._passes > _MOST or not living(Optimizer):
             self._enough()
 
     def _scaled(self, scaler: GradScaler, losses: Any, scaled: Any) -> None:
         if scaler.is_enabled():
-            self._guarded(lambda: self.rehearsal.scaled(scaler.get_scale()))
+            with self._safely:
+                self.rehearsal.scaling.scale = scaler.get_scale()
 
     def _scaler_unscale(self, original: Original) -> Original:
         def unscale_(scaler: GradScaler, optimizer: Optimizer) -> None:
@@ -305,17 +280,20 @@ class ScriptRehearsal:
     def _clip(self, original: Original) -> Original:
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             norm = original(parameters, max_norm, *args, **kwargs)
-            self._guarded(lambda: self._clipped(float(max_norm), norm))
+            with self._safely:
+                self._note_clip(float(max_norm), norm)
             return norm
 
         return clip_grad_norm_
 
-    def _clipped(self, max_norm: float, norm: Tensor) -> None:
-        is_scaled = self.rehearsal.scaling.scale not in (None, 1.0) and not self._unscaled
+    def _note_clip(self, max_norm: float, norm: Tensor) -> None:
+        scaling = self.rehearsal.scaling
         with self.rehearsal.recorder.paused():
             size = float(norm)
-        place = user_place(sys._getframe(4))
-        self.rehearsal.clipped(max_norm=max_norm, norm=size, is_scaled=is_scaled, place=place)
+        where = self.rehearsal.places.line(Site(user_place(sys._getframe(1))))
+        is_scaled = scaling.scale not in (None, 1.0) and not self._unscaled
+        clip = Clip(where=where, max_norm=max_norm, norm=size, is_scaled=is_scaled)
+        scaling.clips.append(clip)
 
     def _compile(self, original: Original) -> Original:
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -334,7 +312,8 @@ class ScriptRehearsal:
             self._update(optimizer, is_scaled=False)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._guarded(lambda: self.rehearsal.updated(optimizer))
+        with self._safely:
+            self.rehearsal.updated(optimizer)
 
     def _update(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         count = self._updates_of[id(optimizer)] = self._updates_of.get(id(optimizer), 0) + 1
@@ -342,22 +321,6 @@ class ScriptRehearsal:
             self._enough()
             return
         self._updates += 1
-        place = user_place(sys._getframe(2))
-        self._guarded(lambda: self.rehearsal.updating(optimizer, is_scaled=is_scaled, place=place))
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except TrainingAbortedError:
-            raise
-        except Exception as error:
-            self._safely.note(error)
-
-
-def _is_distributed() -> bool:
-    """Whether a pass of our own would have to be made by all ranks together."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _optimizers_live() -> bool:
-    return any(issubclass(type(thing), Optimizer) for thing in gc.get_objects())
+        with self._safely:
+            place = user_place(sys._getframe(1))
+            self.rehearsal.updating(optimizer, is_scaled=is_scaled, place=place)

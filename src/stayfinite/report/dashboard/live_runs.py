@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
 import threading
 import time
@@ -19,8 +18,7 @@ import numpy as np
 
 from stayfinite.report.store.reading import RankFile, Run, is_run, runs_in
 from stayfinite.report.store.writer import SCHEMA
-
-logger = logging.getLogger("stayfinite")
+from stayfinite.safely import Safely
 
 _PAUSE = 0.3  # seconds between two looks at the files
 _MOST_OPEN = 8  # runs whose steps are kept
@@ -93,14 +91,10 @@ class RunIndex:
             entry.live, entry.is_read = None, False
 
     def _work(self) -> None:
-        has_failed = False
+        safely = Safely("stayfinite ui cannot read the runs")
         while not self._stop.is_set():
-            try:
+            with safely:
                 self.look()
-            except Exception:
-                if not has_failed:
-                    logger.exception("stayfinite ui cannot read the runs")
-                has_failed = True
             self._wake.wait(_PAUSE)
             self._wake.clear()
 

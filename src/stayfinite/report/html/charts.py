@@ -178,7 +178,11 @@ def histogram(tensor: TensorSummary) -> Plot | None:
 def _finite_bars(tensor: TensorSummary) -> list[_Bar]:
     # By sign and binary exponent; (0, 0) is zero. Of a negative limit the values are below it,
     # of a positive one below and up to it.
-    found = {(0, 0) if limit == 0 else _slot(limit): number for limit, number in tensor.histogram}
+    found: dict[tuple[int, int], int] = {}
+    for limit, number in tensor.histogram:
+        fraction, exponent = math.frexp(abs(limit))
+        is_power = limit > 0 and fraction == 0.5
+        found[((limit > 0) - (limit < 0), exponent - is_power)] = number
     if not found:
         return []
     signs = {sign for sign, _ in found}
@@ -195,11 +199,6 @@ def _finite_bars(tensor: TensorSummary) -> list[_Bar]:
     bars = [bar(-1, at) for at in reversed(stretches)] if -1 in signs else []
     bars += [_Bar("sf-zero", found.get((0, 0), 0), "zero")] if 0 in signs or len(signs) > 1 else []
     return bars + ([bar(1, at) for at in stretches] if 1 in signs else [])
-
-
-def _slot(limit: float) -> tuple[int, int]:
-    fraction, exponent = math.frexp(abs(limit))
-    return (1, exponent - (fraction == 0.5)) if limit > 0 else (-1, exponent)
 
 
 def _bar_labels(bars: list[_Bar], middles: list[float]) -> tuple[Label, ...]:
@@ -291,17 +290,15 @@ def _grid(
     for column in columns:
         largest = dict.fromkeys(labels, 0.0)
         for layers, same in groupby(column, key=lambda sample: sample.layers):
-            peaks = map(max, zip(*(_sizes(sample.norms) for sample in same), strict=True))
-            for name, peak in zip(layers, peaks, strict=True):
+            # A norm that is not known is 0, one that is NaN infinite.
+            sizes = [
+                [math.inf if n is not None and math.isnan(n) else n or 0.0 for n in sample.norms]
+                for sample in same
+            ]
+            for name, peak in zip(layers, map(max, zip(*sizes, strict=True)), strict=True):
                 largest[row_of[name]] = max(largest[row_of[name]], peak)
         found.append([math.log10(size) if size > 0 else None for size in largest.values()])
     return [list(row) for row in zip(*found, strict=True)]
-
-
-def _sizes(norms: list[float | None]) -> list[float]:
-    """One that is not known is 0, one that is not finite infinite."""
-    known = [0.0 if norm is None else norm for norm in norms]
-    return [math.inf if math.isnan(norm) else norm for norm in known]
 
 
 def _level(size: float | None, low: float, high: float) -> int | None:

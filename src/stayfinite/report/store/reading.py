@@ -187,8 +187,7 @@ class Run:
     def refresh(self) -> bool:
         """Read on; whether there was anything new."""
         known = {rank.path for rank in self.ranks}
-        new = [path for path in _rank_files(self.path) if path not in known]
-        self.ranks += map(self.rank_file, new)
+        self.ranks += [self.rank_file(p) for p in _rank_files(self.path) if p not in known]
         self.ranks.sort(key=lambda rank: _by_rank(rank.path.name))
         news = [rank.more() for rank in self.ranks]
         try:
@@ -204,10 +203,8 @@ def _may_live(info: RunInfo) -> bool:
     if info.host == socket.gethostname() and info.pid and sys.platform != "win32":
         try:
             os.kill(info.pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:  # it is another user's
-            return True
+        except OSError as error:  # else it is another user's
+            return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -242,10 +239,10 @@ def runs_in(folder: str | os.PathLike[str]) -> list[Path]:
 
 def _rank_files(folder: Path) -> list[Path]:
     try:
-        names = [name for name in os.listdir(folder) if name.startswith("rank-")]
+        names = os.listdir(folder)
     except OSError:
         return []
-    files = [name for name in names if name.endswith(".jsonl")]
+    files = [name for name in names if name.startswith("rank-") and name.endswith(".jsonl")]
     return [folder / name for name in sorted(files, key=_by_rank)]
 
 

@@ -109,7 +109,7 @@ def test_all_ranks_tell_what_the_guilty_one_has_found(scenes: dict[str, list[Any
     assert first["causes"] == ["log_of_negative"] * 2
     assert "torch.log(x)" in first["code"]
     assert " at step 3 on rank 1 in the loss" in first["head"]
-    assert first["again"].startswith("step 3 on rank 1: log_of_negative again")
+    assert first["again"].startswith("stayfinite: step 3 on rank 1: log_of_negative again")
 
 
 def test_a_bug_of_all_ranks_is_told_by_each_as_its_own(scenes: dict[str, list[Any]]) -> None:

@@ -82,7 +82,8 @@ def map_leaves(
         return type(value)(map_leaves(item, change, kinds=kinds) for item in value)
     if isinstance(value, MutableMapping):  # what tokenizers give is no dict
         mapping = copy.copy(value)
-        mapping.update({k: map_leaves(item, change, kinds=kinds) for k, item in value.items()})
+        for key, item in value.items():  # a Counter's update() would add
+            mapping[key] = map_leaves(item, change, kinds=kinds)
         return mapping
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)

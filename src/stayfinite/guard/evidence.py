@@ -377,6 +377,7 @@ class BadValues:
     _: dataclasses.KW_ONLY
     did: str = "nothing was changed"
     is_after_update: bool = False
+    error: BaseException | None = None  # with which the script has ended itself
 
 
 def bad_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> BadValues:

@@ -423,15 +423,31 @@ def listening_alone(listener: StepListener) -> Iterator[None]:
 
 
 def watch_first_call(entered: Callable[[FrameType], None]) -> Attachment:
-    """Call `entered(frame)` when the next module is called, and never again."""
+    """Call `entered(frame)` when the next module is called, and once after each new optimizer."""
+    handles: list[RemovableHandle] = []
 
     def enter(module: nn.Module, args: Any) -> None:
         if not is_dynamo_compiling():
-            handle.remove()
+            stop_waiting()
             entered(sys._getframe(1))
 
-    handle = register_module_forward_pre_hook(enter)
-    return Attachment(handle.remove)
+    def wait() -> None:
+        if not handles:  # a hook on all modules costs time, so it stays for one call
+            handles.append(register_module_forward_pre_hook(enter))
+
+    def stop_waiting() -> None:
+        while handles:
+            handles.pop().remove()
+
+    def around_making(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            wait()
+
+        return init
+
+    wait()
+    return together(wrapped(Optimizer, "__init__", around_making), Attachment(stop_waiting))
 
 
 _RUNNING: ContextVar[bool] = ContextVar("stayfinite_run_again", default=False)

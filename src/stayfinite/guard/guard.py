@@ -430,8 +430,7 @@ class Guard(StepListener):
         past = self.past
         with past.aside:
             past.tracing.tick(arm_at=self.settings.arm_at)
-            if past.tracing.is_on:
-                past.evidence.first_look(optimizer)
+            past.evidence.first_look(optimizer)
             if not self.settings.check_gradients or not self._is_due(optimizer):
                 gradients = []
             far, flag = past.losses.far_flags(), None
@@ -562,12 +561,12 @@ class Guard(StepListener):
         is_ours = self.own_step is not None or self.replay is not None
         if not self.notes_moments or self.past.tracing.is_on or is_ours or incident.world > 1:
             return None
-        if finding.is_after_update:
-            return None
         from stayfinite.guard.loop_replay import LoopReplay, standing_at, standing_in
 
         if self._loop_replay is None:
             self._loop_replay = LoopReplay(self, self.past.moments)
+        if finding.is_after_update:
+            return self._loop_replay.locate_update(incident, finding)
         error = finding.error
         standing = standing_at(frame) if error is None else standing_in(error)
         return self._loop_replay.locate(incident, finding, standing)

@@ -34,9 +34,14 @@ from stayfinite.detect.hooks import (
     watch_scaling,
     watch_steps,
 )
-from stayfinite.guard.evidence import BadValues, bad_gradients, explain_incident
+from stayfinite.guard.evidence import (
+    BadValues,
+    bad_gradients,
+    bad_parameters,
+    explain_incident,
+)
 from stayfinite.living import living, one_look
-from stayfinite.locate.source import relative
+from stayfinite.locate.source import Place, call_at, relative
 from stayfinite.records import Incident
 from stayfinite.replay.loop import Body, CannotRunError, Loop, body_of, loops_around
 from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
@@ -123,6 +128,49 @@ class LoopReplay:
                 if found == _MOST_LOOPS:
                     return
 
+    @one_look()
+    def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
+        """The incident of an update that made weights bad, by making it once more; None if not.
+
+        What it started from is gone, so it starts from what it left, with the same gradients.
+        """
+        optimizer = finding.optimizer
+        made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
+        if not self._left or optimizer is None or not made or not made[-1].lines:
+            return None
+        self._left -= 1
+        moment, guard = made[-1], self._guard
+        at = Place(moment.lines[0].code, moment.lines[0].lasti, moment.lines[0].line)
+        probe = _UpdateProbe()
+        with contextlib.ExitStack() as all_of_them:
+            all_of_them.enter_context(protected([], seconds=_MOST_SECONDS))
+            all_of_them.enter_context(listening_alone(probe))
+            all_of_them.enter_context(guard.evidence.kept())
+            for group, rate in zip(optimizer.param_groups, moment.rates, strict=False):
+                group["lr"] = rate
+            _make_finite(optimizer, moment.gradients or [])
+            all_of_them.enter_context(guard.traced())
+            try:
+                call_at(at, optimizer.step)
+            except (Exception, ReplayEnded) as error:
+                self.reasons.append(f"the update: {error}")
+                return None
+            with guard.past.tracing.paused():
+                if all_finite(params_of(optimizer)):
+                    self.reasons.append("the update: it was finite")
+                    return None
+                found = bad_parameters(optimizer)
+                explained = explain_incident(
+                    incident, found, guard.evidence, guard.past.tracing, guard.settings
+                )
+        if explained.origin is None or not explained.origin.exact:
+            return None
+        said = (
+            "The update was made once more with the same gradients, from the state that it left: "
+            "it went bad again."
+        )
+        return _with_evidence(dataclasses.replace(explained, step=incident.step), said)
+
     def _run(
         self,
         turn: Turn,
@@ -152,12 +200,11 @@ class LoopReplay:
     def _put_beginning(self, turn: Turn, body: Body) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
         moment = turn.began
+        for later in reversed(turn.since):  # objects that are newer than the beginning
+            later.restore_attributes()
         moment.restore()
-        for owner, name, value in moment.attributes():
-            setattr(owner, name, value)
         if body.shared:
-            values = moment.values_in(turn.frame)
-            turn.frame.f_globals.update({n: v for n, v in values.items() if "." not in n})
+            turn.frame.f_globals.update(moment.values_in(turn.frame))
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
             scaler._per_optimizer_states.clear()
@@ -236,10 +283,8 @@ class _Probe(StepListener):
             attachment.remove()
 
     def run(self, body: Body) -> Replayed:
-        values = self._turn.began.values_in(self._turn.frame)
-        names = {name: value for name, value in values.items() if "." not in name}
         try:
-            body.run(names)
+            body.run(self._turn.began.values_in(self._turn.frame))
             self._reason = "it did not come to where the value was noticed"
         except ReplayEnded as end:
             self._reason = end.reason
@@ -326,6 +371,32 @@ class _Probe(StepListener):
         return bool(pairs) and all(_same_bits(one, two) for one, two in pairs)
 
 
+class _UpdateProbe(StepListener):
+    """Lets an update happen."""
+
+    def judge(
+        self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
+    ) -> Tensor | bool | None:
+        return None
+
+    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
+        return None
+
+    def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
+        return None
+
+
+@torch.no_grad()
+def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
+    """Put the gradients back, and 0 in the place of what the update has made bad."""
+    for param, gradient in zip(params_of(optimizer), gradients, strict=False):
+        param.grad = gradient
+        held = optimizer.state[param].values() if param in optimizer.state else ()
+        for tensor in (param, *(value for value in held if isinstance(value, Tensor))):
+            if tensor.is_floating_point() and not all_finite([tensor]):
+                torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def _params(finding: BadValues) -> list[Tensor]:
     """Of the optimizer whose gradients were noticed to be bad."""
     has_gradients = any(name.startswith("gradients.") for name, _ in finding.named)
@@ -351,8 +422,12 @@ def _said(incident: Incident, turn: Turn, folder: str | None, *, is_same: bool) 
     said = f"The loop at {where} was run again from the beginning of this step: it {how}."
     if not is_same:
         said += " Some values were not the same as the first time."
+    return _with_evidence(incident, said)
+
+
+def _with_evidence(incident: Incident, said: str) -> Incident:
     diagnosis = incident.diagnosis
-    if diagnosis is not None:
-        evidence = (*diagnosis.evidence, said)
-        diagnosis = dataclasses.replace(diagnosis, evidence=evidence)
+    if diagnosis is None:
+        return incident
+    diagnosis = dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, said))
     return dataclasses.replace(incident, diagnosis=diagnosis)

@@ -22,8 +22,8 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 class Loop:
     """One `for` or `while` of a function or module.
 
-    `carried` are names, and attributes such as "self.hidden", that the body assigns and may read
-    before: their values come from the turn before.
+    `carried` are the names that the body assigns and may read before: their values come from the
+    turn before.
     """
 
     file: str
@@ -68,20 +68,6 @@ def _loop(file: str, node: ast.For | ast.While) -> Loop:
     return Loop(file, node, carried_by(node.body))
 
 
-@functools.lru_cache(maxsize=1 << 8)
-def attributes_carried(code: CodeType) -> frozenset[str]:
-    """The attributes of its arguments that a function without a loop reads before it assigns them.
-
-    These are "self.hidden" and the like, of a step that is a method of its own.
-    """
-    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
-    if not isinstance(scope, _Function):
-        return frozenset()
-    arguments = set(code.co_varnames[: code.co_argcount])
-    found = carried_by(scope.body)
-    return frozenset(n for n in found if "." in n and n.partition(".")[0] in arguments)
-
-
 @functools.lru_cache(maxsize=1 << 6)
 def _tree(file: str) -> ast.Module | None:
     text = "".join(linecache.getlines(file))
@@ -122,7 +108,7 @@ def _walk_scope(node: ast.AST) -> Iterator[Any]:
 
 
 def carried_by(body: Iterable[ast.stmt]) -> frozenset[str]:
-    """Names and attributes that the statements may read before they have surely assigned them."""
+    """Names that the statements may read before they have surely assigned them."""
     reader = _Reader()
     for statement in body:
         reader.visit(statement)
@@ -146,11 +132,6 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         self._use(node.id, node.ctx)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.visit(node.value)
-        if isinstance(node.value, ast.Name):
-            self._use(f"{node.value.id}.{node.attr}", node.ctx)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
@@ -307,7 +288,8 @@ def _arguments(names: Iterable[str]) -> ast.arguments:
 
 def _define(name: str, names: Iterable[str], body: list[ast.stmt]) -> Any:
     parts: dict[str, Any] = {"name": name, "args": _arguments(names), "body": body}
-    return ast.FunctionDef(**parts, decorator_list=[], returns=None, type_params=[])
+    parts |= {"decorator_list": [], "returns": None, "type_params": []}
+    return ast.FunctionDef(**{key: parts[key] for key in ast.FunctionDef._fields if key in parts})
 
 
 def _made(frame: FrameType, function: Any) -> Callable[..., Any]:

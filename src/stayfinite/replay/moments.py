@@ -6,13 +6,17 @@ by reference or a small copy on the same device; nothing waits for a device.
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
+import inspect
 import itertools
 import random
 import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,8 +26,8 @@ from torch.optim import Optimizer
 
 from stayfinite.locate.source import USER, kind_of
 from stayfinite.nested import named_tensors
-from stayfinite.replay.loop import attributes_carried, loops_around
-from stayfinite.snapshot.copies import Cell, FunctionsCell, same
+from stayfinite.replay.loop import loops_around
+from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, same
 from stayfinite.snapshot.mark import KeptTensors, TensorWatch
 from stayfinite.snapshot.rng import generator_cell
 
@@ -32,7 +36,8 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _REMEMBERED = 64  # moments
 _MOST_BYTES = 256 << 20  # of batches that are kept beyond the last two
 _MOST_FRAMES = 64
-_MOST_SEARCHED = 2000
+_MOST_SEARCHED = 20_000
+_FEW = 1 << 22  # elements
 
 
 class Line(NamedTuple):
@@ -40,6 +45,7 @@ class Line(NamedTuple):
 
     frame: int
     code: CodeType
+    lasti: int
     line: int
 
     def is_in(self, frame: FrameType) -> bool:
@@ -49,7 +55,10 @@ class Line(NamedTuple):
 class Moment:
     """One moment of training: what has to be put back to go on from there once more."""
 
-    __slots__ = ("batch", "buffers", "kind", "lines", "names", "nbytes", "optimizer", "random")
+    __slots__ = (
+        *("attributes", "batch", "buffers", "gradients", "kind", "lines"),
+        *("names", "nbytes", "optimizer", "random", "rates"),
+    )
 
     def __init__(
         self,
@@ -61,7 +70,10 @@ class Moment:
     ) -> None:
         self.kind, self.lines, self.names = kind, lines, names
         self.random, self.buffers = random, buffers
+        self.attributes: list[tuple[Any, str, Any]] = []  # of the user's objects
         self.optimizer: int | None = None  # whose update it follows
+        self.rates: list[Any] = []  # learning rates of that update
+        self.gradients: list[Tensor | None] | None = None  # of that update, of a small model
         self.batch: Any = None
         self.nbytes = 0
 
@@ -72,27 +84,23 @@ class Moment:
         """Names that the loops in this frame carry, with their values at this moment."""
         return next((values for number, values in self.names if number == id(frame)), {})
 
-    def attributes(self) -> Iterator[tuple[Any, str, Any]]:
-        """Objects with an attribute and its value at this moment."""
-        for _, values in self.names:
-            for name, value in values.items():
-                if isinstance(value, _OfObject):
-                    yield value.owner, name.partition(".")[2], value.value
-
     def restore(self) -> None:
-        """Put generators and buffers back."""
+        """Put generators, buffers and attributes back."""
         self.restore_random()
         if self.buffers is not None:
             self.buffers.restore()
+        self.restore_attributes()
+
+    def restore_attributes(self) -> None:
+        for owner, name, value in self.attributes:
+            if value is MISSING:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, value)
 
     def restore_random(self) -> None:
         for cell, state in self.random:
             cell.put_back(state)
-
-
-class _OfObject(NamedTuple):
-    owner: Any
-    value: Any
 
 
 class Moments:
@@ -102,8 +110,10 @@ class Moments:
         self._kept: deque[Moment] = deque(maxlen=_REMEMBERED)
         self._generators = _Generators()
         self._buffers = _Buffers()
+        self._attributes = _Attributes()
         self._noted = 0
         self._updates: dict[int, int] = {}  # by optimizer
+        self._sizes = (0, 0)
         self.has_gradients: dict[int, bool] = {}
         """Of each optimizer: whether its parameters had gradients as the step's first backward
         pass began."""
@@ -115,6 +125,7 @@ class Moments:
         """Let go of everything."""
         self._kept.clear()
         self._generators, self._buffers = _Generators(), _Buffers()
+        self._attributes = _Attributes()
         self.has_gradients.clear()
         self._updates.clear()
 
@@ -133,8 +144,18 @@ class Moments:
         count = self._updates[whose] = self._updates.get(whose, 0) + 1
         if len(self._updates) == 1 or count == min(self._updates.values()):
             self._forget_turns(whose)
-        self._note("updated", frame).optimizer = whose
+        moment = self._note("updated", frame)
+        moment.optimizer, moment.rates = whose, [g.get("lr") for g in optimizer.param_groups]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._are_few(params):
+            moment.gradients = [param.grad for param in params]
         self.has_gradients.clear()
+
+    def _are_few(self, params: list[Tensor]) -> bool:
+        """Whether keeping their gradients until the next update takes little memory."""
+        if len(params) != self._sizes[0]:
+            self._sizes = len(params), sum(map(Tensor.numel, params))
+        return self._sizes[1] <= _FEW
 
     def _forget_turns(self, optimizer: int) -> None:
         """A turn of the loop has ended with this update: what was before the last one goes.
@@ -150,9 +171,9 @@ class Moments:
         self._note("passed", frame)
 
     def entered(self, frame: FrameType | None) -> None:
-        """The first module is called."""
-        if not self._kept:
-            self._note("entered", frame)
+        """The first module is called, or the first since there is another optimizer."""
+        self._noted = 0  # there may be other objects than before
+        self._note("entered", frame)
 
     def delivered(self, batch: Any, frame: FrameType | None) -> None:
         """A loader hands over a batch."""
@@ -165,18 +186,20 @@ class Moments:
         """The first backward pass of a step begins: are there gradients from before?"""
         for optimizer in optimizers:
             groups = optimizer.param_groups
-            params = groups[0]["params"] if groups else ()
+            params = groups[0]["params"] if groups else []
             self.has_gradients[id(optimizer)] = bool(params) and params[0].grad is not None
 
     def _note(self, kind: Kind, frame: FrameType | None) -> Moment:
         frames = list(user_frames(frame))
         self._noted += 1
         if not self._noted & (self._noted - 1):  # rarely, and more rarely as time goes on
-            self._generators.search(frames)
+            found = list(_things_in(frames))
+            self._generators.add(thing for thing in found if isinstance(thing, _GENERATORS))
+            self._attributes.add(found)
         lines: list[Line] = []
         names: list[tuple[int, dict[str, Any]]] = []
         for each in frames:
-            lines.append(Line(id(each), each.f_code, each.f_lineno))
+            lines.append(Line(id(each), each.f_code, each.f_lasti, each.f_lineno))
             if (values := _carried_values(each)) is not None:
                 names.append((id(each), values))
         # Between an update and a batch no training happens, so buffers stay.
@@ -184,6 +207,7 @@ class Moments:
         is_after = kind == "delivered" and newest is not None
         buffers = newest.buffers if is_after and newest is not None else self._buffers.keep()
         moment = Moment(kind, tuple(lines), names, self._generators.read(), buffers)
+        moment.attributes = self._attributes.read()
         self._kept.append(moment)
         return moment
 
@@ -198,6 +222,8 @@ class Moments:
 
 GONE = object()
 """In the place of a batch that was let go."""
+MISSING = object()
+"""In the place of an attribute that was not there."""
 
 
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -210,23 +236,18 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _carried_values(frame: FrameType) -> dict[str, Any] | None:
-    code = frame.f_code
-    loops = loops_around(code, frame.f_lineno)
-    names: Iterable[str] = itertools.chain.from_iterable(loop.carried for loop in loops)
-    if not loops:
-        names = attributes_carried(code)
-    held: Any = None
-    values: dict[str, Any] = {}
-    for name in names:
-        held = frame.f_locals if held is None else held
-        owner, _, attribute = name.partition(".")
-        if owner not in held:
-            continue
-        if not attribute:
-            values[name] = held[owner]
-        elif attribute in (inside := getattr(held[owner], "__dict__", {})):
-            values[name] = _OfObject(held[owner], inside[attribute])
-    return values or None
+    names = [n for loop in loops_around(frame.f_code, frame.f_lineno) for n in loop.carried]
+    if not names:
+        return None
+    held = frame.f_locals
+    return {name: _light(held[name]) for name in names if name in held}
+
+
+def _light(value: Any) -> Any:
+    """The value, without the graph that hangs on a tensor."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach()
+    return value
 
 
 class _Generators:
@@ -253,9 +274,8 @@ class _Generators:
         states = [(cell, cell.content()) for cell in self._host]
         return states + [(each.cell, each.state()) for each in self._seldom]
 
-    def search(self, frames: Iterable[FrameType]) -> None:
-        """Look for generators in variables, and in what these hold."""
-        for found in _generators_in(itertools.chain(*(f.f_locals.values() for f in frames))):
+    def add(self, generators: Iterable[Any]) -> None:
+        for found in generators:
             if id(found) not in self._known:
                 self._known[id(found)] = found
                 cell = generator_cell(found, "generator")
@@ -297,16 +317,16 @@ def _are_equal(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def _generators_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Generators in the values, their attributes and boxes, as far as a short search goes."""
-    todo = deque(values)
+def _things_in(frames: Iterable[FrameType]) -> Iterator[Any]:
+    """Generators and objects of the user's classes in variables, as far as a short search goes."""
+    todo = deque(itertools.chain(*(frame.f_locals.values() for frame in frames)))
     seen: set[int] = set()
     while todo and len(seen) < _MOST_SEARCHED:
         value = todo.popleft()
-        if id(value) in seen:
+        kind = type(value)
+        if id(value) in seen or kind in CONSTANTS:
             continue
         seen.add(id(value))
-        kind = type(value)
         if issubclass(kind, _GENERATORS):
             yield value
         elif kind in (list, tuple):
@@ -314,8 +334,76 @@ def _generators_in(values: Iterable[Any]) -> Iterator[Any]:
         elif kind is dict:
             todo.extend(itertools.islice(value.values(), 50))
         elif not issubclass(kind, (Tensor, type)) and kind.__module__ != "builtins":
+            if is_users_class(kind):
+                yield value
             inside = getattr(value, "__dict__", None)
-            todo.extend(inside.values() if type(inside) is dict else ())
+            if type(inside) is dict:
+                todo.extend(v for name, v in inside.items() if not name.endswith("_hooks"))
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is the user's own, or of a library that is not torch's or python's."""
+    return _is_users_module(kind.__module__)
+
+
+@functools.cache
+def _is_users_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name == "__main__" if file is None else kind_of(compile("", file, "exec")) == USER
+
+
+class _Attributes:
+    """Attributes of the user's objects that their methods assign: hidden states, counters, caches.
+
+    They are kept by reference.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+
+    def add(self, things: Iterable[Any]) -> None:
+        for thing in things:
+            names = assigned_attributes(type(thing))
+            if names and id(thing) not in self._owners:
+                with contextlib.suppress(TypeError):  # not all classes allow weak references
+                    self._owners[id(thing)] = weakref.ref(thing), names
+
+    def read(self) -> list[tuple[Any, str, Any]]:
+        found = []
+        for ref, names in self._owners.values():
+            if (owner := ref()) is not None and (held := getattr(owner, "__dict__", None)):
+                found += [(owner, n, _light(held.get(n, MISSING))) for n in names]
+        return found
+
+
+_MAKERS = frozenset(["__init__", "__new__", "__post_init__", "__setstate__"])
+_STORE = dis.opmap["STORE_ATTR"]
+
+
+_assigned: dict[type, tuple[str, ...]] = {}
+
+
+def assigned_attributes(kind: type) -> tuple[str, ...]:
+    """The names of the attributes that the methods of a user's class assign after it was made."""
+    if kind not in _assigned:
+        users = [base for base in kind.__mro__ if is_users_class(base)]
+        methods = [pair for base in users for pair in vars(base).items() if pair[0] not in _MAKERS]
+        names: set[str] = set()
+        for _, value in methods:
+            function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+            if isinstance(function, FunctionType):
+                names |= _stored(function.__code__)
+        computed = {name for base in users for name in vars(base)}  # properties
+        _assigned[kind] = tuple(sorted(names - computed))
+    return _assigned[kind]
+
+
+def _stored(code: CodeType) -> set[str]:
+    found = {i.argval for i in dis.get_instructions(code) if i.opcode == _STORE}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _stored(constant)
+    return found
 
 
 class _Buffers:

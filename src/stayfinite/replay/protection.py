@@ -28,10 +28,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.living import living
-from stayfinite.locate.source import USER, kind_of
-from stayfinite.snapshot.copies import Contents, put_contents_back
+from stayfinite.replay.moments import is_users_class
+from stayfinite.snapshot.copies import BoxCell, Cell, Contents, put_contents_back, same
 from stayfinite.snapshot.rng import global_cells
-from stayfinite.snapshot.walk import Census, add_object, add_param_groups
+from stayfinite.snapshot.walk import Census, add_object, add_optimizer
 from stayfinite.training import params_of
 
 _LONGEST = 20.0  # seconds
@@ -164,9 +164,9 @@ class _Kept:
         self._gradients = [(p, p.grad, p.requires_grad) for p in params.values()]
         buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
         self._buffers = [(b, b.detach().clone()) for b in buffers.values() if _can_copy(b)]
-        census = Census({*params, *buffers, *map(id, optimizers)})
+        census = Census({*params, *buffers})
         for optimizer in optimizers:
-            add_param_groups(census, optimizer)
+            add_optimizer(census, optimizer, {})
         for owner in (*living(LRScheduler), *living(GradScaler)):
             add_object(census, owner, "", "")
         census.cells += global_cells()
@@ -174,16 +174,16 @@ class _Kept:
         for module in modules:
             census.attributes(module, "", "", skipped=_MACHINERY, enter=walker.enter)
         for frame in frames:
-            held = frame.f_globals if frame.f_locals is frame.f_globals else frame.f_locals
-            for value in list(held.values()):
-                walker.walk(value)
+            for name, value in list(frame.f_locals.items()):
+                if not name.startswith("__"):  # __builtins__ and the like
+                    walker.walk(value)
         self._globals = [(space, dict(space)) for space in _spaces(frames)]
         self._contents: Contents = [(cell, cell.content()) for cell in census.cells]
         self._modes = (torch.is_grad_enabled(), torch.get_default_dtype())
 
     @torch.no_grad()
     def put_back(self) -> None:
-        put_contents_back(self._contents)
+        put_contents_back([pair for pair in self._contents if _has_changed(*pair)])
         for space, before in self._globals:
             for name in [name for name in space if name not in before]:
                 del space[name]
@@ -196,6 +196,16 @@ class _Kept:
             if param.requires_grad is not wants:
                 param.requires_grad_(wants)
         torch.set_default_dtype(self._modes[1])
+
+
+def _has_changed(cell: Cell, before: Any) -> bool:
+    """Whether a box holds other things than before; nobody else is to see it emptied."""
+    if type(cell) is not BoxCell:
+        return True
+    now = cell.content()
+    if isinstance(now, dict):
+        return not (same([*now], [*before]) and same([*now.values()], [*before.values()]))
+    return bool(now != before) if isinstance(now, set) else not same(now, before)
 
 
 _MACHINERY = frozenset(vars(nn.Module())) - {"training"}
@@ -228,28 +238,12 @@ class _Objects:
             return
         self._left -= 1
         inside = getattr(value, "__dict__", None)
-        if type(inside) is not dict or not _is_users(kind) or not census.is_new(value):
+        if type(inside) is not dict or not is_users_class(kind) or not census.is_new(value):
             return
         census.attributes(value, "", "", enter=self.enter)
 
 
 _NOT_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType, threading.Thread)
-_theirs: dict[str, bool] = {}
-
-
-def _is_users(kind: type) -> bool:
-    """Whether a class is the user's own, or of a library that is not torch's or python's."""
-    name = kind.__module__
-    if name not in _theirs:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        is_loose = file is None and name == "__main__"
-        _theirs[name] = is_loose or (file is not None and _is_user_file(file))
-    return _theirs[name]
-
-
-def _is_user_file(file: str) -> bool:
-    code = compile("", file, "exec")
-    return kind_of(code) == USER
 
 
 class _Null(io.TextIOBase):

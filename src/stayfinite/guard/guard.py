@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.finite import all_finite, classify, finite_number, nonfinite
@@ -218,6 +220,8 @@ class Guard(StepListener):
         if self.notes_moments:
             past.tracing.on_delivery = past.moments.delivered
             more = (*more, watch_first_call(past.moments.entered))
+            if self._only is not None:
+                more = (*more, Attachment(register_optimizer_step_post_hook(self._other).remove))
         self._attachment = together(
             *more,
             watch_backward(self._before_backward, self._after_backward),
@@ -240,6 +244,12 @@ class Guard(StepListener):
         self.past.evidence.registered(module, name, buffer)
         if self.notes_moments:
             self.past.moments.watch_modules([module])
+
+    def _other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Another optimizer than the one that is watched has made its update."""
+        if optimizer is not self._only and not is_muted(self) and not is_dynamo_compiling():
+            with self.past.aside:
+                self.past.moments.updated(optimizer, sys._getframe(1))
 
     def detach(self) -> None:
         """Leave torch as it was, with what is not finished yet left to another guard."""

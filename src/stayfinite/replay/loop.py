@@ -20,15 +20,19 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """One `for` or `while` of a function or module.
+    """One `for` or `while` of a function or module; or a function that is called again and again.
 
     `carried` are the names that the body assigns and may read before: their values come from the
     turn before.
     """
 
     file: str
-    node: ast.For | ast.While
+    node: ast.For | ast.While | _Function
     carried: frozenset[str]
+
+    @property
+    def is_function(self) -> bool:
+        return isinstance(self.node, _Function)
 
     @property
     def line(self) -> int:
@@ -64,8 +68,14 @@ def _loops_around(file: str, name: str, first: int, line: int) -> tuple[Loop, ..
 
 
 @functools.lru_cache(maxsize=1 << 8)
-def _loop(file: str, node: ast.For | ast.While) -> Loop:
+def _loop(file: str, node: ast.For | ast.While | _Function) -> Loop:
     return Loop(file, node, carried_by(node.body))
+
+
+def function_around(code: CodeType) -> Loop | None:
+    """The function itself, whose caller may be a comprehension or somebody else's loop."""
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    return _loop(code.co_filename, scope) if isinstance(scope, _Function) else None
 
 
 @functools.lru_cache(maxsize=1 << 6)

@@ -7,6 +7,7 @@ by reference or a small copy on the same device; nothing waits for a device.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
 import inspect
@@ -36,6 +37,12 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _REMEMBERED = 64  # moments
 _MOST_BYTES = 256 << 20  # of batches that are kept beyond the last two
 _MOST_FRAMES = 64
+# Whose loops are not training: test runners, notebooks, servers.
+_HOSTS = frozenset(
+    ["_pytest", "pluggy", "xdist", "execnet", "IPython", "ipykernel", "tornado", "nbclient"]
+    + ["debugpy", "pydevd", "coverage", "ray", "uvicorn", "gunicorn", "celery", "click"]
+)
+_ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), iter(range(1 << 99)))))
 _MOST_SEARCHED = 20_000
 _FEW = 1 << 22  # elements
 
@@ -82,7 +89,8 @@ class Moment:
 
     def values_in(self, frame: FrameType) -> Mapping[str, Any]:
         """Names that the loops in this frame carry, with their values at this moment."""
-        return next((values for number, values in self.names if number == id(frame)), {})
+        held = next((values for number, values in self.names if number == id(frame)), {})
+        return {n: copy.copy(v) if type(v) in _ITERATORS else v for n, v in held.items()}
 
     def restore(self) -> None:
         """Put generators, buffers and attributes back."""
@@ -120,6 +128,11 @@ class Moments:
 
     def __iter__(self) -> Iterator[Moment]:
         return iter(self._kept)
+
+    @property
+    def optimizers(self) -> set[int]:
+        """Those that have made updates, by their ids."""
+        return set(self._updates)
 
     def forget(self) -> None:
         """Let go of everything."""
@@ -227,20 +240,26 @@ MISSING = object()
 
 
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Frames that are neither torch's nor ours, innermost first."""
+    """Frames that are neither torch's nor ours, innermost first, up to whoever runs programs."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
         if kind_of(frame.f_code) == USER:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS:
+                return
             yield frame
         frame, count = frame.f_back, count + 1
 
 
 def _carried_values(frame: FrameType) -> dict[str, Any] | None:
-    names = [n for loop in loops_around(frame.f_code, frame.f_lineno) for n in loop.carried]
-    if not names:
+    loops = loops_around(frame.f_code, frame.f_lineno)
+    if not loops:
         return None
     held = frame.f_locals
-    return {name: _light(held[name]) for name in names if name in held}
+    # A body that calls next() moves these on.
+    values = {n: copy.copy(v) for n, v in held.items() if type(v) in _ITERATORS}
+    for loop in loops:
+        values |= {name: _light(held[name]) for name in loop.carried if name in held}
+    return values
 
 
 def _light(value: Any) -> Any:

@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from stayfinite.guard.evidence import (
     explain_incident,
 )
 from stayfinite.living import living, one_look
-from stayfinite.locate.source import Place, call_at, relative
+from stayfinite.locate.source import call_at, relative
 from stayfinite.records import Incident
 from stayfinite.replay.loop import (
     Body,
@@ -150,11 +150,11 @@ class LoopReplay:
         """
         optimizer = finding.optimizer
         made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
-        if not self._left or optimizer is None or not made or not made[-1].lines:
+        if not self._left or optimizer is None or not made or not made[-1].spots:
             return None
         self._left -= 1
         moment, guard = made[-1], self._guard
-        at = Place(moment.lines[0].code, moment.lines[0].lasti, moment.lines[0].line)
+        at = moment.spots[0].place
         probe = _UpdateProbe()
         with contextlib.ExitStack() as all_of_them:
             all_of_them.enter_context(protected([], seconds=_MOST_SECONDS))
@@ -296,11 +296,12 @@ class _Probe(StepListener):
 
     def run(self, body: Body) -> Replayed:
         try:
-            body.run(self._turn.began.values_in(self._turn.frame))
+            values = body.run(self._turn.began.values_in(self._turn.frame))
             self._reason = "it did not come to where the value was noticed"
+            self._look_at(values)
         except ReplayEnded as end:
             self._reason = end.reason
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._crashed(error)
         return Replayed(incident=self._found, is_same=self._is_same, reason=self._reason)
 
@@ -352,7 +353,14 @@ class _Probe(StepListener):
         if not all_finite(gradients_of(optimizer)):
             self._end(bad_gradients(pairs_of(optimizer), optimizer))
 
-    def _crashed(self, error: Exception) -> None:
+    def _look_at(self, values: Mapping[str, Any]) -> None:
+        """The body is over: are the variables bad in which the value was noticed?"""
+        named = [(name, values.get(name)) for name, _ in self._finding.named]
+        bad = [(n, v) for n, v in named if isinstance(v, Tensor) and not all_finite([v])]
+        if bad:
+            self._end(BadValues(bad, self._finding.optimizer))
+
+    def _crashed(self, error: BaseException) -> None:
         """The user's own code raised, as it may have done before."""
         from stayfinite.guard.guard import bad_values_of
 

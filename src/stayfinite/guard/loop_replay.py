@@ -408,11 +408,15 @@ class _UpdateProbe(StepListener):
 
 @torch.no_grad()
 def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
-    """Put the gradients back, and 0 in the place of what the update has made bad."""
+    """Put the gradients back, and small values in the place of what the update has made bad."""
+    generator = torch.Generator().manual_seed(0)
     for param, gradient in zip(params_of(optimizer), gradients, strict=False):
         param.grad = gradient
+        if not all_finite([param]):
+            noise = torch.randn(param.shape, generator=generator).mul_(0.02).to(param)
+            param.copy_(torch.where(param.isfinite(), param, noise))
         held = optimizer.state[param].values() if param in optimizer.state else ()
-        for tensor in (param, *(value for value in held if isinstance(value, Tensor))):
+        for tensor in (value for value in held if isinstance(value, Tensor)):
             if tensor.is_floating_point() and not all_finite([tensor]):
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 

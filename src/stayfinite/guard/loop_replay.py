@@ -68,7 +68,8 @@ class Turn:
     """The turn of a loop that is under way in a frame.
 
     `began` is the moment from which it is run again, `since` are those that came after it. `first`
-    is the line to begin at where the turn began before anything was noted.
+    is the line to begin at where the turn began before anything was noted. Between a backward pass
+    and the turn's end the script may change its objects: `later` is a moment that shows them so.
     """
 
     frame: FrameType
@@ -77,6 +78,7 @@ class Turn:
     began: Moment
     since: tuple[Moment, ...]
     first: int = 0
+    later: Moment | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,8 @@ class LoopReplay:
                 continue
             has_begun_before = has_begun_before or turn.first > 0
             yield turn
+            if turn.began.kind == "passed" and turn.since:
+                yield dataclasses.replace(turn, later=turn.since[0])
 
     @one_look()
     def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
@@ -217,6 +221,8 @@ class LoopReplay:
         for later in reversed(turn.since):  # objects that are newer than the beginning
             later.restore_attributes()
         moment.restore()
+        if turn.later is not None:
+            turn.later.restore_attributes()
         if body.shared:
             turn.frame.f_globals.update(moment.values_in(turn.frame))
         for scaler in living(GradScaler):

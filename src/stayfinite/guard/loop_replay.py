@@ -227,7 +227,7 @@ class LoopReplay:
             turn.frame.f_globals.update(moment.values_in(turn.frame))
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
-            scaler._per_optimizer_states.clear()
+            getattr(scaler, "_per_optimizer_states", {}).clear()
         for optimizer in living(Optimizer):
             had = self._moments.has_gradients.get(id(optimizer), False)
             for param in params_of(optimizer):

@@ -5,12 +5,16 @@ What runs in it is the user's own code, a second time; nobody must notice.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
 import gc
 import io
 import logging
 import os
 import queue
+import shutil
+import socket
 import sys
 import threading
 import time
@@ -293,50 +297,65 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _no_effects() -> Iterator[None]:
-    """End the block before it writes, sends or starts anything.
+    """Let what the block writes go nowhere, and end it before it sends or starts anything.
 
-    What is written to files that are open already goes nowhere.
+    Only this thread is concerned; others go on as they were.
     """
     global _is_installed
     if not _is_installed:
         _is_installed = True
         sys.addaudithook(_hook)  # stays until the process ends; it asks one list
+    ident = threading.get_ident()
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() in _guarded:
-            raise ReplayEnded("it hands work to another thread")
-
-    with contextlib.ExitStack() as all_of_them:
-        for owner, name, wrap in _doors(refuse):
-            original = getattr(owner, name)
-            setattr(owner, name, wrap(original))
-            all_of_them.callback(setattr, owner, name, original)
-        all_of_them.enter_context(_open_files_aside())
-        _guarded.append(threading.get_ident())
-        all_of_them.callback(_guarded.remove, threading.get_ident())
-        yield
-
-
-def _doors(refuse: Callable[..., None]) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Functions by which effects happen that the interpreter does not hear of."""
-
-    def around(original: Any) -> Any:
+    def instead_of(original: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            refuse()
-            return original(*args, **kwargs)
+            return (other if threading.get_ident() == ident else original)(*args, **kwargs)
 
         return call
 
-    doors: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        # Writers such as TensorBoard's hand what they are given to a thread of their own.
-        (queue.Queue, "put", around),
-        (threading.Thread, "start", around),
-        (torch, "save", around),
-        # The class behind torch.save, for those who have imported the function by itself.
-        (torch.serialization._open_zipfile_writer_file, "__init__", around),
-        (torch.jit, "save", around),
-    ]
-    return doors
+    with contextlib.ExitStack() as all_of_them:
+        opens = io.open
+        others: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((owner, name, _do_nothing) for owner, name in _WRITERS),
+            *((owner, name, _refuse) for owner, name in _SENDERS),
+            *((owner, "open", functools.partial(_open_for_reading, opens)) for owner in _OPENERS),
+        ]
+        for owner, name, other in others:
+            original = getattr(owner, name)
+            setattr(owner, name, instead_of(original, other))
+            all_of_them.callback(setattr, owner, name, original)
+        all_of_them.enter_context(_open_files_aside())
+        _guarded.append(ident)
+        all_of_them.callback(_guarded.remove, ident)
+        yield
+
+
+# Nobody waits for what these give back, so a replay goes on without them. TensorBoard's writer, and
+# others, hand what they are given to a thread of their own by a queue.
+_WRITERS: list[tuple[Any, str]] = [
+    *((torch, "save"), (torch.jit, "save"), (queue.Queue, "put")),
+    *((os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir")),
+    *((shutil, name) for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree")),
+]
+_SENDERS: list[tuple[Any, str]] = [
+    (threading.Thread, "start"),
+    *((socket.socket, name) for name in ("send", "sendall", "sendto", "sendmsg", "connect")),
+]
+_OPENERS = (builtins, io)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise ReplayEnded("it talks to somebody else")
+
+
+def _open_for_reading(original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """Open the file, or in its place the null device if it is to be written."""
+    writes = isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode)
+    return original(os.devnull if writes else file, mode.replace("x", "w"), *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -81,14 +81,13 @@ class UndoLog(TorchDispatchMode):
         super().__init__()
         self._until = time.monotonic() + seconds
         self._new: set[int | None] = set()
-        self._saved: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._saved: dict[tuple[Any, ...], _KeptValue] = {}
         self._is_ours = False
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
-        with torch.no_grad():
-            for tensor, before in reversed(self._saved.values()):  # later ones may overlap
-                tensor.copy_(before)
+        for kept in reversed(self._saved.values()):  # later ones may overlap
+            kept.put_back()
         self._saved.clear()
 
     @classmethod
@@ -136,8 +135,21 @@ class UndoLog(TorchDispatchMode):
             return
         key = (memory, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
         if key not in self._saved:
-            plain = tensor.detach()
-            self._saved[key] = (plain, plain.clone())
+            self._saved[key] = _KeptValue(tensor)
+
+
+class _KeptValue:
+    """A tensor's value, put back so that a graph which has kept the tensor does not notice."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._value = tensor, tensor.detach().clone()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def put_back(self) -> None:
+        # Writing through .data does not count; what was written before has been counted.
+        self._tensor.data.copy_(self._value)
+        if self._version is not None:
+            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -167,7 +179,7 @@ class _Kept:
         params |= {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         self._gradients = [(p, p.grad, p.requires_grad) for p in params.values()]
         buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
-        self._buffers = [(b, b.detach().clone()) for b in buffers.values() if _can_copy(b)]
+        self._buffers = [_KeptValue(b) for b in buffers.values() if _can_copy(b)]
         census = Census({*params, *buffers})
         for optimizer in optimizers:
             add_optimizer(census, optimizer, {})
@@ -192,8 +204,8 @@ class _Kept:
             for name in [name for name in space if name not in before]:
                 del space[name]
             space.update({n: v for n, v in before.items() if space.get(n, space) is not v})
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        for buffer in self._buffers:
+            buffer.put_back()
         for param, gradient, wants in self._gradients:
             if param.grad is not gradient:
                 param.grad = gradient

@@ -20,6 +20,7 @@ class GuardSettings:
     are named relative to.
     What goes bad in a step that is not looked at is found in the next one that is.
     `prove_seconds` is how long experiments on a bad step that can be run again may take.
+    `change_seconds` is how long changes of the source may be tried on a bad step, in place.
     `is_undone` says that the run which this one repeats has undone its bad steps.
     """
 
@@ -34,6 +35,7 @@ class GuardSettings:
     check_parameters: bool = True
     check_every: int = 1
     prove_seconds: float = 0.0
+    change_seconds: float = 0.0
     is_undone: bool = False
 
     @property

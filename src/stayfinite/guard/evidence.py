@@ -343,6 +343,13 @@ class Evidence:
             is_adversarial=take_turns and calls_twice,
         )
 
+    def recent_losses(self, optimizer: Optimizer | None) -> list[float]:
+        """The losses of the last steps; reads what is still on a device."""
+        chosen = optimizer if optimizer is not None else self.at_work()
+        updates = self._by_optimizer.get(chosen) if chosen is not None else None
+        history = updates.history if updates is not None else self._passes
+        return [step.loss for step in history.steps() if step.loss is not None]
+
     def at_work(self) -> Optimizer | None:
         """The one that stepped last; LBFGS may go wrong inside its first update."""
         latest = self._latest()

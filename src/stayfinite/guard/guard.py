@@ -63,6 +63,7 @@ from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.replay.loop import loops_around
 from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
@@ -254,7 +255,10 @@ class Guard(StepListener):
 
     def _loader_left(self, frame: FrameType | None) -> None:
         with self.past.aside:
-            self._look_at_left_out(frame)
+            for each in itertools.islice(user_frames(frame), 1):
+                loops = loops_around(each.f_code, each.f_lineno)
+                if any(loop.is_left_at(each.f_lineno) for loop in loops):
+                    self._look_at_left_out(frame)
 
     def _look_at_left_out(self, frame: FrameType | None) -> None:
         """A batch that no backward pass followed: had the script a bad loss, and went on?"""

@@ -88,6 +88,8 @@ class Replayed:
     incident: Incident | None = None
     is_same: bool = False
     reason: str | None = None
+    loss: float | None = None  # of its last backward pass, if that was finite
+    came_to_end: bool = False
 
 
 class LoopReplay:
@@ -116,15 +118,36 @@ class LoopReplay:
             seconds = until - time.monotonic()
             if seconds <= 0:
                 break
-            found = self._run(turn, incident, finding, standing, seconds)
+            found = self.run(turn, incident, finding, standing, seconds=seconds)
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
-            elif found.is_same:
-                return _said(found.incident, turn, self._guard.settings.folder, is_same=True)
-            elif similar is None:
-                folder = self._guard.settings.folder
-                similar = _said(found.incident, turn, folder, is_same=False)
+            elif found.is_same or similar is None:
+                located = _said(found.incident, turn, self.folder, is_same=found.is_same)
+                located = self._with_change(turn, located, finding, standing)
+                if found.is_same:
+                    return located
+                similar = located
         return similar
+
+    @property
+    def folder(self) -> str | None:
+        """What files in incidents are named relative to."""
+        return self._guard.settings.folder
+
+    def _with_change(
+        self,
+        turn: Turn,
+        incident: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+    ) -> Incident:
+        seconds = self._guard.settings.change_seconds
+        if not seconds:
+            return incident
+        from stayfinite.guard.change_trial import with_change
+
+        losses = self._guard.evidence.recent_losses(finding.optimizer)
+        return with_change(self, turn, incident, finding, standing, seconds=seconds, losses=losses)
 
     def _turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
         """What may be run again, most likely first: loops from the innermost, then functions."""
@@ -189,14 +212,16 @@ class LoopReplay:
         )
         return _with_evidence(dataclasses.replace(explained, step=incident.step), said)
 
-    def _run(
+    def run(
         self,
         turn: Turn,
         noticed: Incident,
         finding: BadValues,
         standing: Sequence[tuple[FrameType, int]],
-        seconds: float,
+        *,
+        seconds: float = _MOST_SECONDS,
     ) -> Replayed:
+        """Run the turn again; everything is as before afterwards."""
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
         except (CannotRunError, SyntaxError, ValueError) as error:
@@ -281,6 +306,8 @@ class _Probe(StepListener):
         self._found: Incident | None = None
         self._is_same = False
         self._reason: str | None = None
+        self._loss: float | None = None
+        self._came_to_end = False
         # What the replay is compared with; it changes nothing that these hold.
         self._before = [(p, p.grad) for p in _params(finding)]
 
@@ -305,11 +332,19 @@ class _Probe(StepListener):
             values = body.run(self._turn.began.values_in(self._turn.frame))
             self._reason = "it did not come to where the value was noticed"
             self._look_at(values)
+            self._came_to_end = True
         except ReplayEnded as end:
             self._reason = end.reason
+            self._came_to_end = end.reason is None
         except (Exception, SystemExit) as error:
             self._crashed(error)
-        return Replayed(incident=self._found, is_same=self._is_same, reason=self._reason)
+        return Replayed(
+            incident=self._found,
+            is_same=self._is_same,
+            reason=self._reason,
+            loss=self._loss,
+            came_to_end=self._came_to_end,
+        )
 
     def _deliver(self) -> Any:
         """The batch that was delivered then, with the generators as they were after it."""
@@ -327,10 +362,11 @@ class _Probe(StepListener):
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         for root in roots:
-            if root.numel() == 1 and not all_finite([root]):
+            if root.numel() == 1:
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
                 if not all_finite([loss]):
                     self._end(BadValues([("loss", loss)], self._finding.optimizer))
+                self._loss = float(loss.detach())  # host sync
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool

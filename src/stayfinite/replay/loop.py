@@ -45,6 +45,12 @@ class Loop:
             return -1
         return max(number for number, each in enumerate(body) if each.lineno <= line)
 
+    def is_left_at(self, line: int) -> bool:
+        """Whether the loop ends at this line of its own accord, and not by an error."""
+        leaves = (ast.Break, ast.Return)
+        ends = [n for n in _walk_scope(self.node) if isinstance(n, leaves) and n.lineno == line]
+        return bool(ends) or self.statement(line) < 0
+
     def repeats(self, number: int) -> bool:
         """Whether that statement has a loop inside, so that it may pass a place several times."""
         return number >= 0 and any(map(_is_loop, _walk_scope(self.node.body[number])))

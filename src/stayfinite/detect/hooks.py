@@ -59,6 +59,10 @@ class StepListener(Protocol):
             return False
         return not all_finite(gradients, writable=True)
 
+    def begins(self, optimizer: Optimizer) -> None:
+        """A step that was given a closure begins; others are only judged."""
+        return
+
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad step was found. Return True to veto the update, False to let it happen.
 

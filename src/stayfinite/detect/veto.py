@@ -231,6 +231,7 @@ class WatchedOptimizer:
         return (args[0], judged, *args[2:]), kwargs
 
     def _wrap(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        self._listener.begins(optimizer)
         if isinstance(optimizer, LBFGS):
             self._copy = LBFGSCopy(optimizer)
             self._unclean = True

@@ -414,6 +414,7 @@ class BadValues:
     _: dataclasses.KW_ONLY
     did: str = "nothing was changed"
     is_after_update: bool = False
+    is_in_turn: bool = False  # the turn of the loop in which it was made is not over
     error: BaseException | None = None  # with which the script has ended itself
 
 

@@ -115,6 +115,7 @@ class Guard(StepListener):
         self._kept_step: KeptStep | None = None
         self._loop_replay: LoopReplay | None = None
         self._passes = -1  # backward passes when the last batch was delivered
+        self._pending: Incident | None = None  # of a bad loss that was read, and may be left out
 
     @property
     def incidents(self) -> list[Incident]:
@@ -253,6 +254,16 @@ class Guard(StepListener):
             self._look_at_left_out(frame)
             self.past.moments.delivered(batch, frame)
 
+    def saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
+        """The script reads a number that is not finite; if it is a loss, it may leave it out."""
+        is_loss = tensor.grad_fn is not None and torch.is_grad_enabled()
+        if not is_loss or is_muted(self) or self._pending is not None or self.past.stopped:
+            return
+        with self.past.aside:
+            finding = BadValues([("loss", tensor)], did="the script did not train on this loss")
+            incident = incident_of(finding, self.past.evidence, strategy="script")
+            self._pending = self._run_again(incident, finding, frame)
+
     def _loader_left(self, frame: FrameType | None) -> None:
         with self.past.aside:
             for each in itertools.islice(user_frames(frame), 1):
@@ -274,6 +285,12 @@ class Guard(StepListener):
                 finding = BadValues(bad, did="the script did not train on this loss")
                 self.tell(finding, strategy="script")
                 return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.record(pending)
+        elif statistics := bad_statistics(evidence.statistics()):
+            found = bad_running_statistics(statistics, evidence.at_work())
+            self.answer.harmed(dataclasses.replace(found, is_in_turn=True))
 
     def _other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Another optimizer than the one that is watched has made its update."""
@@ -393,6 +410,7 @@ class Guard(StepListener):
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         if is_muted(self):
             return
+        self._pending = None
         past = self.past
         if self.own_step is None:
             for job in self.jobs.values():
@@ -462,6 +480,13 @@ class Guard(StepListener):
                     name = path.removeprefix("state.")
                     self.past.evidence.bad_keys.append(name)
                     self.past.tracing.label(tensor, name)
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """A step with a closure begins; an optimizer of one's own may move the weights first."""
+        is_own = not type(optimizer).step.__module__.startswith("torch.optim")
+        if is_own and self.notes_moments:
+            with self.past.aside:
+                self.past.moments.keep_weights(optimizer)
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
@@ -605,7 +630,8 @@ class Guard(StepListener):
 
         if self._loop_replay is None:
             self._loop_replay = LoopReplay(self, self.past.moments)
-        if finding.is_after_update:
+        is_over = finding.is_after_update and not self.past.moments.has_weights
+        if is_over and not finding.is_in_turn:
             return self._loop_replay.locate_update(incident, finding)
         error = finding.error
         standing = standing_at(frame) if error is None else standing_in(error)

@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,11 +152,13 @@ class LoopReplay:
     def _turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
         """What may be run again, most likely first: loops from the innermost, then functions."""
         moments = list(self._moments)
-        places = [(f, each, line) for f, line in standing for each in loops_around(f.f_code, line)]
-        functions = [(f, function_around(f.f_code), line) for f, line in standing]
-        places += [(f, each, line) for f, each, line in functions if each is not None]
+        paths = [[(f.f_code, line) for f, line in standing[n::-1]] for n in range(len(standing))]
+        places = [(f, p) for (f, _), p in zip(standing, paths, strict=True)]
+        loops = [(f, each, p) for f, p in places for each in loops_around(*p[0])]
+        functions = [(f, each, p) for f, p in places if (each := function_around(p[0][0]))]
         has_begun_before = False  # anything was noted; once is enough
-        for turn in (turn_of(frame, loop, line, moments) for frame, loop, line in places):
+        for frame, loop, path in (*loops, *functions):
+            turn = turn_of(frame, loop, moments, path)
             if turn is None:
                 continue
             updated = {each.optimizer for each in turn.since if each.kind == "updated"}
@@ -250,6 +252,7 @@ class LoopReplay:
             turn.later.restore_attributes()
         if body.shared:
             turn.frame.f_globals.update(moment.values_in(turn.frame))
+        self._moments.restore_weights()
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
             getattr(scaler, "_per_optimizer_states", {}).clear()
@@ -260,28 +263,49 @@ class LoopReplay:
                     param.grad = torch.zeros_like(param.grad) if had else None
 
 
-def turn_of(frame: FrameType, loop: Loop, line: int, moments: Sequence[Moment]) -> Turn | None:
-    """The turn of the loop that is under way at this line; None if nothing was noted of it."""
-    number = loop.statement(line)
+Path = list[tuple[CodeType, int]]
+"""Functions with their lines, from that of a loop inwards."""
+
+
+def turn_of(frame: FrameType, loop: Loop, moments: Sequence[Moment], path: Path) -> Turn | None:
+    """The turn of the loop that is under way in the frame; None if nothing was noted of it."""
+    line = path[0][1]
     since: list[Moment] = []
-    until: int | None = line
-    if number < 0:  # at the header: the turn before is over
-        number, until = len(loop.node.body), None
+    until = line if loop.statement(line) >= 0 else None  # at the header the turn before is over
     for moment in reversed(moments):
-        at = moment.line_in(frame)
-        if at is None or not (loop.is_function or loop in loops_around(frame.f_code, at)):
+        then = moment.path_from(frame)
+        if not then or not (loop.is_function or loop in loops_around(*then[0])):
             return Turn(frame, loop, until, moment, tuple(since))
-        then = loop.statement(at)
-        is_before = then > number or (then == number and not loop.repeats(then))
-        is_start = then < 0 and moment.kind == "delivered"
-        if is_start or (is_before and not loop.is_function):
+        is_start = loop.statement(then[0][1]) < 0 and moment.kind == "delivered"
+        if is_start or not (loop.is_function or _is_same_turn(loop, then, path)):
             return Turn(frame, loop, until, moment, tuple(since))
-        number = then
+        path = then
         since.insert(0, moment)
     if not since:
         return None
     # Nothing was noted before this turn: it is run from the first thing that was.
     return Turn(frame, loop, until, since[0], tuple(since[1:]), since[0].line_in(frame) or 0)
+
+
+def _is_same_turn(loop: Loop, then: Path, now: Path) -> bool:
+    """Whether one comes to `now` from `then` without passing the loop's header.
+
+    Lines count from the loop inwards; in functions whose lines are passed more than once that is
+    not sure.
+    """
+    before, after = (loop.statement(path[0][1]) for path in (then, now))
+    if after < 0:  # the whole turn is over
+        return before >= 0
+    if before != after:
+        return before < after
+    if loop.repeats(before):
+        return True
+    for (code, line), (other, other_line) in zip(then[1:], now[1:], strict=False):
+        if code is not other:
+            return False
+        if line != other_line:
+            return line < other_line
+    return False
 
 
 def standing_at(frame: FrameType | None) -> list[tuple[FrameType, int]]:
@@ -308,8 +332,9 @@ class _Probe(StepListener):
         self._reason: str | None = None
         self._loss: float | None = None
         self._came_to_end = False
-        # What the replay is compared with; it changes nothing that these hold.
+        # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
+        self._values = {name: (t, t.detach().clone()) for name, t in finding.named}
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -397,8 +422,10 @@ class _Probe(StepListener):
 
     def _look_at(self, values: Mapping[str, Any]) -> None:
         """The body is over: are the variables bad in which the value was noticed?"""
-        named = [(name, values.get(name)) for name, _ in self._finding.named]
+        named = [(name, values.get(name, value)) for name, value in self._finding.named]
         bad = [(n, v) for n, v in named if isinstance(v, Tensor) and not all_finite([v])]
+        is_new = any(n in values or n.startswith("buffers.") for n, _ in bad)
+        bad = bad if is_new else []
         if bad:
             self._end(BadValues(bad, self._finding.optimizer))
 
@@ -427,8 +454,9 @@ class _Probe(StepListener):
 
     def _is_as_noticed(self, found: BadValues) -> bool:
         """Whether the values are those that were noticed, bit by bit."""
-        noticed = dict(self._finding.named)
-        pairs = [(value, noticed[name]) for name, value in found.named if name in noticed]
+        pairs = [(v, self._values[name][1]) for name, v in found.named if name in self._values]
+        if not pairs:  # weights and statistics, which are where they were
+            pairs = list(self._values.values())
         pairs += [(p.grad, g) for p, g in self._before if p.grad is not None and g is not None]
         return bool(pairs) and all(_same_bits(one, two) for one, two in pairs)
 

@@ -85,10 +85,15 @@ class Moment:
         self.nbytes = 0
 
     def line_in(self, frame: FrameType) -> int | None:
-        for spot in self.spots:
+        path = self.path_from(frame)
+        return path[0][1] if path else None
+
+    def path_from(self, frame: FrameType) -> list[tuple[CodeType, int]]:
+        """The functions with their lines, from this frame inwards; [] if it was not there."""
+        for number, spot in enumerate(self.spots):
             if spot.frame == id(frame) and spot.code is frame.f_code:
-                return line_at(spot.code, spot.lasti)
-        return None
+                return [(s.code, line_at(s.code, s.lasti)) for s in self.spots[number::-1]]
+        return []
 
     def values_in(self, frame: FrameType) -> Mapping[str, Any]:
         """Names that the loops in this frame carry, with their values at this moment."""
@@ -126,6 +131,7 @@ class Moments:
         self._updates: dict[int, int] = {}  # by optimizer
         self._sizes = (0, 0)
         self._passes, self._skips = 0, False  # backward passes since the last update
+        self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.has_gradients: dict[int, bool] = {}
         """Of each optimizer: whether its parameters had gradients as the step's first backward
         pass began."""
@@ -166,12 +172,31 @@ class Moments:
         if len(self._updates) == 1 or count == min(self._updates.values()):
             self._forget_turns(whose)
         self._passes = 0
+        self._weights.pop(whose, None)
         moment = self._note("updated", frame)
         moment.optimizer, moment.rates = whose, [g.get("lr") for g in optimizer.param_groups]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if self._are_few(params):
             moment.gradients = [param.grad for param in params]
         self.has_gradients.clear()
+
+    def keep_weights(self, optimizer: Optimizer) -> None:
+        """An update begins that may run the model on the way, with weights that it has moved."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._are_few(params):
+            self._weights[id(optimizer)] = [(p, p.detach().clone()) for p in params]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether an update is under way whose beginning is known."""
+        return bool(self._weights)
+
+    @torch.no_grad()
+    def restore_weights(self) -> None:
+        """As they were when the update that is under way began."""
+        for pairs in self._weights.values():
+            for param, value in pairs:
+                param.copy_(value)
 
     def _are_few(self, params: list[Tensor]) -> bool:
         """Whether keeping their gradients until the next update takes little memory."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -33,13 +34,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.living import living
 from stayfinite.replay.moments import is_users_class
-from stayfinite.snapshot.copies import BoxCell, Cell, Contents, put_contents_back, same
+from stayfinite.snapshot.copies import ArrayCell, BoxCell, Cell, Contents, put_contents_back, same
 from stayfinite.snapshot.rng import global_cells
 from stayfinite.snapshot.walk import Census, add_object, add_optimizer
 from stayfinite.training import params_of
 
 _LONGEST = 20.0  # seconds
 _MOST_OBJECTS = 50_000
+_LARGE = 64 << 20  # bytes of an array
 _LONG = 10_000  # elements of a list whose insides are not walked
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 # What no replay may do; it is given up at the first of these.
@@ -194,7 +196,8 @@ class _Kept:
                 if not name.startswith("__"):  # __builtins__ and the like
                     walker.walk(value)
         self._globals = [(space, dict(space)) for space in _spaces(frames)]
-        self._contents: Contents = [(cell, cell.content()) for cell in census.cells]
+        cells = [cell for cell in census.cells if not _is_table(cell)]
+        self._contents: Contents = [(cell, cell.content()) for cell in cells]
         self._modes = (torch.is_grad_enabled(), torch.get_default_dtype())
 
     @torch.no_grad()
@@ -212,6 +215,14 @@ class _Kept:
             if param.requires_grad is not wants:
                 param.requires_grad_(wants)
         torch.set_default_dtype(self._modes[1])
+
+
+def _is_table(cell: Cell) -> bool:
+    """Whether it is data, which no step changes: mapped from a file, protected, or very large."""
+    if not isinstance(cell, ArrayCell):
+        return False
+    array = cell.value
+    return isinstance(array, np.memmap) or not array.flags.writeable or array.nbytes > _LARGE
 
 
 def _has_changed(cell: Cell, before: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import functools
 import gc
 import io
@@ -70,18 +71,48 @@ def protected(frames: Iterable[FrameType], *, seconds: float = _LONGEST) -> Iter
     """
     kept = _Kept(list(frames))
     try:
-        with _silence(), _no_effects(), UndoLog(seconds=seconds):
+        with _deadline(seconds), _silence(), _no_effects(), UndoLog():
             yield
     finally:
         kept.put_back()
 
 
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """ReplayEnded in this thread after so many seconds, wherever it is then."""
+    ident, lock = threading.get_ident(), threading.Lock()
+    is_over = False
+
+    def end() -> None:
+        with lock:
+            if not is_over:
+                # The interpreter's own way to raise in another thread, at its next instruction.
+                raised = ctypes.py_object(ReplayTooLong)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+
+    timer = threading.Timer(seconds, end)
+    timer.name, timer.daemon = "stayfinite deadline", True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            is_over = True
+        timer.cancel()
+
+
+class ReplayTooLong(ReplayEnded):
+    """Ends a replay that takes longer than it may."""
+
+    def __init__(self) -> None:
+        super().__init__("it took too long")
+
+
 class UndoLog(TorchDispatchMode):
     """Copies tensors that were there before just as an operation is about to write to them."""
 
-    def __init__(self, *, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._until = time.monotonic() + seconds
         self._new: set[int | None] = set()
         self._saved: dict[tuple[Any, ...], _KeptValue] = {}
         self._is_ours = False
@@ -102,8 +133,6 @@ class UndoLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_ours:
             return func(*args, **kwargs)
-        if time.monotonic() > self._until:
-            raise ReplayEnded("it took too long")
         if func._schema.is_mutable:
             self._is_ours = True
             try:
@@ -356,7 +385,7 @@ def _no_effects() -> Iterator[None]:
 # Nobody waits for what these give back, so a replay goes on without them. TensorBoard's writer, and
 # others, hand what they are given to a thread of their own by a queue.
 _WRITERS: list[tuple[Any, str]] = [
-    *((torch, "save"), (torch.jit, "save"), (queue.Queue, "put")),
+    *((torch, "save"), (torch.jit, "save"), (queue.Queue, "put"), (time, "sleep")),
     *((os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir")),
     *((shutil, name) for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree")),
 ]

@@ -34,6 +34,7 @@ from stayfinite.detect.hooks import (
     watch_scaling,
     watch_steps,
 )
+from stayfinite.detect.memory import unwrapped
 from stayfinite.guard.evidence import (
     BadValues,
     bad_gradients,
@@ -334,7 +335,7 @@ class _Probe(StepListener):
         self._came_to_end = False
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
-        self._values = {name: (t, t.detach().clone()) for name, t in finding.named}
+        self._values = {name: (t, unwrapped(t).detach().clone()) for name, t in finding.named}
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -391,7 +392,7 @@ class _Probe(StepListener):
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
                 if not all_finite([loss]):
                     self._end(BadValues([("loss", loss)], self._finding.optimizer))
-                self._loss = float(loss.detach())  # host sync
+                self._loss = float(unwrapped(loss).detach().mean())  # host sync
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
@@ -498,6 +499,7 @@ def _params(finding: BadValues) -> list[Tensor]:
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
+    one, two = unwrapped(one), unwrapped(two)
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if one.layout is not torch.strided:

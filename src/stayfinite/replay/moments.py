@@ -28,12 +28,11 @@ from torch.optim import Optimizer
 from stayfinite.locate.source import USER, Place, kind_of, positions
 from stayfinite.nested import named_tensors
 from stayfinite.replay.loop import loops_around
-from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, same
+from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, is_generator_type, same
 from stayfinite.snapshot.mark import KeptTensors, TensorWatch
-from stayfinite.snapshot.rng import generator_cell
+from stayfinite.snapshot.rng import generator_cell, numpy_cell
 
 Kind = Literal["entered", "delivered", "updated", "passed"]
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _REMEMBERED = 64  # moments
 _MOST_BYTES = 256 << 20  # of batches that are kept beyond the last two
 _MOST_FRAMES = 64
@@ -244,7 +243,7 @@ class Moments:
         self._noted += 1
         if not self._noted & (self._noted - 1):  # rarely, and more rarely as time goes on
             found = list(_things_in(frames))
-            self._generators.add(thing for thing in found if isinstance(thing, _GENERATORS))
+            self._generators.add(thing for thing in found if is_generator_type(type(thing)))
             self._attributes.add(found)
         spots = tuple([Spot(id(each), each.f_code, each.f_lasti) for each in frames])
         names = [
@@ -352,9 +351,7 @@ class _Generators:
     def read(self) -> list[tuple[Cell, Any]]:
         if not self._has_numpy and "numpy.random" in sys.modules:
             self._has_numpy = True
-            read = lambda: np.random.get_state(legacy=False)  # noqa: E731
-            write = np.random.set_state
-            self._seldom.append(_SeldomRead(FunctionsCell("numpy", "random", read, write)))
+            self._seldom.append(_SeldomRead(numpy_cell()))
         if not self._has_cuda and torch.cuda.is_initialized():
             self._has_cuda = True  # their states are a seed and an offset, which the host knows
             for number, generator in enumerate(torch.cuda.default_generators):
@@ -415,7 +412,7 @@ def _things_in(frames: Iterable[FrameType]) -> Iterator[Any]:
         if id(value) in seen or kind in CONSTANTS:
             continue
         seen.add(id(value))
-        if issubclass(kind, _GENERATORS):
+        if is_generator_type(kind):
             yield value
         elif kind in (list, tuple):
             todo.extend(value[:50])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from stayfinite.replay.protection import ReplayEnded, ReplayTooLong, protected
+from stayfinite.replay.protection import ReplayEnded, ReplayTooLong, call_within, protected
 
 
 def here():
@@ -172,10 +172,14 @@ def test_what_is_handed_to_a_thread_is_not():
 def test_a_block_that_takes_too_long_is_ended():
     count = [0]
     began = time.monotonic()
-    with pytest.raises(ReplayTooLong), protected(here(), seconds=0.3):  # noqa: PT012
+
+    def turn():
         while True:
             time.sleep(1000)
             count[0] += 1
+
+    with pytest.raises(ReplayTooLong), protected(here()):
+        call_within(0.3, turn)
     assert time.monotonic() - began < 20
     assert count == [0]  # it has been put back
 

@@ -53,7 +53,7 @@ from stayfinite.replay.loop import (
     loops_around,
 )
 from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
-from stayfinite.replay.protection import ReplayEnded, protected
+from stayfinite.replay.protection import ReplayEnded, call_within, protected
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class LoopReplay:
         at = moment.spots[0].place
         probe = _UpdateProbe()
         with contextlib.ExitStack() as all_of_them:
-            all_of_them.enter_context(protected([], seconds=_MOST_SECONDS))
+            all_of_them.enter_context(protected([]))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(guard.evidence.kept())
             for group, rate in zip(optimizer.param_groups, moment.rates, strict=False):
@@ -195,7 +195,7 @@ class LoopReplay:
             _make_finite(optimizer, moment.gradients or [])
             all_of_them.enter_context(guard.traced())
             try:
-                call_at(at, optimizer.step)
+                call_within(_MOST_SECONDS, call_at, at, optimizer.step)
             except (Exception, ReplayEnded) as error:
                 self.reasons.append(f"the update: {error}")
                 return None
@@ -233,7 +233,7 @@ class LoopReplay:
         probe = _Probe(guard, noticed, finding, turn)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
-            all_of_them.enter_context(protected(frames, seconds=seconds))
+            all_of_them.enter_context(protected(frames))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
@@ -241,7 +241,7 @@ class LoopReplay:
             self._put_beginning(turn, body)
             all_of_them.enter_context(guard.traced())
             all_of_them.enter_context(probe.attached())
-            return probe.run(body)
+            return probe.run(body, seconds=seconds)
 
     def _put_beginning(self, turn: Turn, body: Body) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
@@ -353,9 +353,10 @@ class _Probe(StepListener):
             deliveries.again = None
             attachment.remove()
 
-    def run(self, body: Body) -> Replayed:
+    def run(self, body: Body, *, seconds: float) -> Replayed:
         try:
-            values = body.run(self._turn.began.values_in(self._turn.frame))
+            carried = self._turn.began.values_in(self._turn.frame)
+            values = call_within(seconds, body.run, carried)
             self._reason = "it did not come to where the value was noticed"
             self._look_at(values)
             self._came_to_end = True

@@ -40,7 +40,6 @@ from stayfinite.snapshot.rng import global_cells
 from stayfinite.snapshot.walk import Census, add_object, add_optimizer
 from stayfinite.training import params_of
 
-_LONGEST = 20.0  # seconds
 _MOST_OBJECTS = 50_000
 _LARGE = 64 << 20  # bytes of an array
 _LONG = 10_000  # elements of a list whose insides are not walked
@@ -64,40 +63,46 @@ class ReplayEnded(BaseException):
 
 
 @contextlib.contextmanager
-def protected(frames: Iterable[FrameType], *, seconds: float = _LONGEST) -> Iterator[None]:
+def protected(frames: Iterable[FrameType]) -> Iterator[None]:
     """Run the block and put everything back; `frames` are those whose variables it may change.
 
     ReplayEnded leaves the block where it would change a file or talk to anybody else.
     """
     kept = _Kept(list(frames))
     try:
-        with _deadline(seconds), _silence(), _no_effects(), UndoLog():
+        with _silence(), _no_effects(), UndoLog():
             yield
     finally:
         kept.put_back()
 
 
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """ReplayEnded in this thread after so many seconds, wherever it is then."""
-    ident, lock = threading.get_ident(), threading.Lock()
-    is_over = False
+# The interpreter's own way to raise in another thread, at its next instruction.
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
+_start = threading.Thread.start  # no thread may be started in a protected block
+
+
+def call_within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`; ReplayTooLong if it takes longer, wherever it is then.
+
+    Nothing else is interrupted, so what has to be put back is put back after it.
+    """
+    ident, lock, is_over = threading.get_ident(), threading.Lock(), [False]
 
     def end() -> None:
         with lock:
-            if not is_over:
-                # The interpreter's own way to raise in another thread, at its next instruction.
-                raised = ctypes.py_object(ReplayTooLong)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+            if not is_over[0]:
+                _raise_in(ident, ctypes.py_object(ReplayTooLong))
 
     timer = threading.Timer(seconds, end)
     timer.name, timer.daemon = "stayfinite deadline", True
-    timer.start()
+    _start(timer)
     try:
-        yield
+        return function(*args)
     finally:
         with lock:
-            is_over = True
+            is_over[0] = True
+            _raise_in(ident, ctypes.py_object())  # one that is on its way does not come
         timer.cancel()
 
 

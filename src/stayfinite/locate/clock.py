@@ -66,12 +66,12 @@ class Tracing:
         return self._tracer is not None
 
     def switch_on(self) -> None:
-        from stayfinite.locate.capture import KeepingTracer
+        from stayfinite.locate.capture import KeptCalls
         from stayfinite.locate.tracer import Tracer
 
         self.kept = self.beginning = None
-        make = KeepingTracer if self.keeps else Tracer
-        self._tracer = make(on_enter=self._on_enter, reads=self._reads)
+        calls = KeptCalls() if self.keeps else None
+        self._tracer = Tracer(on_enter=self._on_enter, reads=self._reads, kept=calls)
         self._tracer.clock = self.clock
         for delivery, tensors in self.deliveries.recent():
             self._tracer.delivered(delivery, tensors)
@@ -126,14 +126,16 @@ class Tracing:
         """
         if self._tracer is None:
             return None
-        from stayfinite.locate.capture import KeepingTracer
         from stayfinite.locate.origin import origin_of
 
         found = origin_of(self._tracer.events_of(tensors), folder=folder)
-        if found is not None and isinstance(self._tracer, KeepingTracer):
-            self.kept = self._tracer.kept(found[1])
-            self.beginning = self._tracer.beginning
-        return (found[0], self._step_of(found[1], of)) if found else None
+        if found is None:
+            return None
+        origin, event = found
+        if self._tracer.kept is not None:
+            self.kept = self._tracer.kept.of(event)
+            self.beginning = self._tracer.kept.beginning
+        return origin, self._step_of(event, of)
 
     def was_computed(self, tensor: Tensor) -> bool:
         """Whether the tensor is bad by a computation, and not because somebody wrote it so."""

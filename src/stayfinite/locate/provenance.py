@@ -179,22 +179,19 @@ class Provenance:
         known = (self._made.get(tensor) for tensor in tensors)
         return list(dict.fromkeys(each for made in known if made for each in made.deliveries))
 
-    @property
-    def has_unwritten(self) -> bool:
-        return len(self._raw) > 0
-
     def allocated(self, tensor: Tensor, site: Site) -> None:
         if tensor.is_floating_point() and tensor.numel():
             self._raw.put(tensor, Raw(site, tensor.numel()))
 
     def written(self, tensor: Tensor) -> None:
         raw = self._raw.get(tensor)
-        if raw is not None:
-            left = raw.left - tensor.numel()
-            if left > 0:
-                self._raw.put(tensor, Raw(raw.site, left))
-            else:
-                self._raw.drop(tensor)
+        if raw is None:
+            return
+        left = raw.left - tensor.numel()
+        if left > 0:
+            self._raw.put(tensor, Raw(raw.site, left))
+        else:
+            self._raw.drop(tensor)
 
     def unwritten(self, tensor: Tensor) -> Site | None:
         """Where the memory was allocated, if some of it was never written."""
@@ -234,16 +231,13 @@ class StorageMap(Generic[Known]):
         memory = _memory(tensor)
         if memory is not None:
             if len(self._entries) >= 4096 and len(self._entries) & (len(self._entries) - 1) == 0:
-                self._sweep()
+                self._entries = {k: e for k, e in self._entries.items() if not e[0].expired()}
             self._entries[memory._cdata] = StorageWeakRef(memory), known
 
     def drop(self, tensor: Tensor) -> None:
         key = _key(tensor)
         if key is not None:
             self._entries.pop(key, None)
-
-    def _sweep(self) -> None:
-        self._entries = {k: e for k, e in self._entries.items() if not e[0].expired()}
 
 
 def covers_storage(tensor: Tensor) -> bool:
@@ -295,21 +289,16 @@ class Arrivals:
         if tensor.grad_fn is not None:
             site = self._nodes.get(tensor.grad_fn)
             return None if site is None else ("forward", site)
-        site = self._in_backward(torch._C._current_autograd_node()) or self._of_gradient(tensor)
-        return None if site is None else ("backward", site)
-
-    def _in_backward(self, node: Any) -> Site | None:
-        """What is first met there is a gradient: bad data were met in the forward pass."""
-        if node is None:
-            return None
+        # What is first met in a backward pass is a gradient: bad data were met in the forward.
+        node = torch._C._current_autograd_node()
         variable = getattr(node, "variable", None)  # of AccumulateGrad
-        if variable is None:
-            return self._nodes.get(node)
-        return self._owner(lambda param: param is variable) or Site(None)
-
-    def _of_gradient(self, tensor: Tensor) -> Site | None:
+        if variable is not None:
+            return "backward", self._owner(lambda param: param is variable) or Site(None)
         address = tensor.data_ptr()
-        return self._owner(lambda param: param.grad is not None and _address(param.grad) == address)
+        site = (None if node is None else self._nodes.get(node)) or self._owner(
+            lambda param: param.grad is not None and _address(param.grad) == address
+        )
+        return None if site is None else ("backward", site)
 
     def _owner(self, is_it: Any) -> Site | None:
         """The module whose own parameter it is, as a site without a line."""
@@ -347,7 +336,12 @@ class NodeSites:
 
     def is_new(self) -> bool:
         """Whether the operation that runs now has made a node."""
-        self._remember_running()
+        # Private: torch has no other way to the node whose backward runs.
+        node = torch._C._current_autograd_node()
+        if node is not None and not (self._recent and self._recent[-1] is node):
+            self._recent.append(node)
+        elif node is None and self._recent:
+            self._recent.clear()  # do not keep a finished graph alive
         self._fresh = _number() > self._next
         return self._fresh
 
@@ -368,12 +362,12 @@ class NodeSites:
         number = node._sequence_nr()
         return self._sites.get(number) if number < _UNNUMBERED else None
 
-    def consumers(self, *, depth: int = 6) -> list[str]:
+    def consumers(self) -> list[str]:
         """Names of the nodes whose gradient came to the one running now, the nearest first."""
         running = torch._C._current_autograd_node()
         near: list[Any] = [running] if running is not None else []
         found: list[str] = []
-        for _ in range(depth):
+        for _ in range(6):  # so far away
             near = [
                 node
                 for node in self._recent
@@ -381,13 +375,6 @@ class NodeSites:
             ]
             found.extend(node.name() for node in near if node.name() not in found)
         return found
-
-    def _remember_running(self) -> None:
-        node = torch._C._current_autograd_node()
-        if node is not None and not (self._recent and self._recent[-1] is node):
-            self._recent.append(node)
-        elif node is None and self._recent:
-            self._recent.clear()  # do not keep a finished graph alive
 
     @staticmethod
     def is_recomputation(frame: FrameType | None) -> bool:

@@ -76,16 +76,13 @@ def guilty(events: Iterable[Event]) -> Event | None:
     first operation that turned it into something else is taken.
     """
     ordered = sorted(events, key=lambda event: event.order)
-    for event in ordered:
-        if event.kind in ("birth", "foreign", "allocation"):
-            return event
-    for event in ordered:
-        if event.kind == "conversion":
-            return event
-    for event in ordered:
-        if event.kind == "spread" and event.op.split(".")[1].startswith(_PICKERS):
-            return event
-    return ordered[0] if ordered else None
+    sorts = (
+        [event for event in ordered if event.kind in ("birth", "foreign", "allocation")],
+        [event for event in ordered if event.kind == "conversion"],
+        [e for e in ordered if e.kind == "spread" and e.op.split(".")[1].startswith(_PICKERS)],
+        ordered,
+    )
+    return next((events[0] for events in sorts if events), None)
 
 
 def path(event: Event, following: dict[Event, Event | None]) -> list[Event]:
@@ -263,9 +260,6 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor._values().untyped_storage() if tensor.layout is torch.sparse_coo else None
 
 
-Arrival = tuple[Phase, Site]
-
-
 class Arrivals:
     """Tells values of a step's graph and gradients of parameters from what came in as data.
 
@@ -281,7 +275,7 @@ class Arrivals:
         """A top-level module is called: its parameters have gradients that may arrive."""
         self._roots.add(root)
 
-    def of(self, tensor: Tensor) -> Arrival | None:
+    def of(self, tensor: Tensor) -> tuple[Phase, Site] | None:
         """In which pass the value was computed, and where; None for what may be data."""
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stayfinite.clip import ClipResult, clip_gradients
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.memory import float_parts
+from stayfinite.domains import HALVES
 from stayfinite.errors import CheckpointError, NonFiniteError, SnapshotError, TrainingAbortedError
 from stayfinite.living import living
 from stayfinite.nested import Named, named_states, named_weights
@@ -288,7 +289,7 @@ def _uses_autocast(situation: Situation, trouble: Trouble) -> bool:
     return (
         current_scale(situation.scaler) is not None
         or (trouble.cause or "").startswith("low_precision")
-        or any(dtype in ("float16", "bfloat16") for dtype in dtypes)
+        or any(dtype in HALVES for dtype in dtypes)
         or any(torch.is_autocast_enabled(each) for each in ("cpu", "cuda"))
     )
 

@@ -90,6 +90,8 @@ class Deliveries:
         self._heard = heard
         self._recent: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._safely = Safely("the samples of a batch could not be told")
+        self.again: Callable[[], Any] | None = None
+        """Hands over the batches of a step that is run again, in the place of all loaders."""
 
     def watch(self) -> Attachment:
         """Listen to every loader; some microseconds for each batch."""
@@ -140,6 +142,8 @@ class Deliveries:
 
     def _around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def advance(iterator: Any) -> Any:
+            if self.again is not None:
+                return self.again()
             batch = original(iterator)
             try:
                 self._note(iterator, batch)

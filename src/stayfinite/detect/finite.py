@@ -57,7 +57,7 @@ def nonfinite(
     tensor(True)
     """
     flags = _flags(tensors, writable, exact_on_device)
-    return _joined(flags) if flags else torch.zeros((), dtype=torch.bool, device="cpu")
+    return _any_of(flags) if flags else torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 @undisturbed
@@ -68,7 +68,7 @@ def all_finite(tensors: Iterable[Any], *, writable: bool = False) -> bool:
     True
     """
     flags = _flags(tensors, writable, exact=False)
-    return not flags or not bool(flags[0] if len(flags) == 1 else _joined(flags))  # host sync
+    return not flags or not bool(flags[0] if len(flags) == 1 else _any_of(flags))  # host sync
 
 
 @undisturbed
@@ -179,7 +179,7 @@ def _extremes(part: Tensor) -> Iterator[Tensor]:
         yield from piece.to(dtype).aminmax()
 
 
-def _joined(flags: list[Tensor]) -> Tensor:
+def _any_of(flags: list[Tensor]) -> Tensor:
     # The CPU last: bringing a flag to it would wait for the other device.
     flags = sorted(flags, key=lambda flag: flag.is_cpu)
     flag = flags[0].bool()

@@ -177,15 +177,15 @@ def _kept_call(
     tensors = [(n, t) for n, value in arguments.items() for t in tensors_in([value])]
     size = sum(tensor.nbytes for _, tensor in tensors if _is_plain(tensor))
     is_small = size <= ONE_CALL
-    found = {name: _copied(name, v, is_small, before) for name, v in arguments.items()}
+    found = {name: _copy_of(name, v, is_small, before) for name, v in arguments.items()}
     open_ones = {n for n, t in tensors if is_open or is_parameter(t)}
     nbytes = size if is_small else 0
     return KeptCall(op=call.info.name, arguments=found, open=frozenset(open_ones), nbytes=nbytes)
 
 
-def _copied(name: str, value: Any, is_small: bool, before: dict[int, Tensor]) -> Any:
+def _copy_of(name: str, value: Any, is_small: bool, before: dict[int, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_copied(f"{name}[{n}]", item, is_small, before) for n, item in enumerate(value)]
+        return [_copy_of(f"{name}[{n}]", item, is_small, before) for n, item in enumerate(value)]
     if not isinstance(value, Tensor):
         return value
     value = before.get(id(value), value)

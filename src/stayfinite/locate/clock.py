@@ -59,7 +59,7 @@ class Tracing:
             self.on_delivery(batch, sys._getframe(1))
         if self._tracer is not None:
             tensors = [tensor for _, tensor in named_tensors(batch, "")]
-            self._tracer.delivered(delivery, tensors)
+            self._tracer.note_delivery(delivery, tensors)
 
     @property
     def nodes(self) -> NodeSites | None:
@@ -79,7 +79,7 @@ class Tracing:
         self._tracer = Tracer(on_enter=self._on_enter, reads=self._reads, kept=calls)
         self._tracer.clock = self.clock
         for delivery, tensors in self.deliveries.recent():
-            self._tracer.delivered(delivery, tensors)
+            self._tracer.note_delivery(delivery, tensors)
         # A dispatch mode sees nothing inside compiled code.
         self._stance = torch.compiler.set_stance("force_eager")
         self._tracer.__enter__()

@@ -304,7 +304,7 @@ def loss_sum(roots: Iterable[Tensor], sites: NodeSites) -> LossSum | None:
     walk.visit(*edges[0], "")
     if walk.place is None or len(walk.terms) < 2:
         return None
-    terms = _renamed(walk.terms, walk.place)
+    terms = _with_names(walk.terms, walk.place)
     return LossSum(walk.place.code.co_filename, walk.place.line, terms)
 
 
@@ -359,7 +359,7 @@ def _names_at(place: Place, count: int) -> list[str]:
     return [_name(side) for side in sides] if len(sides) == count else [""] * count
 
 
-def _renamed(terms: list[LossTerm], place: Place) -> tuple[LossTerm, ...]:
+def _with_names(terms: list[LossTerm], place: Place) -> tuple[LossTerm, ...]:
     """With a number where a name is missing, or where several have the same one."""
     node = node_at(place)
     whole = ""

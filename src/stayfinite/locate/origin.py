@@ -37,7 +37,7 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
         root=root,
         inputs=event.inputs,
         outputs=event.outputs,
-        lineage=tuple(_hop(hop, names, folder) for hop in _shortened(hops)),
+        lineage=tuple(_hop(hop, names, folder) for hop in _both_ends(hops)),
         exact=True,
         facts=_facts(event, hops, expression)
         | _data_facts(hops, folder)
@@ -87,7 +87,7 @@ def _hop(event: Event, names: Names, folder: str | None) -> Hop:
     )
 
 
-def _shortened(hops: list[Event]) -> list[Event]:
+def _both_ends(hops: list[Event]) -> list[Event]:
     """At most _MOST_HOPS: both ends and the conversions between them."""
     if len(hops) <= _MOST_HOPS:
         return hops
@@ -162,13 +162,13 @@ def sums_of_loss(hops: list[Event], events: Iterable[Event]) -> list[dict[str, A
     for hop in reversed(forward):
         here = hop.facts.get("sum")
         if here is not None and all(here["where"] != other["where"] for other in found):
-            found.append(_merged(here["where"], known))
+            found.append(_terms_at(here["where"], known))
         if bare_name(hop.op) not in _AFTER:
             break
     return [each for each in found if _is_telling(each)][:2]
 
 
-def _merged(where: list[Any], known: list[dict[str, Any]]) -> dict[str, Any]:
+def _terms_at(where: list[Any], known: list[dict[str, Any]]) -> dict[str, Any]:
     terms: dict[tuple[int, ...], list[Any]] = {}
     for facts in known:
         if facts["where"] == where:

@@ -125,7 +125,7 @@ class Provenance:
     def next_step(self) -> None:
         self._runs_before, self._runs = self._runs, {}
 
-    def ran(self, site: Site, op: str) -> None:
+    def note_run(self, site: Site, op: str) -> None:
         line = _line(site, op)
         self._runs[line] = self._runs.get(line, 0) + 1
 
@@ -134,20 +134,20 @@ class Provenance:
         line = _line(site, op)
         return max(self._runs.get(line, 0), self._runs_before.get(line, 0))
 
-    def entered(self, tensor: Tensor, path: str) -> None:
+    def note_entry(self, tensor: Tensor, path: str) -> None:
         """An input of a top-level module; it may have been put together by operations before."""
         made = self._made.get(tensor)
         self.names.put(tensor, path)
         ops, deliveries = (made.ops, made.deliveries) if made else (("",), ())
         self._made.put(tensor, Made(ops, True, deliveries))
 
-    def delivered(self, tensor: Tensor, delivery: Delivery) -> None:
+    def note_delivery(self, tensor: Tensor, delivery: Delivery) -> None:
         """A loader has handed the tensor over."""
         made = self._made.get(tensor)
         ops, from_batch = (made.ops, made.from_batch) if made else (("",), False)
         self._made.put(tensor, Made(ops, from_batch, (delivery,)))
 
-    def made(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
+    def note_result(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
         """Remember the operation behind a value, and those behind its inputs.
 
         One that a backward pass ran has "grad:" before its name.
@@ -176,11 +176,11 @@ class Provenance:
         known = (self._made.get(tensor) for tensor in tensors)
         return list(dict.fromkeys(each for made in known if made for each in made.deliveries))
 
-    def allocated(self, tensor: Tensor, site: Site) -> None:
+    def note_allocation(self, tensor: Tensor, site: Site) -> None:
         if tensor.is_floating_point() and tensor.numel():
             self._raw.put(tensor, Raw(site, tensor.numel()))
 
-    def written(self, tensor: Tensor) -> None:
+    def note_write(self, tensor: Tensor) -> None:
         raw = self._raw.get(tensor)
         if raw is None:
             return
@@ -190,7 +190,7 @@ class Provenance:
         else:
             self._raw.drop(tensor)
 
-    def unwritten(self, tensor: Tensor) -> Site | None:
+    def site_of_unwritten(self, tensor: Tensor) -> Site | None:
         """Where the memory was allocated, if some of it was never written."""
         raw = self._raw.get(tensor)
         return raw.site if raw is not None else None
@@ -271,7 +271,7 @@ class Arrivals:
         self._nodes = nodes
         self._roots: WeakSet[nn.Module] = WeakSet()
 
-    def entered(self, root: nn.Module) -> None:
+    def note_root(self, root: nn.Module) -> None:
         """A top-level module is called: its parameters have gradients that may arrive."""
         self._roots.add(root)
 

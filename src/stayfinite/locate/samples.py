@@ -234,7 +234,7 @@ class Reads:
         if self in _listening:
             _listening.remove(self)
 
-    def opened(self, path: str) -> None:
+    def note(self, path: str) -> None:
         frame = sys._getframe(2)
         # Installed packages read files for others, or for themselves.
         places = (p for p in user_places(frame) if "-packages" not in p.code.co_filename)
@@ -274,7 +274,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         full = os.path.abspath(os.fsdecode(path))
         if _is_data(full):
             for reads in _listening:
-                reads.opened(full)
+                reads.note(full)
     except Exception:
         return  # an error here would be raised out of the user's own open()
 

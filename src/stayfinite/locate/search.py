@@ -196,7 +196,7 @@ def find_first_bad_batch(
     search = _Search(model, loss_fn)
     looked_at = 0
     try:
-        stream = iter(islice(_shown(dataloader, num_batches), num_batches))
+        stream = iter(islice(_with_progress(dataloader, num_batches), num_batches))
         while batches := list(islice(stream, search.size)):
             number = search.first_bad(batches)
             before, looked_at = looked_at, looked_at + len(batches)
@@ -264,7 +264,7 @@ class _Search:
 
     def _are_good(self, batches: Sequence[Any]) -> bool | None:
         """Whether a pass with all of them is finite; None where they cannot share one."""
-        batch = _joined(batches) if len(batches) > 1 else batches[0]
+        batch = _one_batch(batches) if len(batches) > 1 else batches[0]
         if batch is None:
             return None
         weight = len(batches) if self._reduction == "mean" else 1  # gradients as large as alone
@@ -280,7 +280,7 @@ class _Search:
         """See whether the loss of two batches in one pass tells of each of them."""
         if math.isclose(first, second, rel_tol=10 * _SAME):
             return  # what depends on the whole batch would not show
-        both = _joined([one, other])
+        both = _one_batch([one, other])
         if both is None:
             return
         try:
@@ -312,7 +312,7 @@ class _Search:
         return None if bad else float(loss.detach())
 
 
-def _joined(batches: Sequence[Any]) -> Any:
+def _one_batch(batches: Sequence[Any]) -> Any:
     """One batch with the samples of all; None unless they have the same shapes."""
     flat = [tree_flatten(batch) for batch in batches]
     first, form = flat[0]
@@ -342,7 +342,7 @@ def _fits(leaf: Any, other: Any) -> bool:
     return isinstance(leaf, (str, int, float)) and type(leaf) is type(other) and leaf == other
 
 
-def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
+def _with_progress(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
     # Here, where random states are put back: importing rich draws a random number.
     from rich.console import Console
     from rich.progress import track

@@ -104,11 +104,11 @@ class Tracer(TorchDispatchMode):
         for tensor in tensors:
             self._past.labels.put(tensor, text)
 
-    def delivered(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
+    def note_delivery(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
         """A loader has handed these over."""
         with self.paused():
             for tensor in map(unwrapped, tensors):
-                self._past.delivered(tensor, delivery)
+                self._past.note_delivery(tensor, delivery)
                 for event in self._bad.get(tensor) or () if is_bad(tensor) else ():
                     with contextlib.suppress(Exception):
                         event.facts["delivered"] = self.facts.of_delivery(delivery, tensor)
@@ -141,10 +141,10 @@ class Tracer(TorchDispatchMode):
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         self._entry = user_place(sys._getframe(2))
-        self._arrivals.entered(module)
+        self._arrivals.note_root(module)
         with self.paused():
             for path, tensor in named_tensors(args, "inputs"):
-                self._past.entered(tensor, path)
+                self._past.note_entry(tensor, path)
                 with contextlib.suppress(Exception):
                     self.facts.enter(tensor, path)
             if self._on_enter is not None:
@@ -175,7 +175,7 @@ class Tracer(TorchDispatchMode):
             if self.nodes.is_new():
                 site = self._site(made_node=True)
                 self.nodes.put(site)
-                self._past.ran(site, info.base)
+                self._past.note_run(site, info.base)
             call = Call(info, args, kwargs)
             written = written_by(call) if info.written else ()
             reads = written and not info.overwrites
@@ -193,11 +193,11 @@ class Tracer(TorchDispatchMode):
                 site = self._site()
                 for tensor in tensors_in(out):
                     self._bad.drop(tensor)
-                    self._past.allocated(tensor, site)
+                    self._past.note_allocation(tensor, site)
             elif not info.is_view:
                 self._look(call, out, written, before)
                 if info.overwrites or not info.written:
-                    self._past.made(info, args, out)
+                    self._past.note_result(info, args, out)
             elif info.name in _FRESH and is_bad(out):
                 self._sources(out, self._site())
         except Exception as error:
@@ -215,7 +215,7 @@ class Tracer(TorchDispatchMode):
             elif written and self._bad and covers_storage(tensor):
                 self._bad.drop(tensor)
         for tensor in written:
-            self._past.written(tensor)
+            self._past.note_write(tensor)
 
     def _record(
         self, call: Call, bad: Tensor, written: tuple[Tensor, ...], before: tuple[Tensor, ...]
@@ -273,7 +273,7 @@ class Tracer(TorchDispatchMode):
         known = self._bad.get(tensor)
         if known:
             return known
-        raw, label = self._past.unwritten(tensor), self._past.labels.get(tensor)
+        raw, label = self._past.site_of_unwritten(tensor), self._past.labels.get(tensor)
         kind: HopKind = "foreign" if raw is None else "allocation"
         phase: Phase = "init" if raw else "checkpoint" if label else "data"
         site = raw or site
@@ -359,7 +359,7 @@ class Facts:
             "made_by": {n: made for n, t in given if (made := self._past.made_by(t))},
             "repeats": self._past.runs(site, call.info.base),
             "from_batch": [n for n, t in given if self._past.is_from_batch(t)],
-            "uninitialised": [n for n, t in given if self._past.unwritten(t) is not None],
+            "uninitialised": [n for n, t in given if self._past.site_of_unwritten(t) is not None],
             "empty": [n for n, t in given if t.numel() == 0],
         }
         if phase == "backward":

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -127,16 +126,6 @@ def watch_steps(
     return Attachment(watch.remove, flush=watch.flush)
 
 
-@dataclass(slots=True)
-class _OptimizerHooks:
-    """What is attached to one optimizer; without `before`, the global hook stands in for it."""
-
-    optimizer: weakref.ref[Optimizer]
-    watched: WatchedOptimizer
-    after: RemovableHandle
-    before: RemovableHandle | None = None
-
-
 class _StepWatch:
     """A global hook that runs first and sees to it that we judge last.
 
@@ -148,66 +137,58 @@ class _StepWatch:
         self._only = None if only is None else weakref.ref(only)
         self._defer = defer
         self._safely = Safely(STEP_FAILED)
-        self._hooks: dict[int, _OptimizerHooks] = {}
+        self._watched: dict[int, WatchedOptimizer] = {}
         self._handle = register_optimizer_step_pre_hook(self._arrive)
 
     def _arrive(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return None
         try:
-            ours = self._hooks.get(id(optimizer))
-            if ours is None:
-                ours = self._adopt(optimizer)
-            if ours is None:
+            watched = self._watched.get(id(optimizer)) or self._adopt(optimizer)
+            if watched is None:
                 return None
+            # Private, as torch has no order of hooks: ours is before those that look.
             following: Any = optimizer._optimizer_step_post_hooks
-            if len(following) > 1 and next(iter(following)) != ours.after.id:
-                following.move_to_end(ours.after.id, last=False)  # before those that look
+            if len(following) > 1 and next(iter(following)) != watched.after_handle.id:
+                following.move_to_end(watched.after_handle.id, last=False)
             others: Any = optimizer._optimizer_step_pre_hooks
             if others or len(_global_optimizer_pre_hooks) > 1:
-                if ours.before is None:
-                    ours.before = optimizer.register_step_pre_hook(ours.watched.before)
-                if next(reversed(others)) != ours.before.id:
-                    others.move_to_end(ours.before.id)  # after those that clip
+                watched.judge_last(optimizer)
                 return None
         except Exception as error:
             self._safely.note(error)
             return None
-        return ours.watched.judge(optimizer, args, kwargs)
+        return watched.judge(optimizer, args, kwargs)
 
-    def _adopt(self, optimizer: Optimizer) -> _OptimizerHooks | None:
+    def _adopt(self, optimizer: Optimizer) -> WatchedOptimizer | None:
         if self._only is not None and self._only() is not optimizer:
             return None
-        watched = WatchedOptimizer(
-            optimizer, self._listener, defer=self._defer, safely=self._safely
+        known, key = self._watched, id(optimizer)
+        known[key] = WatchedOptimizer(
+            optimizer,
+            self._listener,
+            defer=self._defer,
+            safely=self._safely,
+            gone=lambda _: known.pop(key, None),
         )
-        hooks, key = self._hooks, id(optimizer)
-        hooks[key] = _OptimizerHooks(
-            weakref.ref(optimizer, lambda _: hooks.pop(key, None)),
-            watched,
-            optimizer.register_step_post_hook(watched.after),
-        )
-        return hooks[key]
+        return known[key]
 
     def flush(self) -> None:
-        for optimizer, ours in self._alive():
-            ours.watched.flush(optimizer)
+        for optimizer, watched in self._alive():
+            watched.flush(optimizer)
 
     def remove(self) -> None:
         self._handle.remove()
         alive = self._alive()
-        self._hooks.clear()
-        for optimizer, ours in alive:
-            if ours.before is not None:
-                ours.before.remove()
-            ours.after.remove()
-            ours.watched.release(optimizer)
-        for optimizer, ours in alive:  # last, since a listener may abort
-            ours.watched.flush(optimizer)
+        self._watched.clear()
+        for optimizer, watched in alive:
+            watched.release(optimizer)
+        for optimizer, watched in alive:  # last, since a listener may abort
+            watched.flush(optimizer)
 
-    def _alive(self) -> list[tuple[Optimizer, _OptimizerHooks]]:
-        hooks = list(self._hooks.values())
-        return [(optimizer, s) for s in hooks if (optimizer := s.optimizer()) is not None]
+    def _alive(self) -> list[tuple[Optimizer, WatchedOptimizer]]:
+        known = list(self._watched.values())
+        return [(optimizer, w) for w in known if (optimizer := w.optimizer()) is not None]
 
 
 L = TypeVar("L")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite
 from stayfinite.errors import TrainingAbortedError
@@ -38,12 +40,20 @@ STEP_FAILED = "stayfinite failed inside a step; the step goes on without it"
 class WatchedOptimizer:
     """The two hooks of one optimizer, and what they must remember between them.
 
-    It keeps no reference to the optimizer, so it does not keep it alive.
+    It does not keep the optimizer alive, and calls `gone` when that is no more. Without a
+    `before_handle`, a global hook judges in its place.
     """
 
     def __init__(
-        self, optimizer: Optimizer, listener: StepListener, *, defer: bool, safely: Safely
+        self,
+        optimizer: Optimizer,
+        listener: StepListener,
+        *,
+        defer: bool,
+        safely: Safely,
+        gone: Callable[[object], object],
     ) -> None:
+        self.optimizer = weakref.ref(optimizer, gone)
         self._listener = listener
         self._judge = listener.judge
         self._stepped = listener.stepped
@@ -58,11 +68,21 @@ class WatchedOptimizer:
         self._vetoed: bool | None = False
         self._unclean = False
         self._depth = 0
+        self.after_handle = optimizer.register_step_post_hook(self.after)
+        self.before_handle: RemovableHandle | None = None
+
+    def judge_last(self, optimizer: Optimizer) -> None:
+        """Have the pre-hook called, after all others: those that clip."""
+        if self.before_handle is None:
+            self.before_handle = optimizer.register_step_pre_hook(self.before)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        if next(reversed(hooks)) != self.before_handle.id:
+            hooks.move_to_end(self.before_handle.id)
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The pre-hook; it must come last, after hooks that clip."""
+        """The pre-hook."""
         if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return None
         return self.judge(optimizer, args, kwargs)
@@ -130,6 +150,9 @@ class WatchedOptimizer:
 
     def release(self, optimizer: Optimizer) -> None:
         """Leave the optimizer as it would be without us; a late flag can still be read."""
+        if self.before_handle is not None:
+            self.before_handle.remove()
+        self.after_handle.remove()
         if self._unclean:
             self._clean(optimizer)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.locate.operators import Call, tensors_in
-from stayfinite.locate.provenance import Event
+from stayfinite.locate.provenance import Event, running_node
 from stayfinite.records import NaNType
 from stayfinite.safely import Safely
 from stayfinite.snapshot import RandomState
@@ -102,8 +102,7 @@ class KeptCalls:
             if self._of_line[line] > _MOST_OF_A_LINE:  # the first is guilty, the others follow it
                 return
             is_open = event.phase == "optimizer"
-            # Private: torch has no other way to the node whose backward runs.
-            node = torch._C._current_autograd_node()
+            node = running_node()
             kept = Kept(
                 call=_kept_call(call, _for_member(call, bad), is_open=is_open, before=self._before),
                 nan_type=event.nan_type,

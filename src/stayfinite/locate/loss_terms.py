@@ -18,7 +18,7 @@ from torch.autograd import graph
 from stayfinite.detect.finite import classify
 from stayfinite.detect.hooks import wrap_engine
 from stayfinite.locate.operators import Call, is_bad
-from stayfinite.locate.provenance import NodeSites
+from stayfinite.locate.provenance import NodeSites, running_node
 from stayfinite.locate.source import ENGINE, USER, Place, kind_of, positions
 from stayfinite.syntax import called, names_in
 from stayfinite.text import node_name
@@ -40,11 +40,7 @@ class Term(NamedTuple):
 def sum_facts(call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any] | None:
     """The terms of the sum that runs now, if the user's line is one; values of one number each,
     or of one for each sample."""
-    if (
-        call.info.base not in _SUM_NAMES
-        or bad.dim() > 1
-        or torch._C._current_autograd_node() is not None
-    ):
+    if call.info.base not in _SUM_NAMES or bad.dim() > 1 or running_node() is not None:
         return None
     user = _user_frame(frame)
     if user is None:

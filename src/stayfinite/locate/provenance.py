@@ -6,7 +6,7 @@ What is known is kept by event, by memory and by autograd node.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,6 +21,11 @@ from stayfinite.locate.operators import OpInfo, tensors_in
 from stayfinite.locate.samples import Delivery
 from stayfinite.locate.source import ENGINE, Place, kind_of
 from stayfinite.records import HopKind, NaNType, Phase, TensorSummary
+
+# Private: torch has no public way to the node whose backward runs now, nor to the number that the
+# next node will get.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,7 @@ class Provenance:
         One that a backward pass ran has "grad:" before its name.
         """
         given = [(tensor, self._made.get(tensor)) for tensor in tensors_in(args)]
-        base = info.base if torch._C._current_autograd_node() is None else f"grad:{info.base}"
+        base = info.base if running_node() is None else f"grad:{info.base}"
         ops = (base, *(made.ops[0] if made else "" for _, made in given[:8]))
         known = [made for _, made in given if made is not None]
         deliveries = dict.fromkeys(each for made in known for each in made.deliveries)
@@ -284,7 +289,7 @@ class Arrivals:
             site = self._nodes.get(tensor.grad_fn)
             return None if site is None else ("forward", site)
         # What is first met in a backward pass is a gradient: bad data were met in the forward.
-        node = torch._C._current_autograd_node()
+        node = running_node()
         variable = getattr(node, "variable", None)  # of AccumulateGrad
         if variable is not None:
             return "backward", self._owner(lambda param: param is variable) or Site(None)
@@ -330,8 +335,7 @@ class NodeSites:
 
     def is_new(self) -> bool:
         """Whether the operation that runs now has made a node."""
-        # Private: torch has no other way to the node whose backward runs.
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is not None and not (self._recent and self._recent[-1] is node):
             self._recent.append(node)
         elif node is None and self._recent:
@@ -358,8 +362,7 @@ class NodeSites:
 
     def consumers(self) -> list[str]:
         """Names of the nodes whose gradient came to the one running now, the nearest first."""
-        running = torch._C._current_autograd_node()
-        near: list[Any] = [running] if running is not None else []
+        near = [node] if (node := running_node()) is not None else []
         found: list[str] = []
         for _ in range(6):  # so far away
             near = [
@@ -378,7 +381,3 @@ class NodeSites:
                 return True
             frame = frame.f_back
         return False
-
-
-def _number() -> int:
-    return int(torch._C._autograd._get_sequence_nr())

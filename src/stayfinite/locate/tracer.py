@@ -43,6 +43,7 @@ from stayfinite.locate.provenance import (
     Site,
     StorageMap,
     covers_storage,
+    running_node,
 )
 from stayfinite.locate.samples import Delivery, Reads, sample_under_way
 from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
@@ -298,7 +299,7 @@ class Tracer(TorchDispatchMode):
 
     def _site(self, *, made_node: bool = False) -> Site:
         place = user_place(sys._getframe(2))
-        if place is None and (node := torch._C._current_autograd_node()) is not None:
+        if place is None and (node := running_node()) is not None:
             known = self.nodes.get(node)
             if known is not None:
                 return dataclasses.replace(known, made_in=known.made_in or node.name())
@@ -309,7 +310,7 @@ class Tracer(TorchDispatchMode):
         """Site, phase and autograd node of the operation that runs now."""
         made_node = self.nodes.latest_is_fresh()
         frame = sys._getframe(3)
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is None:
             phase: Phase = "distributed" if info.is_collective else "forward"
             phase = "optimizer" if in_optimizer(frame) else phase
@@ -427,8 +428,7 @@ class Facts:
 
     def _guilty_terms(self) -> dict[str, Any] | None:
         """The terms of the loss whose backward pass comes to the node that runs now."""
-        # Private: torch has no other way to the node whose backward runs.
-        node, found = torch._C._current_autograd_node(), loss_sum(self.roots, self._nodes)
+        node, found = running_node(), loss_sum(self.roots, self._nodes)
         if node is None or found is None:
             return None
         terms = [[term.name, reaches(term, node)] for term in found.terms]

@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 _PLAIN = {Tensor, nn.Parameter}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _AUTOGRAD = DispatchKey.AutogradFunctionality
-# Private, but what GradScaler itself calls: one pass over a list, on every device.
+# Private, but what GradScaler itself calls: one pass over a whole list of tensors.
 _check = torch._amp_foreach_non_finite_check_and_unscale_
 
 

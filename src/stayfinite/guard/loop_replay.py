@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -41,9 +41,16 @@ from stayfinite.guard.evidence import (
     explain_incident,
 )
 from stayfinite.living import living, one_look
-from stayfinite.locate.source import Place, call_at, relative
+from stayfinite.locate.source import call_at, relative
 from stayfinite.records import Incident
-from stayfinite.replay.loop import Body, CannotRunError, Loop, body_of, loops_around
+from stayfinite.replay.loop import (
+    Body,
+    CannotRunError,
+    Loop,
+    body_of,
+    function_around,
+    loops_around,
+)
 from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, protected
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
@@ -53,7 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stayfinite")
 _MOST_SECONDS = 20.0
-_MOST_LOOPS = 4
 _MOST_TIMES = 8  # in one training
 
 
@@ -119,14 +125,22 @@ class LoopReplay:
         return similar
 
     def _turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
-        found = 0
+        """What may be run again, most likely first: loops from the innermost, then functions."""
         moments = list(self._moments)
-        for frame, line in standing:
-            for loop in loops_around(frame.f_code, line):
-                yield from turns_of(frame, loop, line, moments)
-                found += 1
-                if found == _MOST_LOOPS:
-                    return
+        places = [(f, each, line) for f, line in standing for each in loops_around(f.f_code, line)]
+        functions = [(f, function_around(f.f_code), line) for f, line in standing]
+        places += [(f, each, line) for f, each, line in functions if each is not None]
+        has_begun_before = False  # anything was noted; once is enough
+        for turn in (turn_of(frame, loop, line, moments) for frame, loop, line in places):
+            if turn is None:
+                continue
+            updated = {each.optimizer for each in turn.since if each.kind == "updated"}
+            if updated and updated >= self._moments.optimizers:
+                continue  # no step but an epoch, say: all optimizers have stepped inside
+            if turn.first and has_begun_before:
+                continue
+            has_begun_before = has_begun_before or turn.first > 0
+            yield turn
 
     @one_look()
     def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
@@ -136,11 +150,11 @@ class LoopReplay:
         """
         optimizer = finding.optimizer
         made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
-        if not self._left or optimizer is None or not made or not made[-1].lines:
+        if not self._left or optimizer is None or not made or not made[-1].spots:
             return None
         self._left -= 1
         moment, guard = made[-1], self._guard
-        at = Place(moment.lines[0].code, moment.lines[0].lasti, moment.lines[0].line)
+        at = moment.spots[0].place
         probe = _UpdateProbe()
         with contextlib.ExitStack() as all_of_them:
             all_of_them.enter_context(protected([], seconds=_MOST_SECONDS))
@@ -215,8 +229,8 @@ class LoopReplay:
                     param.grad = torch.zeros_like(param.grad) if had else None
 
 
-def turns_of(frame: FrameType, loop: Loop, line: int, moments: Sequence[Moment]) -> Iterator[Turn]:
-    """The turn of the loop that is under way at this line, from where it may have begun."""
+def turn_of(frame: FrameType, loop: Loop, line: int, moments: Sequence[Moment]) -> Turn | None:
+    """The turn of the loop that is under way at this line; None if nothing was noted of it."""
     number = loop.statement(line)
     since: list[Moment] = []
     until: int | None = line
@@ -224,21 +238,19 @@ def turns_of(frame: FrameType, loop: Loop, line: int, moments: Sequence[Moment])
         number, until = len(loop.node.body), None
     for moment in reversed(moments):
         at = moment.line_in(frame)
-        if at is None or loop not in loops_around(frame.f_code, at):
-            yield Turn(frame, loop, until, moment, tuple(since))
-            return
+        if at is None or not (loop.is_function or loop in loops_around(frame.f_code, at)):
+            return Turn(frame, loop, until, moment, tuple(since))
         then = loop.statement(at)
-        if then < 0 and moment.kind == "delivered":
-            yield Turn(frame, loop, until, moment, tuple(since))
-            return
-        if then > number or (then == number and not loop.repeats(then)):
-            yield Turn(frame, loop, until, moment, tuple(since))
-            return
+        is_before = then > number or (then == number and not loop.repeats(then))
+        is_start = then < 0 and moment.kind == "delivered"
+        if is_start or (is_before and not loop.is_function):
+            return Turn(frame, loop, until, moment, tuple(since))
         number = then
         since.insert(0, moment)
-    if since:  # nothing was noted before this turn: it is run from the first thing that was
-        first = since[0].line_in(frame) or 0
-        yield Turn(frame, loop, until, since[0], tuple(since[1:]), first)
+    if not since:
+        return None
+    # Nothing was noted before this turn: it is run from the first thing that was.
+    return Turn(frame, loop, until, since[0], tuple(since[1:]), since[0].line_in(frame) or 0)
 
 
 def standing_at(frame: FrameType | None) -> list[tuple[FrameType, int]]:
@@ -284,11 +296,12 @@ class _Probe(StepListener):
 
     def run(self, body: Body) -> Replayed:
         try:
-            body.run(self._turn.began.values_in(self._turn.frame))
+            values = body.run(self._turn.began.values_in(self._turn.frame))
             self._reason = "it did not come to where the value was noticed"
+            self._look_at(values)
         except ReplayEnded as end:
             self._reason = end.reason
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._crashed(error)
         return Replayed(incident=self._found, is_same=self._is_same, reason=self._reason)
 
@@ -340,7 +353,14 @@ class _Probe(StepListener):
         if not all_finite(gradients_of(optimizer)):
             self._end(bad_gradients(pairs_of(optimizer), optimizer))
 
-    def _crashed(self, error: Exception) -> None:
+    def _look_at(self, values: Mapping[str, Any]) -> None:
+        """The body is over: are the variables bad in which the value was noticed?"""
+        named = [(name, values.get(name)) for name, _ in self._finding.named]
+        bad = [(n, v) for n, v in named if isinstance(v, Tensor) and not all_finite([v])]
+        if bad:
+            self._end(BadValues(bad, self._finding.optimizer))
+
+    def _crashed(self, error: BaseException) -> None:
         """The user's own code raised, as it may have done before."""
         from stayfinite.guard.guard import bad_values_of
 

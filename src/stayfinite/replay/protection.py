@@ -355,21 +355,26 @@ def _open_files_aside() -> Iterator[None]:
             yield
         return
     null = os.open(os.devnull, os.O_WRONLY)
-    aside: list[tuple[Any, int, int]] = []
+    aside: list[tuple[int, int]] = []
     try:
-        for file in files:
-            file.flush()
-            number = file.fileno()
-            aside.append((file, number, os.dup(number)))
+        _flush(files)
+        for number in {file.fileno() for file in files}:  # a text file has layers with the same
+            aside.append((number, os.dup(number)))
             os.dup2(null, number)
         yield
     finally:
-        for file, number, kept in aside:
-            with contextlib.suppress(ValueError, OSError):
-                file.flush()
+        _flush(files)
+        for number, kept in aside:
             os.dup2(kept, number)
             os.close(kept)
         os.close(null)
+
+
+def _flush(files: Iterable[Any]) -> None:
+    # Text first: its characters go through the layers below.
+    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):
+        with contextlib.suppress(ValueError, OSError):
+            file.flush()
 
 
 def _open_files() -> list[Any]:

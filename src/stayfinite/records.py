@@ -328,8 +328,10 @@ def _decode(kind: Any, data: Any) -> Any:
     if kind is Any:
         return data
     if origin in (types.UnionType, typing.Union):
-        inner = [arg for arg in args if arg is not types.NoneType]
-        return None if data is None else _decode(*inner, data)
+        if data is None:
+            return None
+        (inner,) = [arg for arg in args if arg is not types.NoneType]
+        return _decode(inner, data)
     if origin is Literal:
         if data not in args:
             raise ValueError(f"{data!r} is not one of {', '.join(map(repr, args))}")
@@ -340,8 +342,8 @@ def _decode(kind: Any, data: Any) -> Any:
         return tuple(_decode(arg, item) for arg, item in zip(kinds, items, strict=True))
     if origin is dict:
         return dict(data)
-    if dataclasses.is_dataclass(kind):
-        given, hints = _plain(dict, "an object", data), _hints(typing.cast(type, kind))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        given, hints = _plain(dict, "an object", data), _hints(kind)
         return kind(**{name: _decode(hints[name], given[name]) for name in hints if name in given})
     if kind is float or issubclass(kind, Enum):
         return kind(data)

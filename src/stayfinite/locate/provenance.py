@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -81,13 +82,11 @@ def guilty(events: Iterable[Event]) -> Event | None:
     first operation that turned it into something else is taken.
     """
     ordered = sorted(events, key=lambda event: event.order)
-    sorts = (
-        [event for event in ordered if event.kind in ("birth", "foreign", "allocation")],
-        [event for event in ordered if event.kind == "conversion"],
-        [e for e in ordered if e.kind == "spread" and e.op.split(".")[1].startswith(_PICKERS)],
-        ordered,
-    )
-    return next((events[0] for events in sorts if events), None)
+    births = (event for event in ordered if event.kind in ("birth", "foreign", "allocation"))
+    turns = (event for event in ordered if event.kind == "conversion")
+    spreads = (event for event in ordered if event.kind == "spread")
+    picks = (event for event in spreads if event.op.split(".")[1].startswith(_PICKERS))
+    return next(chain(births, turns, picks, ordered), None)
 
 
 def path(event: Event, following: dict[Event, Event | None]) -> list[Event]:

@@ -428,7 +428,7 @@ class Guard(StepListener):
                 if not all_finite(gradient for _, gradient in gradients):
                     self.answer.notice(bad_gradients(gradients, None))
         self.past.evidence.backward_passes += 1
-        if self.notes_moments and not self.past.evidence.has_stepped:
+        if self.notes_moments:
             with self.past.aside:
                 self.past.moments.passed(sys._getframe(1))
 

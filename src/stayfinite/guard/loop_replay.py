@@ -68,7 +68,8 @@ class Turn:
     """The turn of a loop that is under way in a frame.
 
     `began` is the moment from which it is run again, `since` are those that came after it. `first`
-    is the line to begin at where the turn began before anything was noted.
+    is the line to begin at where the turn began before anything was noted. Between a backward pass
+    and the turn's end the script may change its objects: `later` is a moment that shows them so.
     """
 
     frame: FrameType
@@ -77,6 +78,7 @@ class Turn:
     began: Moment
     since: tuple[Moment, ...]
     first: int = 0
+    later: Moment | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,8 @@ class LoopReplay:
                 continue
             has_begun_before = has_begun_before or turn.first > 0
             yield turn
+            if turn.began.kind == "passed" and turn.since:
+                yield dataclasses.replace(turn, later=turn.since[0])
 
     @one_look()
     def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
@@ -217,11 +221,13 @@ class LoopReplay:
         for later in reversed(turn.since):  # objects that are newer than the beginning
             later.restore_attributes()
         moment.restore()
+        if turn.later is not None:
+            turn.later.restore_attributes()
         if body.shared:
             turn.frame.f_globals.update(moment.values_in(turn.frame))
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
-            scaler._per_optimizer_states.clear()
+            getattr(scaler, "_per_optimizer_states", {}).clear()
         for optimizer in living(Optimizer):
             had = self._moments.has_gradients.get(id(optimizer), False)
             for param in params_of(optimizer):
@@ -408,11 +414,15 @@ class _UpdateProbe(StepListener):
 
 @torch.no_grad()
 def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
-    """Put the gradients back, and 0 in the place of what the update has made bad."""
+    """Put the gradients back, and small values in the place of what the update has made bad."""
+    generator = torch.Generator().manual_seed(0)
     for param, gradient in zip(params_of(optimizer), gradients, strict=False):
         param.grad = gradient
+        if not all_finite([param]):
+            noise = torch.randn(param.shape, generator=generator).mul_(0.02).to(param)
+            param.copy_(torch.where(param.isfinite(), param, noise))
         held = optimizer.state[param].values() if param in optimizer.state else ()
-        for tensor in (param, *(value for value in held if isinstance(value, Tensor))):
+        for tensor in (value for value in held if isinstance(value, Tensor)):
             if tensor.is_floating_point() and not all_finite([tensor]):
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 

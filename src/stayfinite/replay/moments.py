@@ -125,6 +125,7 @@ class Moments:
         self._noted = 0
         self._updates: dict[int, int] = {}  # by optimizer
         self._sizes = (0, 0)
+        self._passes, self._skips = 0, False  # backward passes since the last update
         self.has_gradients: dict[int, bool] = {}
         """Of each optimizer: whether its parameters had gradients as the step's first backward
         pass began."""
@@ -164,6 +165,7 @@ class Moments:
         count = self._updates[whose] = self._updates.get(whose, 0) + 1
         if len(self._updates) == 1 or count == min(self._updates.values()):
             self._forget_turns(whose)
+        self._passes = 0
         moment = self._note("updated", frame)
         moment.optimizer, moment.rates = whose, [g.get("lr") for g in optimizer.param_groups]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -187,8 +189,11 @@ class Moments:
             self._kept.popleft()
 
     def passed(self, frame: FrameType | None) -> None:
-        """A backward pass is over, in training that has no optimizer."""
-        self._note("passed", frame)
+        """A backward pass is over; noted in training where not each is followed by an update."""
+        self._passes += 1
+        self._skips = self._skips or self._passes > 1
+        if self._skips or not self._updates:
+            self._note("passed", frame)
 
     def entered(self, frame: FrameType | None) -> None:
         """The first module is called, or the first since there is another optimizer."""

@@ -26,8 +26,9 @@ from stayfinite.checkpoint.modules import Members, canonical, put_in_place
 from stayfinite.checkpoint.problem import Rules, errors_in, refusal
 from stayfinite.checkpoint.save import collect
 from stayfinite.checkpoint.values import encode, hold, own_contents, part_name
+from stayfinite.detect.summary import summarize
 from stayfinite.errors import CapsuleError, CheckpointError
-from stayfinite.locate.capture import Kept, KeptCall, described
+from stayfinite.locate.capture import Kept, KeptCall
 from stayfinite.nested import children, is_container, named_tensors
 from stayfinite.records import Incident
 from stayfinite.report.html.notebook import without_source
@@ -49,7 +50,7 @@ def _operation(call: KeptCall, with_data: bool) -> Operation:
     def shown(name: str, value: Any, is_open: bool) -> Any:
         if isinstance(value, list):
             return [shown(f"{name}[{n}]", item, is_open) for n, item in enumerate(value)]
-        return value if is_open or not isinstance(value, Tensor) else described(name, value)
+        return value if is_open or not isinstance(value, Tensor) else summarize(name, value)
 
     # These are left to their defaults.
     left_out = (torch.layout, torch.memory_format, torch.device, torch.Generator)

@@ -272,7 +272,7 @@ class Columns:
 
 
 def _finite(column: array[Any]) -> np.ndarray[Any, Any]:
-    values = np.frombuffer(column, dtype=column.typecode)
+    values: np.ndarray[Any, Any] = np.frombuffer(column, dtype=column.typecode)
     return values[np.isfinite(values) & (values != UNKNOWN)]
 
 

@@ -56,7 +56,7 @@ def test_capsule_with_the_older_names_of_kinds_is_read(
         text = json.dumps(tree).replace('"pos_inf"', '"inf"').replace('"neg_inf"', '"-inf"')
         return json.loads(text), tensors
 
-    monkeypatch.setattr(file_module, "packed", as_before)
+    monkeypatch.setattr(file_module, "pack", as_before)
     file = write_capsule(tmp_path / "a.capsule", made)
     assert rb"\"nan_type\":\"inf\"" in file.read_bytes()
     read = read_capsule(file)

@@ -272,8 +272,9 @@ class Columns:
 
 
 def _finite(column: array[Any]) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = np.frombuffer(column, dtype=column.typecode)
-    return values[np.isfinite(values) & (values != UNKNOWN)]
+    values = np.frombuffer(column, dtype=column.typecode)
+    found: np.ndarray[Any, Any] = values[np.isfinite(values) & (values != UNKNOWN)]
+    return found
 
 
 def _packed(values: list[Any], name: str = "") -> array[Any]:

@@ -246,7 +246,7 @@ def build(
             others = [field, *(other for other in aliases if aliases[other] == field)]
             raise ConfigError(f"{field} is given twice; give one of {', '.join(others)}.")
         values[field] = value
-    return _made(kind, values)
+    return _config_of(kind, values)
 
 
 def _inner_kind(field: dataclasses.Field[Any]) -> Any:
@@ -282,14 +282,14 @@ def _nearest(name: str, known: list[str]) -> str:
     return f" (did you mean {meant[0]!r}?)" if meant else ""
 
 
-def _made(kind: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
+def _config_of(kind: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
     given: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        path = prefix + field.name
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        path = prefix + each.name
         if path in values:
-            given[field.name] = values[path]
+            given[each.name] = values[path]
         if any(other.startswith(f"{path}.") for other in values):
             if path in values:
                 raise ConfigError(f"{path} is given whole and in parts; give one of them.")
-            given[field.name] = _made(_inner_kind(field), values, f"{path}.")
+            given[each.name] = _config_of(_inner_kind(each), values, f"{path}.")
     return kind(**given)

@@ -68,7 +68,11 @@ def of_accelerate() -> Entries:
 def of_ignite() -> Entries:
     from stayfinite.integrations import ignite
 
-    return [(ignite, "careful_step"), (ignite._Steps, "_told"), (ignite._Steps, "iteration_ended")]
+    return [
+        (ignite, "step_carefully"),
+        (ignite._Steps, "_output_after"),
+        (ignite._Steps, "iteration_ended"),
+    ]
 
 
 FRAMEWORKS = {

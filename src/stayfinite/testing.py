@@ -204,7 +204,7 @@ class Fault:
             raise ConfigError(f"{location} is {held}: it cannot become {self.harm.value}.")
         self._note(self.harm.write(tensor, location=location, step=self.step))
 
-    def spoiled(self, value: Any, location: str, path: str | None = None) -> Any:
+    def spoiled_copy(self, value: Any, location: str, path: str | None = None) -> Any:
         """The value, which may be nested, with a spoiled copy of its first tensor that fits.
 
         With a path, of the tensor there. All that is not changed is the very same object.
@@ -248,7 +248,7 @@ class _Batches(Generic[Batch]):
             if self._again is not None:
                 self._again.see(tensor for _, tensor in named_tensors(batch, ""))
             if self._fault.is_due():
-                batch = self._fault.spoiled(batch, "batch", self._fault.aim.name)
+                batch = self._fault.spoiled_copy(batch, "batch", self._fault.aim.name)
             yield batch
 
     def __len__(self) -> int:
@@ -348,7 +348,7 @@ def attach_to_node(fault: Fault, name: str, *_: Any) -> Attachment:
     hooks: list[RemovableHandle] = []
 
     def hook(called: str, outgoing: Any, incoming: Any) -> Any:
-        return fault.spoiled(outgoing, called) if fault.is_due() else None
+        return fault.spoiled_copy(outgoing, called) if fault.is_due() else None
 
     def before(roots: Sequence[Tensor], gradients: Any) -> None:
         for node in nodes_of(roots) if fault.is_due() else ():
@@ -373,7 +373,7 @@ def attach_to_module(fault: Fault, name: str, model: nn.Module | None, *_: Any) 
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling() and fault.is_due():
-            return fault.spoiled(output, f"modules.{name}" if name else "outputs")
+            return fault.spoiled_copy(output, f"modules.{name}" if name else "outputs")
         return None
 
     module = part_named(
@@ -389,7 +389,7 @@ def attach_to_gradient(fault: Fault, name: str, model: nn.Module | None, *_: Any
         raise ConfigError(f"gradient is {name!r}, but that parameter does not require a gradient.")
 
     def hook(gradient: Tensor) -> Tensor | None:
-        return fault.spoiled(gradient, f"gradients.{name}") if fault.is_due() else None
+        return fault.spoiled_copy(gradient, f"gradients.{name}") if fault.is_due() else None
 
     return Attachment(parameter.register_hook(hook).remove)
 
@@ -399,7 +399,7 @@ def attach_to_inputs(fault: Fault, name: str, model: nn.Module | None, *_: Any) 
         if torch.compiler.is_compiling() or not fault.is_due():
             return None
         named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
-        bad = fault.spoiled(named, "inputs", fault.aim.name)
+        bad = fault.spoiled_copy(named, "inputs", fault.aim.name)
         return tuple(bad[str(n)] for n in range(len(args))), {name: bad[name] for name in kwargs}
 
     handle = require_model(fault, model).register_forward_pre_hook(hook, with_kwargs=True)

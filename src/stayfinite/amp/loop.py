@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stayfinite.amp.config import AMPConfig
-from stayfinite.amp.update import Done, Losses, Update
+from stayfinite.amp.update import BatchLosses, BatchResult, Update
 from stayfinite.detect.detector import bad_reports, report_on
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.nested import named_tensors
@@ -120,7 +120,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    batches: Iterable[Any], *, model: nn.Module, losses_of_batch: Callable[[Any], Losses]
+    batches: Iterable[Any], *, model: nn.Module, losses_of_batch: Callable[[Any], BatchLosses]
 ) -> Evaluation:
     """What the model makes of these batches; its train flags are as before afterwards."""
     count, bad, sums = 0, list[NaNReport](), dict[str, tuple[float, int]]()
@@ -251,7 +251,7 @@ class Teller:
         """The incidents since the last batch was done."""
         return self._update.incidents[self._told :]
 
-    def noticed(self, incident: Incident) -> None:
+    def add_incident(self, incident: Incident) -> None:
         """The guard has found and answered a bad step."""
         seen = {report.location for report in incident.reports}
         bad_losses = self._update.bad_losses.items()
@@ -273,7 +273,7 @@ class Teller:
         matching = (each for each in reversed(known) if report in each.reports)
         return next(matching, Incident(step=step, reports=(report,)))
 
-    def batch_done(self, done: Done | None, *, epoch: int) -> None:
+    def end_batch(self, done: BatchResult | None, *, epoch: int) -> None:
         """A batch is over, without an abort; `done` is None if it was skipped or recovered."""
         step = self._update.window.updates
         news, self._told = self.news, len(self._update.incidents)
@@ -286,7 +286,7 @@ class Teller:
         event = StepEvent(step=step, epoch=epoch, loss=loss, was_update=was_update)
         self.tell("on_step", event)
 
-    def _log(self, done: Done, *, step: int, epoch: int) -> None:
+    def _log(self, done: BatchResult, *, step: int, epoch: int) -> None:
         if done.before is None or done.after is None:
             return
         scaler, groups = self._update.scaler, self._update.optimizer.param_groups

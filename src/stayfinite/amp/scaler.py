@@ -220,7 +220,7 @@ class DynamicLossScaler(GradScaler):
         A scale outside the bounds, such as the 0 of a collapsed run, is brought within them.
         """
         if self._enabled and state_dict:
-            state_dict = self._checked(state_dict)
+            state_dict = self._usable_state(state_dict)
             self._per_optimizer_states.clear()  # flags of steps that are being undone
         super().load_state_dict(state_dict)
         left = state_dict.get("_hysteresis_tracker", self.hysteresis)
@@ -231,7 +231,7 @@ class DynamicLossScaler(GradScaler):
             self._tolerance.fill_(self._init_tolerance)
             self._at_floor.fill_(self._init_at_floor)
 
-    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _usable_state(self, state: dict[str, Any]) -> dict[str, Any]:
         missing = [key for key in _SAVED if key not in state]
         if missing:
             raise RecordError(f"this is no state of a loss scaler: {', '.join(missing)} missing.")

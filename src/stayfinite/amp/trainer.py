@@ -31,7 +31,7 @@ from stayfinite.amp.loop import (
     set_learning_rate,
 )
 from stayfinite.amp.update import (
-    Done,
+    BatchResult,
     LossFunction,
     Update,
     bad_states,
@@ -168,7 +168,7 @@ class AMPTrainer:
         done = self._run(batch)
         if self._teller.news or len(self._update.bad_losses) > bad:
             done = None
-        self._teller.batch_done(done, epoch=self.epoch)
+        self._teller.end_batch(done, epoch=self.epoch)
         every = self.config.checkpoint_every
         if every is not None and done is not None and done.was_update and self.step % every == 0:
             self._checkpoint()
@@ -254,7 +254,7 @@ class AMPTrainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, batch: Any) -> Done | None:
+    def _run(self, batch: Any) -> BatchResult | None:
         guard = self.guard
         step, is_looking = (0, False) if guard is None else (guard.steps, guard.is_looking)
         try:
@@ -339,7 +339,9 @@ class AMPTrainer:
             scaler=self.scaler,
             emas=() if ema is None else (ema,),
         )
-        self.guard = guard = Guard(settings, on_incident=self._teller.noticed, only=self.optimizer)
+        self.guard = guard = Guard(
+            settings, on_incident=self._teller.add_incident, only=self.optimizer
+        )
         guard.add(Job(parts, checks.recovery, NaNRecoveryManager(checks.recovery)))
         guard.attach()
         self.nan_recovery = guard.manager
@@ -354,11 +356,11 @@ def _let_go(guard: Guard) -> None:
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch with all its tensors on the device; the batch itself if they are there."""
 
-    def moved(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device, non_blocking=True)
         # A batch of a library of its own, such as a BatchEncoding.
         return value.to(device) if callable(getattr(value, "to", None)) else value
 
-    # torch has no public name for it; as it does, dataclasses are left as they are.
-    return tree_map(moved, batch)
+    # torch has no public name for its own walk through nested batches.
+    return tree_map(move, batch)

@@ -58,7 +58,7 @@ class Accumulation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class BatchResult:
     """What came of a batch. `loss` is that of this batch alone, neither scaled nor divided.
 
     An update that was attempted but is none was skipped by the scaler. The statistics are there
@@ -110,7 +110,7 @@ class Update:
         self._looks_at_loss = looks_at_loss
         self.bad_losses.clear()
 
-    def losses(self, batch: Any, *, model: nn.Module | None = None) -> Losses:
+    def losses(self, batch: Any, *, model: nn.Module | None = None) -> BatchLosses:
         """The loss of this batch, under autocast as configured."""
         autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._config.precision != "fp32":  # there all is as without it
@@ -119,7 +119,7 @@ class Update:
             model = self._model if model is None else model
             return losses_of(batch, model=model, loss_fn=self._loss_fn)
 
-    def __call__(self, batch: Any) -> Done:
+    def __call__(self, batch: Any) -> BatchResult:
         window = self.window
         if window.is_at_start:
             self.optimizer.zero_grad()
@@ -131,10 +131,10 @@ class Update:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         window.batches += 1
         terms = {name: term.detach() for name, term in losses.terms.items()}
-        done = Done(loss=losses.total.detach(), terms=terms)
+        done = BatchResult(loss=losses.total.detach(), terms=terms)
         return done if window.batches < window.size else self._end_window(done)
 
-    def _look_at(self, losses: Losses) -> None:
+    def _look_at(self, losses: BatchLosses) -> None:
         """Note what is bad: of the terms that have a part in the gradient, and the total.
 
         A term without a gradient is a number to look at, such as an accuracy; it may be NaN.
@@ -148,7 +148,7 @@ class Update:
                 if not all_finite([loss]):
                     self.bad_losses.setdefault(name, loss.detach())
 
-    def _end_window(self, done: Done) -> Done:
+    def _end_window(self, done: BatchResult) -> BatchResult:
         """Unscale, look, clip, step, update the scale, then whoever follows."""
         config, optimizer, window = self._config, self.optimizer, self.window
         if self.scaler is not None:
@@ -196,14 +196,14 @@ def scaler_for(config: AMPConfig, device: torch.device) -> DynamicLossScaler | N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class BatchLosses:
     """The loss to descend on, and its named terms where it has some."""
 
     total: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
 
 
-def losses_of(batch: Any, *, model: nn.Module, loss_fn: LossFunction | None) -> Losses:
+def losses_of(batch: Any, *, model: nn.Module, loss_fn: LossFunction | None) -> BatchLosses:
     """The loss of this batch; InputError when batch or result are of no known form."""
     if loss_fn is not None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -220,7 +220,7 @@ def losses_of(batch: Any, *, model: nn.Module, loss_fn: LossFunction | None) -> 
     return _losses_in(model(*args), "the model")
 
 
-def _losses_in(result: Any, maker: str) -> Losses:
+def _losses_in(result: Any, maker: str) -> BatchLosses:
     named: Mapping[str, Any] = result if isinstance(result, Mapping) else {}
     own = named.get("loss") if named else getattr(result, "loss", None)
     total = result if isinstance(result, Tensor) else own
@@ -231,7 +231,7 @@ def _losses_in(result: Any, maker: str) -> Losses:
                 f"{maker} returned a loss of shape {list(total.shape)} and {total.dtype}; it must "
                 "be one real number. Reduce it, such as with .mean()."
             )
-        return Losses(total=total, terms=terms)
+        return BatchLosses(total=total, terms=terms)
     if not isinstance(result, Mapping):
         raise InputError(
             f"{maker} returned a {type(result).__name__}; it must return a tensor, named terms in "
@@ -243,7 +243,7 @@ def _losses_in(result: Any, maker: str) -> Losses:
             f'{maker} returned a mapping of {names}; it must have a "loss", or terms to add up '
             "that are tensors of one element. Does the batch lack its labels?"
         )
-    return Losses(total=functools.reduce(operator.add, terms.values()), terms=terms)
+    return BatchLosses(total=functools.reduce(operator.add, terms.values()), terms=terms)
 
 
 def _is_term(value: Any) -> bool:

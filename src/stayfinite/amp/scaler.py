@@ -272,7 +272,8 @@ class DynamicLossScaler(GradScaler):
         found = super()._check_inf_per_device(optimizer)
         gradients = [g for g in gradients_of(optimizer) if g.numel()]
         if self.min_scale < 1.0 and gradients and self._scale is not None:
-            # The fused kernel divides later, and by less than 1 what is finite may overflow.
+            # The fused kernel divides later, and by less than 1 what is finite may overflow. The
+            # private function is one kernel for all; the public norm would be one for each.
             norms = [n.to(self._scale) for n in torch._foreach_norm(gradients, math.inf)]
             self._note(optimizer, (torch.stack(norms) / self._scale).isfinite().all().logical_not())
         return found

@@ -122,41 +122,48 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         post = free_post() if is_alone(trainer) else None
         reason = _reason_to_stand_aside(trainer, optimizers, has_post=post is not None)
         if reason is not None:
-            self._says_no(reason)
+            self._stand_aside(reason)
             return
         self._earlier = self.incidents
-        if post is None:
-            self._attach(trainer, optimizers)
-        else:
-            self._join(post, trainer, optimizers)
+        self._attach(trainer, optimizers, post)
 
-    def _says_no(self, reason: str) -> None:
+    def _stand_aside(self, reason: str) -> None:
         logger.warning("the StayFinite callback does nothing here: %s", reason)
 
-    def _attach(self, trainer: Any, optimizers: list[Optimizer]) -> None:
-        on_nan, config = self._options["on_nan"], self._options["config"] or RecoveryConfig()
-        seconds = self._options["prove_seconds"]
+    def _attach(self, trainer: Any, optimizers: list[Optimizer], post: Post | None) -> None:
+        """Watch, by ourselves or for the command that watches this process.
+
+        With a post it says what is done, and tells.
+        """
+        options = self._options
+        if post is None:
+            config = options["config"] or RecoveryConfig()
+            settings = GuardSettings(
+                on_nan=options["on_nan"],
+                folder=os.getcwd(),
+                prove_seconds=options["prove_seconds"],
+            )
+        else:
+            settings, config = post.settings, post.config
         guard = LightningGuard(
-            GuardSettings(on_nan=on_nan, folder=os.getcwd(), prove_seconds=seconds),
+            settings,
             trainer,
-            on_incident=told_to(self._options["sinks"]),
-            only=optimizers[0] if len(optimizers) == 1 else None,
+            on_incident=told_to(options["sinks"]),
+            only=optimizers[0] if post is None and len(optimizers) == 1 else None,
             replays=self._replays,
         )
-        watched = optimizers if on_nan == "recover" else []
-        attached = _prepare(trainer, guard, [LightningJob(trainer, o, config) for o in watched])
-        guard.attach()
-        self._guard, self._first = guard, 0
-        self._attached = together(attached, Attachment(guard.close))
-
-    def _join(self, post: Post, trainer: Any, optimizers: list[Optimizer]) -> None:
-        """Watch for the command that watches this process; it says what is done, and tells."""
-        guard = LightningGuard(post.settings, trainer, replays=self._replays)
-        jobs = [LightningJob(trainer, each, post.config, post=post) for each in optimizers]
-        attached = _prepare(trainer, guard, jobs)
-        relief = post.stand_in(guard)
+        if settings.on_nan == "recover":
+            for optimizer in optimizers:
+                guard.add(LightningJob(trainer, optimizer, config, post=post))
+        keeping = [keep_bad_gradients(job.parts.optimizer) for job in guard.jobs.values()]
+        attached = together(refuse_bad_checkpoints(trainer), *keeping)
+        if post is None:
+            guard.attach()
+            watching = Attachment(guard.close)
+        else:
+            watching = post.stand_in(guard)
         self._guard, self._first = guard, len(guard.incidents)
-        self._attached = together(attached, relief)
+        self._attached = together(attached, watching)
 
     @harmless("the beginning of a batch")
     def on_train_batch_start(
@@ -217,15 +224,8 @@ class LentStayFinite(StayFinite):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def _says_no(self, reason: str) -> None:
+    def _stand_aside(self, reason: str) -> None:
         """Nothing: nobody asked for it, and the process is watched all the same."""
-
-
-def _prepare(trainer: Any, guard: LightningGuard, jobs: list[LightningJob]) -> Attachment:
-    for job in jobs:
-        guard.add(job)
-    keeping = [keep_bad_gradients(job.parts.optimizer) for job in jobs]
-    return together(refuse_bad_checkpoints(trainer), *keeping)
 
 
 def _reason_to_stand_aside(

@@ -78,7 +78,6 @@ class StayFiniteCallback(TrainerCallback):
     ) -> None:
         self._options = watch_options(config, on_nan, sinks, prove_seconds)
         self._watch: WatchedTrainer | None = None
-        self._trainer: Any = None
         self._past: list[Incident] = []
 
     @property
@@ -106,9 +105,6 @@ class StayFiniteCallback(TrainerCallback):
             self._watch = WatchedTrainer(trainer, self._options)
         except StayFiniteError as error:
             logger.warning("StayFiniteCallback does nothing here: %s", error)
-            return
-        self._trainer = trainer
-        _watched.add(trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._watch is not None:
@@ -131,8 +127,6 @@ class StayFiniteCallback(TrainerCallback):
         """Leave torch and the trainer as they were; the trainer does this at its end."""
         watch, self._watch = self._watch, None
         if watch is not None:
-            _watched.discard(self._trainer)
-            self._trainer = None
             with harmless("leaving a trainer"):
                 watch.close()
             self._past += watch.incidents
@@ -190,7 +184,8 @@ class WatchedTrainer:
     is done and who is told.
 
     Four methods of the trainer are wrapped until `close()`: training_step, log,
-    _save_checkpoint, and _run_epoch where there is one.
+    _save_checkpoint, and _run_epoch where there is one. The last two are private, but no callback
+    comes before every save, and none after an error.
     """
 
     def __init__(self, trainer: Any, options: WatchOptions) -> None:
@@ -215,6 +210,7 @@ class WatchedTrainer:
         self._attachment = together(*self._attachments())
         replay = Replay(self.guard, self._again, batch=self._batch)
         self.guard.replay_with(replay, only=self._job)
+        _watched.add(trainer)
 
     def _attachments(self) -> Iterable[Attachment]:
         trainer, job = self._trainer, self._job
@@ -234,6 +230,7 @@ class WatchedTrainer:
 
     def close(self) -> None:
         """Leave torch and the trainer as they were; a guard that is somebody else's stays."""
+        _watched.discard(self._trainer)
         if not self._is_shared:
             self.guard.close()
         self._relief.remove()

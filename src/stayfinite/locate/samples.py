@@ -91,6 +91,8 @@ class Deliveries:
         self._heard = heard
         self._recent: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._has_failed = False
+        self.again: Callable[[], Any] | None = None
+        """Hands over the batches of a step that is run again, in the place of all loaders."""
 
     def watch(self) -> Attachment:
         """Listen to every loader; some microseconds for each batch."""
@@ -139,6 +141,8 @@ class Deliveries:
 
     def _around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def advance(iterator: Any) -> Any:
+            if self.again is not None:
+                return self.again()
             batch = original(iterator)
             try:
                 self._delivered(iterator, batch)

@@ -1,0 +1,443 @@
+"""What is kept of each step so that it can be run again: generators, buffers, carried values.
+
+A moment is noted after every update and after every batch that a loader hands over. All of it is
+by reference or a small copy on the same device; nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import functools
+import inspect
+import itertools
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.locate.source import USER, kind_of
+from stayfinite.nested import named_tensors
+from stayfinite.replay.loop import loops_around
+from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, same
+from stayfinite.snapshot.mark import KeptTensors, TensorWatch
+from stayfinite.snapshot.rng import generator_cell
+
+Kind = Literal["entered", "delivered", "updated", "passed"]
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_REMEMBERED = 64  # moments
+_MOST_BYTES = 256 << 20  # of batches that are kept beyond the last two
+_MOST_FRAMES = 64
+# Whose loops are not training: test runners, notebooks, servers.
+_HOSTS = frozenset(
+    ["_pytest", "pluggy", "xdist", "execnet", "IPython", "ipykernel", "tornado", "nbclient"]
+    + ["debugpy", "pydevd", "coverage", "ray", "uvicorn", "gunicorn", "celery", "click"]
+)
+_ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), iter(range(1 << 99)))))
+_MOST_SEARCHED = 20_000
+_FEW = 1 << 22  # elements
+
+
+class Line(NamedTuple):
+    """Where a frame of the user's was; the frame is known by its number, so that it may end."""
+
+    frame: int
+    code: CodeType
+    lasti: int
+    line: int
+
+    def is_in(self, frame: FrameType) -> bool:
+        return self.frame == id(frame) and self.code is frame.f_code
+
+
+class Moment:
+    """One moment of training: what has to be put back to go on from there once more."""
+
+    __slots__ = (
+        *("attributes", "batch", "buffers", "gradients", "kind", "lines"),
+        *("names", "nbytes", "optimizer", "random", "rates"),
+    )
+
+    def __init__(
+        self,
+        kind: Kind,
+        lines: tuple[Line, ...],
+        names: list[tuple[int, dict[str, Any]]],
+        random: list[tuple[Cell, Any]],
+        buffers: KeptTensors | None,
+    ) -> None:
+        self.kind, self.lines, self.names = kind, lines, names
+        self.random, self.buffers = random, buffers
+        self.attributes: list[tuple[Any, str, Any]] = []  # of the user's objects
+        self.optimizer: int | None = None  # whose update it follows
+        self.rates: list[Any] = []  # learning rates of that update
+        self.gradients: list[Tensor | None] | None = None  # of that update, of a small model
+        self.batch: Any = None
+        self.nbytes = 0
+
+    def line_in(self, frame: FrameType) -> int | None:
+        return next((each.line for each in self.lines if each.is_in(frame)), None)
+
+    def values_in(self, frame: FrameType) -> Mapping[str, Any]:
+        """Names that the loops in this frame carry, with their values at this moment."""
+        held = next((values for number, values in self.names if number == id(frame)), {})
+        return {n: copy.copy(v) if type(v) in _ITERATORS else v for n, v in held.items()}
+
+    def restore(self) -> None:
+        """Put generators, buffers and attributes back."""
+        self.restore_random()
+        if self.buffers is not None:
+            self.buffers.restore()
+        self.restore_attributes()
+
+    def restore_attributes(self) -> None:
+        for owner, name, value in self.attributes:
+            if value is MISSING:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, value)
+
+    def restore_random(self) -> None:
+        for cell, state in self.random:
+            cell.put_back(state)
+
+
+class Moments:
+    """The last moments of training in this process, newest last."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Moment] = deque(maxlen=_REMEMBERED)
+        self._generators = _Generators()
+        self._buffers = _Buffers()
+        self._attributes = _Attributes()
+        self._noted = 0
+        self._updates: dict[int, int] = {}  # by optimizer
+        self._sizes = (0, 0)
+        self.has_gradients: dict[int, bool] = {}
+        """Of each optimizer: whether its parameters had gradients as the step's first backward
+        pass began."""
+
+    def __iter__(self) -> Iterator[Moment]:
+        return iter(self._kept)
+
+    @property
+    def optimizers(self) -> set[int]:
+        """Those that have made updates, by their ids."""
+        return set(self._updates)
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self._kept.clear()
+        self._generators, self._buffers = _Generators(), _Buffers()
+        self._attributes = _Attributes()
+        self.has_gradients.clear()
+        self._updates.clear()
+
+    def watch_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the buffers of these too."""
+        for module in modules:
+            self._buffers.add(module)
+
+    def registered(self, module: nn.Module) -> None:
+        """A module is given a buffer."""
+        self._buffers.add(module)
+
+    def updated(self, optimizer: Optimizer, frame: FrameType | None) -> None:
+        """An update was attempted."""
+        whose = id(optimizer)
+        count = self._updates[whose] = self._updates.get(whose, 0) + 1
+        if len(self._updates) == 1 or count == min(self._updates.values()):
+            self._forget_turns(whose)
+        moment = self._note("updated", frame)
+        moment.optimizer, moment.rates = whose, [g.get("lr") for g in optimizer.param_groups]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._are_few(params):
+            moment.gradients = [param.grad for param in params]
+        self.has_gradients.clear()
+
+    def _are_few(self, params: list[Tensor]) -> bool:
+        """Whether keeping their gradients until the next update takes little memory."""
+        if len(params) != self._sizes[0]:
+            self._sizes = len(params), sum(map(Tensor.numel, params))
+        return self._sizes[1] <= _FEW
+
+    def _forget_turns(self, optimizer: int) -> None:
+        """A turn of the loop has ended with this update: what was before the last one goes.
+
+        Of several optimizers it is the one that steps most seldom which ends a turn.
+        """
+        ends = [n for n, each in enumerate(self._kept) if each.optimizer == optimizer]
+        for _ in range(ends[-1] if ends else 0):
+            self._kept.popleft()
+
+    def passed(self, frame: FrameType | None) -> None:
+        """A backward pass is over, in training that has no optimizer."""
+        self._note("passed", frame)
+
+    def entered(self, frame: FrameType | None) -> None:
+        """The first module is called, or the first since there is another optimizer."""
+        self._noted = 0  # there may be other objects than before
+        self._note("entered", frame)
+
+    def delivered(self, batch: Any, frame: FrameType | None) -> None:
+        """A loader hands over a batch."""
+        moment = self._note("delivered", frame)
+        moment.batch = batch
+        moment.nbytes = sum(tensor.nbytes for _, tensor in named_tensors(batch, ""))
+        self._let_go_of_batches()
+
+    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
+        """The first backward pass of a step begins: are there gradients from before?"""
+        for optimizer in optimizers:
+            groups = optimizer.param_groups
+            params = groups[0]["params"] if groups else []
+            self.has_gradients[id(optimizer)] = bool(params) and params[0].grad is not None
+
+    def _note(self, kind: Kind, frame: FrameType | None) -> Moment:
+        frames = list(user_frames(frame))
+        self._noted += 1
+        if not self._noted & (self._noted - 1):  # rarely, and more rarely as time goes on
+            found = list(_things_in(frames))
+            self._generators.add(thing for thing in found if isinstance(thing, _GENERATORS))
+            self._attributes.add(found)
+        lines: list[Line] = []
+        names: list[tuple[int, dict[str, Any]]] = []
+        for each in frames:
+            lines.append(Line(id(each), each.f_code, each.f_lasti, each.f_lineno))
+            if (values := _carried_values(each)) is not None:
+                names.append((id(each), values))
+        # Between an update and a batch no training happens, so buffers stay.
+        newest = self._kept[-1] if self._kept else None
+        is_after = kind == "delivered" and newest is not None
+        buffers = newest.buffers if is_after and newest is not None else self._buffers.keep()
+        moment = Moment(kind, tuple(lines), names, self._generators.read(), buffers)
+        moment.attributes = self._attributes.read()
+        self._kept.append(moment)
+        return moment
+
+    def _let_go_of_batches(self) -> None:
+        """Batches may be large: of older ones only as many are kept as fit."""
+        total = 0
+        for age, moment in enumerate(m for m in reversed(self._kept) if m.kind == "delivered"):
+            total += moment.nbytes
+            if age > 1 and total > _MOST_BYTES:
+                moment.batch, moment.nbytes = GONE, 0
+
+
+GONE = object()
+"""In the place of a batch that was let go."""
+MISSING = object()
+"""In the place of an attribute that was not there."""
+
+
+def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Frames that are neither torch's nor ours, innermost first, up to whoever runs programs."""
+    count = 0
+    while frame is not None and count < _MOST_FRAMES:
+        if kind_of(frame.f_code) == USER:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS:
+                return
+            yield frame
+        frame, count = frame.f_back, count + 1
+
+
+def _carried_values(frame: FrameType) -> dict[str, Any] | None:
+    loops = loops_around(frame.f_code, frame.f_lineno)
+    if not loops:
+        return None
+    held = frame.f_locals
+    # A body that calls next() moves these on.
+    values = {n: copy.copy(v) for n, v in held.items() if type(v) in _ITERATORS}
+    for loop in loops:
+        values |= {name: _light(held[name]) for name in loop.carried if name in held}
+    return values
+
+
+def _light(value: Any) -> Any:
+    """The value, without the graph that hangs on a tensor."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach()
+    return value
+
+
+class _Generators:
+    """All random number generators, each read as often as it has to be."""
+
+    def __init__(self) -> None:
+        self._host = [generator_cell(torch.default_generator, "torch")]
+        self._seldom: list[_SeldomRead] = [
+            _SeldomRead(FunctionsCell("python", "random", random.getstate, random.setstate))
+        ]
+        self._known: dict[int, Any] = {id(torch.default_generator): torch.default_generator}
+        self._has_numpy = self._has_cuda = False
+
+    def read(self) -> list[tuple[Cell, Any]]:
+        if not self._has_numpy and "numpy.random" in sys.modules:
+            self._has_numpy = True
+            read = lambda: np.random.get_state(legacy=False)  # noqa: E731
+            write = np.random.set_state
+            self._seldom.append(_SeldomRead(FunctionsCell("numpy", "random", read, write)))
+        if not self._has_cuda and torch.cuda.is_initialized():
+            self._has_cuda = True  # their states are a seed and an offset, which the host knows
+            for number, generator in enumerate(torch.cuda.default_generators):
+                self._host.append(generator_cell(generator, f"cuda:{number}"))
+        states = [(cell, cell.content()) for cell in self._host]
+        return states + [(each.cell, each.state()) for each in self._seldom]
+
+    def add(self, generators: Iterable[Any]) -> None:
+        for found in generators:
+            if id(found) not in self._known:
+                self._known[id(found)] = found
+                cell = generator_cell(found, "generator")
+                if isinstance(found, torch.Generator):
+                    self._host.append(cell)
+                else:
+                    self._seldom.append(_SeldomRead(cell))
+
+
+class _SeldomRead:
+    """A generator of the host whose state is large, and which most trainings never use.
+
+    It is read every time once it was seen to change, or while that is not known yet.
+    """
+
+    _SURE = 8
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self._last: Any = None
+        self._looks = 0
+        self._is_used = False
+
+    def state(self) -> Any:
+        self._looks += 1
+        looks = self._looks
+        if self._is_used or looks <= self._SURE or not looks & (looks - 1):
+            now = self.cell.content()
+            self._is_used = self._is_used or (looks > 1 and not _are_equal(now, self._last))
+            self._last = now
+        return self._last
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_are_equal(one[key], two[key]) for key in one)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, two))
+    return bool(one == two)
+
+
+def _things_in(frames: Iterable[FrameType]) -> Iterator[Any]:
+    """Generators and objects of the user's classes in variables, as far as a short search goes."""
+    todo = deque(itertools.chain(*(frame.f_locals.values() for frame in frames)))
+    seen: set[int] = set()
+    while todo and len(seen) < _MOST_SEARCHED:
+        value = todo.popleft()
+        kind = type(value)
+        if id(value) in seen or kind in CONSTANTS:
+            continue
+        seen.add(id(value))
+        if issubclass(kind, _GENERATORS):
+            yield value
+        elif kind in (list, tuple):
+            todo.extend(value[:50])
+        elif kind is dict:
+            todo.extend(itertools.islice(value.values(), 50))
+        elif not issubclass(kind, (Tensor, type)) and kind.__module__ != "builtins":
+            if is_users_class(kind):
+                yield value
+            inside = getattr(value, "__dict__", None)
+            if type(inside) is dict:
+                todo.extend(v for name, v in inside.items() if not name.endswith("_hooks"))
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is the user's own, or of a library that is not torch's or python's."""
+    return _is_users_module(kind.__module__)
+
+
+@functools.cache
+def _is_users_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name == "__main__" if file is None else kind_of(compile("", file, "exec")) == USER
+
+
+class _Attributes:
+    """Attributes of the user's objects that their methods assign: hidden states, counters, caches.
+
+    They are kept by reference.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+
+    def add(self, things: Iterable[Any]) -> None:
+        for thing in things:
+            names = assigned_attributes(type(thing))
+            if names and id(thing) not in self._owners:
+                with contextlib.suppress(TypeError):  # not all classes allow weak references
+                    self._owners[id(thing)] = weakref.ref(thing), names
+
+    def read(self) -> list[tuple[Any, str, Any]]:
+        found = []
+        for ref, names in self._owners.values():
+            if (owner := ref()) is not None and (held := getattr(owner, "__dict__", None)):
+                found += [(owner, n, _light(held.get(n, MISSING))) for n in names]
+        return found
+
+
+_MAKERS = frozenset(["__init__", "__new__", "__post_init__", "__setstate__"])
+_STORE = dis.opmap["STORE_ATTR"]
+
+
+_assigned: dict[type, tuple[str, ...]] = {}
+
+
+def assigned_attributes(kind: type) -> tuple[str, ...]:
+    """The names of the attributes that the methods of a user's class assign after it was made."""
+    if kind not in _assigned:
+        users = [base for base in kind.__mro__ if is_users_class(base)]
+        methods = [pair for base in users for pair in vars(base).items() if pair[0] not in _MAKERS]
+        names: set[str] = set()
+        for _, value in methods:
+            function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+            if isinstance(function, FunctionType):
+                names |= _stored(function.__code__)
+        computed = {name for base in users for name in vars(base)}  # properties
+        _assigned[kind] = tuple(sorted(names - computed))
+    return _assigned[kind]
+
+
+def _stored(code: CodeType) -> set[str]:
+    found = {i.argval for i in dis.get_instructions(code) if i.opcode == _STORE}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _stored(constant)
+    return found
+
+
+class _Buffers:
+    """The buffers of all modules that were given some."""
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._watch = TensorWatch([])
+
+    def add(self, module: nn.Module) -> None:
+        self._modules.add(module)
+
+    def keep(self) -> KeptTensors | None:
+        # _buffers: named_buffers() takes many times as long, and this runs in healthy steps.
+        held = [t for m in self._modules for t in m._buffers.values() if t is not None]
+        if not same(held, self._watch.tensors):
+            self._watch = TensorWatch(held, self._watch)
+        return self._watch.keep()

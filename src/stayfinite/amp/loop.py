@@ -282,12 +282,12 @@ class Teller:
         was_update = done is not None and done.was_update
         if done is not None and was_update:
             self._log(done, step=step, epoch=epoch)
-        loss = None if done is None else done.kept_loss
+        loss = None if done is None else done.loss
         event = StepEvent(step=step, epoch=epoch, loss=loss, was_update=was_update)
         self.tell("on_step", event)
 
     def _log(self, done: BatchResult, *, step: int, epoch: int) -> None:
-        if done.before is None or done.after is None:
+        if done.loss is None or done.before is None or done.after is None:
             return
         scaler, groups = self._update.scaler, self._update.optimizer.param_groups
         event = LogEvent(

@@ -172,7 +172,7 @@ class AMPTrainer:
         every = self.config.checkpoint_every
         if every is not None and done is not None and done.was_update and self.step % every == 0:
             self._checkpoint()
-        return None if done is None else done.kept_loss
+        return None if done is None else done.loss
 
     def fit(self, loader: Iterable[Any], epochs: int = 1) -> list[EpochEvent]:
         """Train so many epochs on the loader, with a progress bar where there is a terminal.

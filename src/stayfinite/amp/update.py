@@ -6,7 +6,6 @@ With what is wrong before the first one, all of it at once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -61,21 +60,15 @@ class Accumulation:
 class BatchResult:
     """What came of a batch. `loss` is that of this batch alone, neither scaled nor divided.
 
-    An update that was attempted but is none was skipped by the scaler. The statistics are there
-    when they were due: before clipping, and after it.
+    It is None if the scaler skipped the update that it led to. The statistics are there when they
+    were due: before clipping, and after it.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     terms: dict[str, Tensor] = field(default_factory=dict)
-    was_attempted: bool = False
     was_update: bool = False
     before: GradientStatistics | None = None
     after: GradientStatistics | None = None
-
-    @property
-    def kept_loss(self) -> Tensor | None:
-        """The loss, unless the update that it led to was skipped."""
-        return None if self.was_attempted and not self.was_update else self.loss
 
 
 class Update:
@@ -165,8 +158,9 @@ class Update:
             window.updates += 1
             self._after_update()
         window.batches = 0
-        return dataclasses.replace(
-            done, was_attempted=True, was_update=was_update, before=before, after=after
+        loss = done.loss if was_update else None
+        return BatchResult(
+            loss=loss, terms=done.terms, was_update=was_update, before=before, after=after
         )
 
     def _step(self) -> bool:

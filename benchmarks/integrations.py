@@ -58,7 +58,7 @@ def of_lightning() -> Entries:
 def of_transformers() -> Entries:
     from stayfinite.integrations.transformers import Losses, StayFiniteCallback, WatchedTrainer
 
-    return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (Losses, "saw")]
+    return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (Losses, "add")]
 
 
 def of_accelerate() -> Entries:
@@ -71,7 +71,7 @@ def of_ignite() -> Entries:
     return [
         (ignite, "step_carefully"),
         (ignite._Steps, "_output_after"),
-        (ignite._Steps, "iteration_ended"),
+        (ignite._Steps, "end_iteration"),
     ]
 
 

@@ -132,7 +132,7 @@ def inject(
         attached.enter_context(_TARGETS[option](fault, aim.name or "", model, optimizer))
         yield fault
     if must_fire and not fault.fired and fault.is_here:
-        raise fault.never_fired()
+        raise fault.unfired_error()
 
 
 Batch = TypeVar("Batch")
@@ -221,7 +221,7 @@ class Fault:
             raise unknown(self.aim.option, path, what=what, known=paths)
         return value
 
-    def never_fired(self) -> ConfigError:
+    def unfired_error(self) -> ConfigError:
         """The error for a block in which nothing happened."""
         if self.step <= self._at_step:
             return ConfigError(

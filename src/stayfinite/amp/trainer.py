@@ -210,7 +210,7 @@ class AMPTrainer:
         """
         counts = {"epoch": self.epoch, "updates": self.step}
         try:
-            save_checkpoint(path, **self._saved(), step=self.step, extra={"counts": counts})
+            save_checkpoint(path, **self._saved_parts(), step=self.step, extra={"counts": counts})
         except NonFiniteError as error:
             ema = self._followers.ema
             bad = [*bad_weights(self.model), *bad_states(self.optimizer)]
@@ -223,7 +223,7 @@ class AMPTrainer:
 
         All is checked before anything is changed. The file is read without running code in it.
         """
-        loaded = load_checkpoint(path, **self._saved())
+        loaded = load_checkpoint(path, **self._saved_parts())
         known = loaded.extra.get("counts", {}) if isinstance(loaded.extra, dict) else {}
         # A file that a trainer did not write begins with its step, and with epoch 0.
         self.epoch = known.get("epoch", 0)
@@ -309,7 +309,7 @@ class AMPTrainer:
         except (NonFiniteError, CheckpointError) as error:
             logger.error("%s", error)
 
-    def _saved(self) -> dict[str, Any]:
+    def _saved_parts(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "optimizer": self.optimizer,

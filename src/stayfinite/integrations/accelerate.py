@@ -169,13 +169,13 @@ class AcceleratorGuard:
         step, syncs, loader = accelerator.step, state.sync_gradients, state.active_dataloader
         is_last = state.end_of_dataloader
 
-        def counted(given: Batch) -> Result:
+        def run_counted(given: Batch) -> Result:
             accelerator.step, state.sync_gradients = step, syncs
             if loader is not None:
                 loader.end_of_dataloader = is_last
             return fn(given)
 
-        result: Result | None = step_carefully(self.guard, counted, batch, gives_up=self.close)
+        result: Result | None = step_carefully(self.guard, run_counted, batch, gives_up=self.close)
         return result
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ def tell_skips(optimizer: Optimizer, job: Job) -> Attachment:
     if not isinstance(optimizer, AcceleratedOptimizer):
         return Attachment(lambda: None)
 
-    def stepped(inner: Optimizer, args: Any, kwargs: Any) -> None:
+    def say_if_skipped(inner: Optimizer, args: Any, kwargs: Any) -> None:
         with harmless("telling of a skipped step"):
             if optimizer.scaler is None:
                 optimizer._is_overflow = not job.was_good
@@ -212,5 +212,5 @@ def tell_skips(optimizer: Optimizer, job: Job) -> Attachment:
         if optimizer.scaler is None:  # nobody else would ever take it back
             optimizer._is_overflow = False
 
-    handle = inner_optimizer(optimizer).register_step_post_hook(stepped)
+    handle = inner_optimizer(optimizer).register_step_post_hook(say_if_skipped)
     return Attachment(forget)

@@ -138,7 +138,7 @@ class _Steps:
     def attach(self, engine: Engine) -> Attachment:
         # Handlers that are added now come after those of the user.
         handles = [
-            engine.add_event_handler(Events.ITERATION_COMPLETED, self.iteration_ended),
+            engine.add_event_handler(Events.ITERATION_COMPLETED, self.end_iteration),
             engine.add_event_handler(Events.EPOCH_STARTED, self._keep_what_follows),
             engine.add_event_handler(Events.EPOCH_COMPLETED, self._keep_what_follows),
         ]
@@ -195,7 +195,7 @@ class _Steps:
             return output
         return (self._outputs or made or [None])[0]
 
-    def iteration_ended(self) -> None:
+    def end_iteration(self) -> None:
         """What handlers did after a step that was left out is taken back."""
         if self._was_left_out:
             with harmless("ending an iteration"):

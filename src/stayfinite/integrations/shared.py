@@ -44,7 +44,7 @@ def step_carefully(
     results: list[Any] = []
     theirs: list[BaseException] = []
 
-    def noted(given: Any) -> Any:
+    def run_and_note(given: Any) -> Any:
         try:
             results.append(fn(given))
         except BaseException as error:
@@ -53,7 +53,7 @@ def step_carefully(
         return results[-1]
 
     try:
-        return guard.step(noted, batch)
+        return guard.step(run_and_note, batch)
     except TrainingAbortedError:
         raise
     except Exception as error:

@@ -109,7 +109,7 @@ class StayFiniteCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._watch is not None:
             with harmless("ending a step of the trainer"):
-                self._watch.step_ended()
+                self._watch.end_step()
         self._refuse_bad_save(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -237,12 +237,12 @@ class WatchedTrainer:
         self._attachment.remove()
         self._calls.clear()
 
-    def step_ended(self) -> None:
+    def end_step(self) -> None:
         """Take back what followed a vetoed update, before anybody evaluates or saves."""
         if self._job is not None:
             self._job.settle()
         is_good = self._job is None or self._job.was_good
-        self._losses.step_ended(is_good=is_good)
+        self._losses.end_step(is_good=is_good)
         if not is_good:
             self._mend_sum(self._losses.sum)
 
@@ -277,7 +277,7 @@ class WatchedTrainer:
                 self._begin(original, (model, copy.copy(inputs), *args), kwargs)
             loss = original(model, inputs, *args, **kwargs)
             with harmless("looking at a loss of the trainer"):
-                self._losses.saw(loss)
+                self._losses.add(loss)
             return loss
 
         return training_step
@@ -294,7 +294,7 @@ class WatchedTrainer:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             with harmless("looking at a log of the trainer"):
                 if "loss" in logs:
-                    logs = self._losses.added_to(logs)
+                    logs = self._losses.completed_log(logs)
                     self._losses = Losses()
                     self._mend_sum(0.0)
             return original(logs, *args, **kwargs)
@@ -336,18 +336,18 @@ class Losses:
         self._bad: Any = 0
         self.sum: Any = 0.0  # of the good ones
 
-    def saw(self, loss: Tensor) -> None:
+    def add(self, loss: Tensor) -> None:
         """One of a micro-batch; nothing is read from the device here."""
         is_bad = ~torch.isfinite(loss)
         self._seen += 1
         self._bad = self._bad + is_bad
         self.sum = self.sum + loss.masked_fill(is_bad, 0.0)
 
-    def step_ended(self, *, is_good: bool) -> None:
+    def end_step(self, *, is_good: bool) -> None:
         self._steps += 1
         self._skipped += not is_good
 
-    def added_to(self, logs: dict[str, float]) -> dict[str, float]:
+    def completed_log(self, logs: dict[str, float]) -> dict[str, float]:
         """The log with what it hides; as it is when there was nothing bad."""
         more: dict[str, float] = {}
         if bad := int(self._bad):  # host sync

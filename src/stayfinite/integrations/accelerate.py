@@ -165,6 +165,7 @@ class AcceleratorGuard:
         """
         if self._is_shared or not self._is_watching:
             return fn(batch)
+        # Where `accelerator.accumulate` is now.
         accelerator, state = self._accelerator, self._accelerator.gradient_state
         step, syncs, loader = accelerator.step, state.sync_gradients, state.active_dataloader
         is_last = state.end_of_dataloader

@@ -120,8 +120,7 @@ class Evidence:
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._normalisers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._bootstrap_steps = 0
-        self._twice_called_steps = 0
+        self._followed_steps = self._bootstrap_steps = self._twice_called_steps = 0
         self._latest: Callable[[], Optimizer | None] = lambda: None
         self._turns = 0  # how often another optimizer than the one before has stepped
 
@@ -276,10 +275,18 @@ class Evidence:
         self._most = max(self._most, updates.tally.count)
         self.grad_norm = self.bad_loss = None
         self.bad_inputs.clear()
-        if kinds := self._kinds:
-            self._bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
-            self._twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
+        if self._kinds:
+            self._followed_steps += 1
+            self._bootstrap_steps += self._bootstraps()
+            self._twice_called_steps += self._calls_twice()
             self._calls, self._kinds = {}, {}
+
+    def _bootstraps(self) -> bool:
+        """Whether in this step one build of module was called with and without gradients."""
+        return any(grad and (name, False) in self._kinds for name, grad in self._kinds)
+
+    def _calls_twice(self) -> bool:
+        return any(count > 1 and grad for (_, grad), count in self._calls.items())
 
     def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A top-level module is called: remember how large its inputs are, and in which mode."""
@@ -313,6 +320,11 @@ class Evidence:
         # Whether several optimizers step one after the other, again and again.
         fewest = min((each.tally.count for each in self._by_optimizer.values()), default=0)
         take_turns = self._turns > 2 + fewest
+        if self._followed_steps:
+            bootstraps = self._bootstrap_steps > steps // 2
+            calls_twice = self._twice_called_steps > steps // 2
+        else:  # only the step that is run again is followed
+            bootstraps, calls_twice = self._bootstraps(), self._calls_twice()
         return Context(
             step=step,
             locations=locations,
@@ -327,8 +339,8 @@ class Evidence:
             weight_growth=weight_growth(initial, weights),
             poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
             loaded_keys=tuple(self.bad_keys),
-            bootstraps=self._bootstrap_steps > steps // 2,
-            is_adversarial=take_turns and self._twice_called_steps > steps // 2,
+            bootstraps=bootstraps,
+            is_adversarial=take_turns and calls_twice,
         )
 
     def at_work(self) -> Optimizer | None:

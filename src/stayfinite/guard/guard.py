@@ -63,7 +63,7 @@ from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.replay.moments import Moments
+from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
 from stayfinite.training import Pairs, params_of
@@ -113,6 +113,7 @@ class Guard(StepListener):
         self._leaves: list[Tensor] | None = None
         self._kept_step: KeptStep | None = None
         self._loop_replay: LoopReplay | None = None
+        self._passes = -1  # backward passes when the last batch was delivered
 
     @property
     def incidents(self) -> list[Incident]:
@@ -218,7 +219,8 @@ class Guard(StepListener):
         may_defer = self.settings.on_nan != "recover" and torch.accelerator.is_available()
         past = self.past
         if self.notes_moments:
-            past.tracing.on_delivery = past.moments.delivered
+            past.tracing.on_delivery = self._delivered
+            past.tracing.deliveries.on_left = self._loader_left
             more = (*more, watch_first_call(past.moments.entered))
             if self._only is not None:
                 more = (*more, Attachment(register_optimizer_step_post_hook(self._other).remove))
@@ -243,7 +245,31 @@ class Guard(StepListener):
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         self.past.evidence.registered(module, name, buffer)
         if self.notes_moments:
-            self.past.moments.watch_modules([module])
+            self.past.moments.registered(module)
+
+    def _delivered(self, batch: Any, frame: FrameType | None) -> None:
+        with self.past.aside:
+            self._look_at_left_out(frame)
+            self.past.moments.delivered(batch, frame)
+
+    def _loader_left(self, frame: FrameType | None) -> None:
+        with self.past.aside:
+            self._look_at_left_out(frame)
+
+    def _look_at_left_out(self, frame: FrameType | None) -> None:
+        """A batch that no backward pass followed: had the script a bad loss, and went on?"""
+        evidence, moments = self.past.evidence, self.past.moments
+        newest = moments.newest
+        passes, self._passes = self._passes, evidence.backward_passes
+        if newest is None or newest.kind != "delivered" or passes != evidence.backward_passes:
+            return
+        if is_muted(self) or self.past.stopped or not torch.is_grad_enabled():
+            return
+        for each in itertools.islice(user_frames(frame), 3):
+            if newest.line_in(each) is not None and (bad := bad_losses_in(each)):
+                finding = BadValues(bad, did="the script did not train on this loss")
+                self.tell(finding, strategy="script")
+                return
 
     def _other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Another optimizer than the one that is watched has made its update."""
@@ -402,7 +428,7 @@ class Guard(StepListener):
                 if not all_finite(gradient for _, gradient in gradients):
                     self.answer.notice(bad_gradients(gradients, None))
         self.past.evidence.backward_passes += 1
-        if self.notes_moments and not self.past.evidence.has_stepped:
+        if self.notes_moments:
             with self.past.aside:
                 self.past.moments.passed(sys._getframe(1))
 
@@ -879,13 +905,17 @@ _MOST = 500
 def bad_values_of(error: BaseException) -> list[Named]:
     """NaN tensors in the variables around the error, innermost frame first; mostly none.
 
-    Only where the message speaks of one, or where the script left by sys.exit() with a NaN
-    number at hand: an ordinary bug beside NaN-padded data is no incident.
+    A loss, which is a number with a graph, counts whatever the message says. Else only where that
+    speaks of one, or where the script left by sys.exit() with a NaN number at hand: an ordinary
+    bug beside NaN-padded data is no incident.
     """
     left = isinstance(error, SystemExit)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    for frame in frames[:_FRAMES]:
+        if losses := bad_losses_in(frame):
+            return losses
     if not left and not _TELLING.search(str(error)):
         return []
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     for frame in frames[: 1 if left else _FRAMES]:
         held = itertools.chain.from_iterable(itertools.starmap(_inside, frame.f_locals.items()))
         found = [
@@ -897,6 +927,18 @@ def bad_values_of(error: BaseException) -> list[Named]:
         if found:
             return found
     return []
+
+
+def bad_losses_in(frame: FrameType) -> list[Named]:
+    """Variables of the frame that hold a single number with a graph which is not finite."""
+    return [
+        (name, value)
+        for name, value in list(frame.f_locals.items())
+        if isinstance(value, Tensor)
+        and value.grad_fn is not None
+        and value.numel() == 1
+        and not all_finite([value])  # host sync
+    ]
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:

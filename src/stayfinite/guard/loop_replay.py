@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from stayfinite.guard.evidence import (
     explain_incident,
 )
 from stayfinite.living import living, one_look
-from stayfinite.locate.source import Place, call_at, relative
+from stayfinite.locate.source import call_at, relative
 from stayfinite.records import Incident
 from stayfinite.replay.loop import (
     Body,
@@ -68,7 +68,8 @@ class Turn:
     """The turn of a loop that is under way in a frame.
 
     `began` is the moment from which it is run again, `since` are those that came after it. `first`
-    is the line to begin at where the turn began before anything was noted.
+    is the line to begin at where the turn began before anything was noted. Between a backward pass
+    and the turn's end the script may change its objects: `later` is a moment that shows them so.
     """
 
     frame: FrameType
@@ -77,6 +78,7 @@ class Turn:
     began: Moment
     since: tuple[Moment, ...]
     first: int = 0
+    later: Moment | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,8 @@ class LoopReplay:
                 continue
             has_begun_before = has_begun_before or turn.first > 0
             yield turn
+            if turn.began.kind == "passed" and turn.since:
+                yield dataclasses.replace(turn, later=turn.since[0])
 
     @one_look()
     def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
@@ -150,11 +154,11 @@ class LoopReplay:
         """
         optimizer = finding.optimizer
         made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
-        if not self._left or optimizer is None or not made or not made[-1].lines:
+        if not self._left or optimizer is None or not made or not made[-1].spots:
             return None
         self._left -= 1
         moment, guard = made[-1], self._guard
-        at = Place(moment.lines[0].code, moment.lines[0].lasti, moment.lines[0].line)
+        at = moment.spots[0].place
         probe = _UpdateProbe()
         with contextlib.ExitStack() as all_of_them:
             all_of_them.enter_context(protected([], seconds=_MOST_SECONDS))
@@ -217,11 +221,13 @@ class LoopReplay:
         for later in reversed(turn.since):  # objects that are newer than the beginning
             later.restore_attributes()
         moment.restore()
+        if turn.later is not None:
+            turn.later.restore_attributes()
         if body.shared:
             turn.frame.f_globals.update(moment.values_in(turn.frame))
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
-            scaler._per_optimizer_states.clear()
+            getattr(scaler, "_per_optimizer_states", {}).clear()
         for optimizer in living(Optimizer):
             had = self._moments.has_gradients.get(id(optimizer), False)
             for param in params_of(optimizer):
@@ -296,11 +302,12 @@ class _Probe(StepListener):
 
     def run(self, body: Body) -> Replayed:
         try:
-            body.run(self._turn.began.values_in(self._turn.frame))
+            values = body.run(self._turn.began.values_in(self._turn.frame))
             self._reason = "it did not come to where the value was noticed"
+            self._look_at(values)
         except ReplayEnded as end:
             self._reason = end.reason
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._crashed(error)
         return Replayed(incident=self._found, is_same=self._is_same, reason=self._reason)
 
@@ -352,7 +359,14 @@ class _Probe(StepListener):
         if not all_finite(gradients_of(optimizer)):
             self._end(bad_gradients(pairs_of(optimizer), optimizer))
 
-    def _crashed(self, error: Exception) -> None:
+    def _look_at(self, values: Mapping[str, Any]) -> None:
+        """The body is over: are the variables bad in which the value was noticed?"""
+        named = [(name, values.get(name)) for name, _ in self._finding.named]
+        bad = [(n, v) for n, v in named if isinstance(v, Tensor) and not all_finite([v])]
+        if bad:
+            self._end(BadValues(bad, self._finding.optimizer))
+
+    def _crashed(self, error: BaseException) -> None:
         """The user's own code raised, as it may have done before."""
         from stayfinite.guard.guard import bad_values_of
 
@@ -400,11 +414,15 @@ class _UpdateProbe(StepListener):
 
 @torch.no_grad()
 def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
-    """Put the gradients back, and 0 in the place of what the update has made bad."""
+    """Put the gradients back, and small values in the place of what the update has made bad."""
+    generator = torch.Generator().manual_seed(0)
     for param, gradient in zip(params_of(optimizer), gradients, strict=False):
         param.grad = gradient
+        if not all_finite([param]):
+            noise = torch.randn(param.shape, generator=generator).mul_(0.02).to(param)
+            param.copy_(torch.where(param.isfinite(), param, noise))
         held = optimizer.state[param].values() if param in optimizer.state else ()
-        for tensor in (param, *(value for value in held if isinstance(value, Tensor))):
+        for tensor in (value for value in held if isinstance(value, Tensor)):
             if tensor.is_floating_point() and not all_finite([tensor]):
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 

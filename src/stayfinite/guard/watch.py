@@ -67,6 +67,7 @@ def watch(
         tell = told_to([recorder.heard, tell])
         guard.past = GuardPast(on_incident=tell, on_step=recorder.stepped)
     guard.keep_operations()
+    guard.past.moments.watch_modules(model.modules())
     if on_nan == "recover":
         config = RecoveryConfig() if config is None else config
         parts = Parts(

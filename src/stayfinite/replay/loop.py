@@ -232,12 +232,13 @@ class Body:
     assigned: frozenset[str]
     shared: frozenset[str]  # names of the module that it assigns
 
-    def run(self, values: Mapping[str, Any]) -> None:
-        """Run it with these values of some variables, as they were at the beginning."""
+    def run(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run it with these values of some variables; the result is what they are at the end."""
         result = self.function({**self.space, **values})
         if hasattr(result, "send"):  # the body yields
             for _ in result:
                 pass
+        return result if isinstance(result, dict) else {}
 
 
 def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None = None) -> Body:
@@ -283,10 +284,11 @@ def _mangled(statement: ast.stmt, code: CodeType) -> ast.stmt:
     return statement
 
 
-def _once(body: list[ast.stmt]) -> ast.stmt:
-    """A loop of one turn, so that `break` and `continue` stay what they are."""
+def _once(body: list[ast.stmt]) -> list[ast.stmt]:
+    """A loop of one turn, so that `break` and `continue` stay what they are; then the variables."""
     target, turns = ast.Name("__turn", ast.Store()), ast.Tuple([ast.Constant(0)], ast.Load())
-    return ast.For(target=target, iter=turns, body=body, orelse=[])
+    values = ast.parse("__import__('builtins').locals()", mode="eval").body
+    return [ast.For(target=target, iter=turns, body=body, orelse=[]), ast.Return(values)]
 
 
 def _arguments(names: Iterable[str]) -> ast.arguments:
@@ -325,9 +327,14 @@ _FUTURE = 0x1FF0000  # the compiler flags of `from __future__ import ...`
 def _compiled_for_module(
     frame: FrameType, body: list[ast.stmt], shared: list[str]
 ) -> Callable[..., Any]:
-    function = _made(frame, _define("__body__", [], [ast.Global(shared), _once(body)]))
+    function = _made(frame, _define("__body__", [], [ast.Global(shared), *_once(body)]))
     _name_like(function, frame.f_code)
-    return lambda values: function()
+
+    def call(values: Mapping[str, Any]) -> Any:
+        result = function()
+        return dict(frame.f_globals) if isinstance(result, dict) else result
+
+    return call
 
 
 def _compiled_for_function(
@@ -338,7 +345,7 @@ def _compiled_for_function(
     names = dict.fromkeys([*first, *frame.f_locals])
     free = [n for n in names if n in frame.f_locals and n.isidentifier() and n != "__class__"]
     declared: list[ast.stmt] = [ast.Global(shared)] if shared else []
-    inner = _define("__body__", free, [*declared, _once(body)])
+    inner = _define("__body__", free, [*declared, *_once(body)])
     # It also looks for a cell of this name around the function.
     back = ast.Return(ast.Name("__body__", ast.Load()))
     make = _made(frame, _define("__around__", ["__class__"], [inner, back]))

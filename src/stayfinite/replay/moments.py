@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stayfinite.locate.source import USER, kind_of
+from stayfinite.locate.source import USER, Place, kind_of, positions
 from stayfinite.nested import named_tensors
 from stayfinite.replay.loop import loops_around
 from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, same
@@ -47,35 +47,35 @@ _MOST_SEARCHED = 20_000
 _FEW = 1 << 22  # elements
 
 
-class Line(NamedTuple):
+class Spot(NamedTuple):
     """Where a frame of the user's was; the frame is known by its number, so that it may end."""
 
     frame: int
     code: CodeType
     lasti: int
-    line: int
 
-    def is_in(self, frame: FrameType) -> bool:
-        return self.frame == id(frame) and self.code is frame.f_code
+    @property
+    def place(self) -> Place:
+        return Place(self.code, self.lasti, line_at(self.code, self.lasti))
 
 
 class Moment:
     """One moment of training: what has to be put back to go on from there once more."""
 
     __slots__ = (
-        *("attributes", "batch", "buffers", "gradients", "kind", "lines"),
+        *("attributes", "batch", "buffers", "gradients", "kind", "spots"),
         *("names", "nbytes", "optimizer", "random", "rates"),
     )
 
     def __init__(
         self,
         kind: Kind,
-        lines: tuple[Line, ...],
+        spots: tuple[Spot, ...],
         names: list[tuple[int, dict[str, Any]]],
         random: list[tuple[Cell, Any]],
         buffers: KeptTensors | None,
     ) -> None:
-        self.kind, self.lines, self.names = kind, lines, names
+        self.kind, self.spots, self.names = kind, spots, names
         self.random, self.buffers = random, buffers
         self.attributes: list[tuple[Any, str, Any]] = []  # of the user's objects
         self.optimizer: int | None = None  # whose update it follows
@@ -85,7 +85,10 @@ class Moment:
         self.nbytes = 0
 
     def line_in(self, frame: FrameType) -> int | None:
-        return next((each.line for each in self.lines if each.is_in(frame)), None)
+        for spot in self.spots:
+            if spot.frame == id(frame) and spot.code is frame.f_code:
+                return line_at(spot.code, spot.lasti)
+        return None
 
     def values_in(self, frame: FrameType) -> Mapping[str, Any]:
         """Names that the loops in this frame carry, with their values at this moment."""
@@ -122,12 +125,17 @@ class Moments:
         self._noted = 0
         self._updates: dict[int, int] = {}  # by optimizer
         self._sizes = (0, 0)
+        self._passes, self._skips = 0, False  # backward passes since the last update
         self.has_gradients: dict[int, bool] = {}
         """Of each optimizer: whether its parameters had gradients as the step's first backward
         pass began."""
 
     def __iter__(self) -> Iterator[Moment]:
         return iter(self._kept)
+
+    @property
+    def newest(self) -> Moment | None:
+        return self._kept[-1] if self._kept else None
 
     @property
     def optimizers(self) -> set[int]:
@@ -145,11 +153,11 @@ class Moments:
     def watch_modules(self, modules: Iterable[nn.Module]) -> None:
         """Keep the buffers of these too."""
         for module in modules:
-            self._buffers.add(module)
+            self._buffers.add(module, is_given_one=False)
 
     def registered(self, module: nn.Module) -> None:
         """A module is given a buffer."""
-        self._buffers.add(module)
+        self._buffers.add(module, is_given_one=True)
 
     def updated(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """An update was attempted."""
@@ -157,6 +165,7 @@ class Moments:
         count = self._updates[whose] = self._updates.get(whose, 0) + 1
         if len(self._updates) == 1 or count == min(self._updates.values()):
             self._forget_turns(whose)
+        self._passes = 0
         moment = self._note("updated", frame)
         moment.optimizer, moment.rates = whose, [g.get("lr") for g in optimizer.param_groups]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -180,8 +189,11 @@ class Moments:
             self._kept.popleft()
 
     def passed(self, frame: FrameType | None) -> None:
-        """A backward pass is over, in training that has no optimizer."""
-        self._note("passed", frame)
+        """A backward pass is over; noted in training where not each is followed by an update."""
+        self._passes += 1
+        self._skips = self._skips or self._passes > 1
+        if self._skips or not self._updates:
+            self._note("passed", frame)
 
     def entered(self, frame: FrameType | None) -> None:
         """The first module is called, or the first since there is another optimizer."""
@@ -209,17 +221,16 @@ class Moments:
             found = list(_things_in(frames))
             self._generators.add(thing for thing in found if isinstance(thing, _GENERATORS))
             self._attributes.add(found)
-        lines: list[Line] = []
-        names: list[tuple[int, dict[str, Any]]] = []
-        for each in frames:
-            lines.append(Line(id(each), each.f_code, each.f_lasti, each.f_lineno))
-            if (values := _carried_values(each)) is not None:
-                names.append((id(each), values))
+        spots = tuple([Spot(id(each), each.f_code, each.f_lasti) for each in frames])
+        names = [
+            (spot.frame, _carried_values(each, carried))
+            for each, spot in zip(frames, spots, strict=True)
+            if (carried := _carried_at(spot.code, spot.lasti)) is not None
+        ]
         # Between an update and a batch no training happens, so buffers stay.
-        newest = self._kept[-1] if self._kept else None
-        is_after = kind == "delivered" and newest is not None
-        buffers = newest.buffers if is_after and newest is not None else self._buffers.keep()
-        moment = Moment(kind, tuple(lines), names, self._generators.read(), buffers)
+        newest = self.newest if kind == "delivered" else None
+        buffers = self._buffers.keep() if newest is None else newest.buffers
+        moment = Moment(kind, spots, names, self._generators.read(), buffers)
         moment.attributes = self._attributes.read()
         self._kept.append(moment)
         return moment
@@ -243,22 +254,55 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Frames that are neither torch's nor ours, innermost first, up to whoever runs programs."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
-        if kind_of(frame.f_code) == USER:
-            if str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS:
-                return
+        role = _roles.get(frame.f_code.co_filename)
+        if role is None:
+            role = _roles[frame.f_code.co_filename] = _role_of(frame)
+        if role == _HOST:
+            return
+        if role == USER:
             yield frame
         frame, count = frame.f_back, count + 1
 
 
-def _carried_values(frame: FrameType) -> dict[str, Any] | None:
-    loops = loops_around(frame.f_code, frame.f_lineno)
-    if not loops:
-        return None
+_HOST = -1
+_roles: dict[str, int] = {}  # of files
+
+
+def _role_of(frame: FrameType) -> int:
+    is_host = str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS
+    return _HOST if is_host else kind_of(frame.f_code)
+
+
+def line_at(code: CodeType, lasti: int) -> int:
+    """The line of an instruction."""
+    return positions(Place(code, lasti, code.co_firstlineno))[0]
+
+
+# By the number of the code, which the value keeps alive: its own hash takes long.
+_known: dict[tuple[int, int], tuple[CodeType, frozenset[str] | None]] = {}
+
+
+def _carried_at(code: CodeType, lasti: int) -> frozenset[str] | None:
+    """The names that the loops around an instruction carry; None if there are no loops.
+
+    A frame's line takes long to find, so it is looked for once.
+    """
+    key = id(code), lasti
+    known = _known.get(key)
+    if known is None:
+        loops = loops_around(code, line_at(code, lasti))
+        names = frozenset().union(*(loop.carried for loop in loops)) if loops else None
+        known = _known[key] = code, names
+    return known[1]
+
+
+def _carried_values(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
     held = frame.f_locals
     # A body that calls next() moves these on.
     values = {n: copy.copy(v) for n, v in held.items() if type(v) in _ITERATORS}
-    for loop in loops:
-        values |= {name: _light(held[name]) for name in loop.carried if name in held}
+    for name in names:
+        if name in held:
+            values[name] = _light(held[name])
     return values
 
 
@@ -429,15 +473,19 @@ class _Buffers:
     """The buffers of all modules that were given some."""
 
     def __init__(self) -> None:
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._watch = TensorWatch([])
 
-    def add(self, module: nn.Module) -> None:
-        self._modules.add(module)
+    def add(self, module: nn.Module, *, is_given_one: bool) -> None:
+        if is_given_one or module._buffers:
+            self._modules[id(module)] = weakref.ref(module)
 
     def keep(self) -> KeptTensors | None:
         # _buffers: named_buffers() takes many times as long, and this runs in healthy steps.
-        held = [t for m in self._modules for t in m._buffers.values() if t is not None]
+        if not self._modules:
+            return None
+        alive = [module for ref in self._modules.values() if (module := ref()) is not None]
+        held = [t for m in alive for t in m._buffers.values() if t is not None]
         if not same(held, self._watch.tensors):
             self._watch = TensorWatch(held, self._watch)
         return self._watch.keep()

@@ -5,12 +5,16 @@ What runs in it is the user's own code, a second time; nobody must notice.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
 import gc
 import io
 import logging
 import os
 import queue
+import shutil
+import socket
 import sys
 import threading
 import time
@@ -77,14 +81,13 @@ class UndoLog(TorchDispatchMode):
         super().__init__()
         self._until = time.monotonic() + seconds
         self._new: set[int | None] = set()
-        self._saved: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._saved: dict[tuple[Any, ...], _KeptValue] = {}
         self._is_ours = False
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
-        with torch.no_grad():
-            for tensor, before in reversed(self._saved.values()):  # later ones may overlap
-                tensor.copy_(before)
+        for kept in reversed(self._saved.values()):  # later ones may overlap
+            kept.put_back()
         self._saved.clear()
 
     @classmethod
@@ -132,8 +135,21 @@ class UndoLog(TorchDispatchMode):
             return
         key = (memory, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
         if key not in self._saved:
-            plain = tensor.detach()
-            self._saved[key] = (plain, plain.clone())
+            self._saved[key] = _KeptValue(tensor)
+
+
+class _KeptValue:
+    """A tensor's value, put back so that a graph which has kept the tensor does not notice."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._value = tensor, tensor.detach().clone()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def put_back(self) -> None:
+        # Writing through .data does not count; what was written before has been counted.
+        self._tensor.data.copy_(self._value)
+        if self._version is not None:
+            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -163,7 +179,7 @@ class _Kept:
         params |= {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         self._gradients = [(p, p.grad, p.requires_grad) for p in params.values()]
         buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
-        self._buffers = [(b, b.detach().clone()) for b in buffers.values() if _can_copy(b)]
+        self._buffers = [_KeptValue(b) for b in buffers.values() if _can_copy(b)]
         census = Census({*params, *buffers})
         for optimizer in optimizers:
             add_optimizer(census, optimizer, {})
@@ -188,8 +204,8 @@ class _Kept:
             for name in [name for name in space if name not in before]:
                 del space[name]
             space.update({n: v for n, v in before.items() if space.get(n, space) is not v})
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        for buffer in self._buffers:
+            buffer.put_back()
         for param, gradient, wants in self._gradients:
             if param.grad is not gradient:
                 param.grad = gradient
@@ -293,50 +309,65 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _no_effects() -> Iterator[None]:
-    """End the block before it writes, sends or starts anything.
+    """Let what the block writes go nowhere, and end it before it sends or starts anything.
 
-    What is written to files that are open already goes nowhere.
+    Only this thread is concerned; others go on as they were.
     """
     global _is_installed
     if not _is_installed:
         _is_installed = True
         sys.addaudithook(_hook)  # stays until the process ends; it asks one list
+    ident = threading.get_ident()
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() in _guarded:
-            raise ReplayEnded("it hands work to another thread")
-
-    with contextlib.ExitStack() as all_of_them:
-        for owner, name, wrap in _doors(refuse):
-            original = getattr(owner, name)
-            setattr(owner, name, wrap(original))
-            all_of_them.callback(setattr, owner, name, original)
-        all_of_them.enter_context(_open_files_aside())
-        _guarded.append(threading.get_ident())
-        all_of_them.callback(_guarded.remove, threading.get_ident())
-        yield
-
-
-def _doors(refuse: Callable[..., None]) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Functions by which effects happen that the interpreter does not hear of."""
-
-    def around(original: Any) -> Any:
+    def instead_of(original: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            refuse()
-            return original(*args, **kwargs)
+            return (other if threading.get_ident() == ident else original)(*args, **kwargs)
 
         return call
 
-    doors: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        # Writers such as TensorBoard's hand what they are given to a thread of their own.
-        (queue.Queue, "put", around),
-        (threading.Thread, "start", around),
-        (torch, "save", around),
-        # The class behind torch.save, for those who have imported the function by itself.
-        (torch.serialization._open_zipfile_writer_file, "__init__", around),
-        (torch.jit, "save", around),
-    ]
-    return doors
+    with contextlib.ExitStack() as all_of_them:
+        opens = io.open
+        others: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((owner, name, _do_nothing) for owner, name in _WRITERS),
+            *((owner, name, _refuse) for owner, name in _SENDERS),
+            *((owner, "open", functools.partial(_open_for_reading, opens)) for owner in _OPENERS),
+        ]
+        for owner, name, other in others:
+            original = getattr(owner, name)
+            setattr(owner, name, instead_of(original, other))
+            all_of_them.callback(setattr, owner, name, original)
+        all_of_them.enter_context(_open_files_aside())
+        _guarded.append(ident)
+        all_of_them.callback(_guarded.remove, ident)
+        yield
+
+
+# Nobody waits for what these give back, so a replay goes on without them. TensorBoard's writer, and
+# others, hand what they are given to a thread of their own by a queue.
+_WRITERS: list[tuple[Any, str]] = [
+    *((torch, "save"), (torch.jit, "save"), (queue.Queue, "put")),
+    *((os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir")),
+    *((shutil, name) for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree")),
+]
+_SENDERS: list[tuple[Any, str]] = [
+    (threading.Thread, "start"),
+    *((socket.socket, name) for name in ("send", "sendall", "sendto", "sendmsg", "connect")),
+]
+_OPENERS = (builtins, io)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise ReplayEnded("it talks to somebody else")
+
+
+def _open_for_reading(original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """Open the file, or in its place the null device if it is to be written."""
+    writes = isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode)
+    return original(os.devnull if writes else file, mode.replace("x", "w"), *args, **kwargs)
 
 
 @contextlib.contextmanager

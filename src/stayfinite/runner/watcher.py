@@ -143,7 +143,8 @@ class Watch:
         guard = self.guard
         result = self._result()
         # An incident behind a crash does not end the process; the crash does.
-        is_ended = self.plan.stops and bool(result.incidents) and not (guard and guard.crashed)
+        bad = [i for i in result.incidents if not i.outcome or i.outcome.strategy != "script"]
+        is_ended = self.plan.stops and bool(bad) and not (guard and guard.crashed)
         return ProcessRecord(
             pid=self.pid,
             born=birth_of_process(self.pid) or "",

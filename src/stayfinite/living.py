@@ -120,19 +120,19 @@ def running_statistics() -> list[Tensor]:
     ]
 
 
-def nodes_of(roots: Iterable[Tensor]) -> Iterator[Any]:
+def nodes_of(roots: Iterable[Tensor]) -> list[Any]:
     """Every node of the graph behind the roots, each once."""
-    seen: set[Any] = set()
+    seen: dict[Any, None] = {}
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if node not in seen:
-            seen.add(node)
-            yield node
-            waiting.extend(after for after, _ in node.next_functions if after is not None)
+            seen[node] = None
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return list(seen)
 
 
 def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     """Every leaf that requires a gradient behind the roots; walks the whole graph."""
-    leaves = (getattr(node, "variable", None) for node in nodes_of(roots))
+    leaves = [getattr(node, "variable", None) for node in nodes_of(roots)]
     return [leaf for leaf in leaves if leaf is not None]

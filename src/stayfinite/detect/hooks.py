@@ -280,11 +280,12 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def wrapped(owner: Any, name: str, wrap: Wrap) -> Attachment:
-    """Put `wrap(original)` in the place of `owner.name`; removal puts the original back.
+    """Put `wrap(original)` in the place of `owner.name`; removal leaves no trace of it.
 
     If somebody wrapped it again in the meantime, ours stays inside and does nothing more.
     """
     original = getattr(owner, name)
+    was_own = name in vars(owner)  # else it is a method of one object, found in its class
     active = [True]
     watching = wrap(original)
 
@@ -295,7 +296,10 @@ def wrapped(owner: Any, name: str, wrap: Wrap) -> Attachment:
     def remove() -> None:
         active[0] = False
         if getattr(owner, name) is call:
-            setattr(owner, name, original)
+            if was_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
 
     setattr(owner, name, call)
     return Attachment(remove)

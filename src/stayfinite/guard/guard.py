@@ -624,6 +624,7 @@ class Guard(StepListener):
     ) -> Incident | None:
         """The incident as it shows when the running loop's body is run again; None if not."""
         is_ours = self.own_step is not None or self.replay is not None
+        is_ours = is_ours or any(job.replay is not None for job in self.jobs.values())
         if not self.notes_moments or self.past.tracing.is_on or is_ours or incident.world > 1:
             return None
         from stayfinite.guard.loop_replay import LoopReplay, standing_at, standing_in

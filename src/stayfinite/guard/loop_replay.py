@@ -233,7 +233,7 @@ class LoopReplay:
         probe = _Probe(guard, noticed, finding, turn)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
-            all_of_them.enter_context(protected(frames))
+            all_of_them.enter_context(protected(frames, is_last=guard.settings.on_nan == "stop"))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())

@@ -84,6 +84,33 @@ def function_around(code: CodeType) -> Loop | None:
     return _loop(code.co_filename, scope) if isinstance(scope, _Function) else None
 
 
+@functools.lru_cache(maxsize=1 << 8)
+def is_forwarding(code: CodeType) -> bool:
+    """Whether a generator only hands on what its own `for` loops take, and nothing ahead of it.
+
+    One such as `for batch in loader: yield batch` stands where it stood when it is asked for the
+    same batch again.
+    """
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    if not isinstance(scope, _Function):
+        return False
+    nodes = list(_walk_scope(scope))
+    takes = any(isinstance(n, ast.Call) and getattr(n.func, "id", "") == "next" for n in nodes)
+    yields = [n for n in nodes if isinstance(n, ast.Yield)]
+    fresh = [n for loop in nodes if isinstance(loop, ast.For) for n in _yields_of(loop)]
+    return not takes and all(each in fresh for each in yields)
+
+
+def _yields_of(loop: ast.For) -> Iterator[ast.Yield]:
+    """The yields in a loop that give what the loop has just taken."""
+    taken = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    for node in _walk_scope(loop):
+        if isinstance(node, ast.Yield) and node.value is not None:
+            names = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
+            if names & taken:
+                yield node
+
+
 @functools.lru_cache(maxsize=1 << 6)
 def _tree(file: str) -> ast.Module | None:
     text = "".join(linecache.getlines(file))

@@ -34,6 +34,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.living import living
+from stayfinite.locate.source import USER, kind_of
+from stayfinite.replay.loop import is_forwarding
 from stayfinite.replay.moments import is_users_class
 from stayfinite.snapshot.copies import ArrayCell, BoxCell, Cell, Contents, put_contents_back, same
 from stayfinite.snapshot.rng import global_cells
@@ -63,14 +65,15 @@ class ReplayEnded(BaseException):
 
 
 @contextlib.contextmanager
-def protected(frames: Iterable[FrameType]) -> Iterator[None]:
+def protected(frames: Iterable[FrameType], *, is_last: bool = False) -> Iterator[None]:
     """Run the block and put everything back; `frames` are those whose variables it may change.
 
-    ReplayEnded leaves the block where it would change a file or talk to anybody else.
+    ReplayEnded leaves the block where it would change a file or talk to anybody else, and, unless
+    it `is_last`, so that nothing follows, where it would move a generator on.
     """
     kept = _Kept(list(frames))
     try:
-        with _silence(), _no_effects(), UndoLog():
+        with _silence(), _no_effects(is_last=is_last), UndoLog():
             yield
     finally:
         kept.put_back()
@@ -295,6 +298,10 @@ class _Objects:
 
     def enter(self, census: Census, value: Any, name: str, part: str) -> None:
         kind = type(value)
+        if self._left > 0 and isinstance(value, _FUNCTIONS) and census.is_new(value):
+            self._left -= 1
+            for inner in _closed_over(value):
+                self.walk(inner)
         if self._left <= 0 or isinstance(value, (*_NOT_STATE, nn.Module, Optimizer)):
             return
         self._left -= 1
@@ -302,6 +309,19 @@ class _Objects:
         if type(inside) is not dict or not is_users_class(kind) or not census.is_new(value):
             return
         census.attributes(value, "", "", enter=self.enter)
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+
+
+def _closed_over(function: Any) -> Iterator[Any]:
+    """What a function of the user's holds besides its code: a callback may collect things there."""
+    if isinstance(function, types.MethodType):
+        yield function.__self__
+        function = function.__func__
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents
 
 
 _NOT_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType, threading.Thread)
@@ -353,7 +373,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _no_effects() -> Iterator[None]:
+def _no_effects(*, is_last: bool) -> Iterator[None]:
     """Let what the block writes go nowhere, and end it before it sends or starts anything.
 
     Only this thread is concerned; others go on as they were.
@@ -377,6 +397,11 @@ def _no_effects() -> Iterator[None]:
             *((owner, name, _refuse) for owner, name in _SENDERS),
             *((owner, "open", functools.partial(_open_for_reading, opens)) for owner in _OPENERS),
         ]
+        if not is_last:
+            # Where a generator stands cannot be put back.
+            found = [each for each in gc.get_objects() if type(each) is types.GeneratorType]
+            old = {id(each) for each in found if kind_of(each.gi_code) == USER}
+            others.append((builtins, "next", functools.partial(_next_of_new, next, old)))
         for owner, name, other in others:
             original = getattr(owner, name)
             setattr(owner, name, instead_of(original, other))
@@ -407,6 +432,12 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
     raise ReplayEnded("it talks to somebody else")
+
+
+def _next_of_new(original: Any, old: set[int], iterator: Any, *default: Any) -> Any:
+    if id(iterator) in old and not is_forwarding(iterator.gi_code):
+        raise ReplayEnded("it takes from a generator, which cannot be put back")
+    return original(iterator, *default)
 
 
 def _open_for_reading(original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from stayfinite.errors import ConfigError
 
 Level = Literal["high", "medium", "low"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+Evidence = dict[str, float | int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Risk:
     where: str
     fix: str
     cause: str
-    evidence: dict[str, float | int | str] = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=dict)
     score: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,6 +55,28 @@ class Risk:
 
     def __str__(self) -> str:
         return f"{self.level}: {self.where}: {self.what} {self.fix}"
+
+
+def risk_of(
+    level: Level,
+    cause: str,
+    what: str,
+    where: str = "",
+    evidence: Evidence | None = None,
+    *,
+    fix: str | None = None,
+    score: float = 0.0,
+) -> Risk:
+    """A risk with the fix of its cause, if it has no better one; its place may come later."""
+    return Risk(
+        level=level,
+        cause=cause,
+        what=what,
+        where=where,
+        evidence=evidence or {},
+        fix=fix or CAUSES[cause].fix,
+        score=score,
+    )
 
 
 def ranked(risks: Iterable[Risk]) -> list[Risk]:

@@ -11,10 +11,8 @@ import torch
 from stayfinite.prevent.data.batch import ROOT, Role
 from stayfinite.prevent.data.inspection import Inspection, Kind, Seen, split_place
 from stayfinite.prevent.data.statistics import FEWEST_ROWS, OutlierLimits, TensorStatistics
-from stayfinite.prevent.risks import LEVELS, Level, Risk
+from stayfinite.prevent.risks import LEVELS, Evidence, Level, Risk
 from stayfinite.records import to_json
-
-Evidence = dict[str, float | int | str]
 
 _MOST_PLACES = 100
 _SHOWN = 8

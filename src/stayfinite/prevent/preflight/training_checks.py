@@ -19,9 +19,9 @@ from stayfinite.explain.rules import diagnose
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.provenance import Event
 from stayfinite.prevent.init import InitProblem, check_init
-from stayfinite.prevent.preflight.places import NOWHERE, Evidence, Places, risk_of
-from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, RangeTracer, is_handled
-from stayfinite.prevent.risks import Level, Risk
+from stayfinite.prevent.preflight.places import NOWHERE, Places
+from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, RangeTracer
+from stayfinite.prevent.risks import Evidence, Level, Risk, risk_of
 from stayfinite.records import NaNType
 
 _GROWS, _TURNS = 1.2, 4  # of a recurrence
@@ -54,7 +54,7 @@ def other_line_risks(recorder: RangeTracer, places: Places) -> list[Risk]:
     risks = [(half.site, _half_risk(half)) for half in recorder.halves.values()]
     for event, reach in recorder.births:
         is_nan = event.nan_type is NaNType.NAN and event.phase == "forward"
-        if is_nan and reach.learned and not is_handled(reach, within=3):
+        if is_nan and reach.learned and not reach.is_handled(within=3):
             what = (
                 f"{event.op.split('.')[1]} gives NaN already, in a value that no loss uses yet; "
                 "the first step that does is lost."

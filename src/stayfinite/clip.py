@@ -91,7 +91,7 @@ def clip_whole(
     if norm is None:
         found = drop_bad(gradients, drop)
         if found is None:
-            return left_alone(gradients)
+            return untouched_result(gradients)
         norm, dropped = true_norm(parts, norm_type), found
     max_norm = allowed(float(norm), not dropped)
     if norm > max_norm:
@@ -149,7 +149,7 @@ def result_of(
     )
 
 
-def left_alone(gradients: Sequence[Gradient]) -> ClipResult:
+def untouched_result(gradients: Sequence[Gradient]) -> ClipResult:
     """The result where something is bad, and nothing may be dropped."""
     return ClipResult(norm=math.nan, was_clipped=False, kept_elements=_elements(gradients))
 

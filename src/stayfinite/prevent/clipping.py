@@ -29,12 +29,12 @@ from stayfinite.clip import (
     exact_dtype,
     gradients_in,
     joint_norm,
-    left_alone,
     list_parameters,
     quick_norms,
     result_of,
     scale_each,
     true_norm,
+    untouched_result,
     wide,
 )
 from stayfinite.detect.memory import compact, plain_parts
@@ -466,7 +466,7 @@ class PerTensorStatistics(Statistics):
         unclear = [gradient for gradient, norm in quick if norm is None]
         dropped = drop_bad(unclear, drop) if unclear else {}
         if dropped is None:
-            return left_alone(gradients)
+            return untouched_result(gradients)
         norms = [true_norm(g.memory, 2.0) if norm is None else norm for g, norm in quick]
         whole = joint_norm(norms)
         names = [gradient.name for gradient in gradients]
@@ -575,7 +575,7 @@ class PerUnit(Rule, Statistics):
         if not math.isfinite(whole):
             found = drop_bad(gradients, drop)
             if found is None:
-                return left_alone(gradients)
+                return untouched_result(gradients)
             norms, dropped = [_true_norms(unit.gradient) for unit in units], found
             whole = float(true_norm([unit.gradient for unit in units], 2.0))
         factors = [self._factors(u.weight, *own) for u, own in zip(units, norms, strict=True)]

@@ -88,7 +88,7 @@ def ranked(risks: Iterable[Risk]) -> list[Risk]:
 
 
 def said_once(risks: Iterable[Risk]) -> list[Risk]:
-    """For each place and cause the worst."""
+    """For each place and cause the worst; the worst of all first."""
     kept: dict[tuple[str, str], Risk] = {}
     for risk in ranked(risks):
         kept.setdefault((risk.where, risk.cause), risk)

@@ -25,7 +25,7 @@ from stayfinite.prevent.data.loader import (
 from stayfinite.prevent.data.problems import (
     DataFinding,
     DataReport,
-    counted,
+    amount,
     finding_of,
     findings,
     in_order,
@@ -90,8 +90,10 @@ def check_data(
         failures.look_again(reader, inspection)
         found = findings(inspection)
         indices: dict[Key, tuple[Any, ...]] = {}
-        if reader.has_indices:
-            places = {key: seen.places for key, seen in inspection.seen.items()}
+        places = {key: seen.places for key, seen in inspection.seen.items()}
+        if reader.has_indices and reader.is_row_known:
+            indices = {key: in_order(inspection.indices_at(places[key])) for key in places}
+        elif reader.has_indices:
             indices = Confirmation(reader, inspection).indices_of(places)
     said = failures.findings(reader.was_stopped, inspection.batches)
     for each in found:
@@ -212,21 +214,21 @@ class Failures:
         found: list[DataFinding] = []
         for errors in _by_type(self._samples.items()):
             is_end = errors[0][1].startswith("StopIteration")
-            what = _raised(errors, "sample", "samples")
+            what = _error_words(errors, "sample", "samples")
             what += " It ends the epoch in silence." if is_end else ""
             indices = in_order(index for index, _ in errors)
-            found.append(_unreadable("error", "dataset", what, indices=indices))
+            found.append(_reading_failure("error", "dataset", what, indices=indices))
         for errors in _by_type([(read, read.error or "") for read in self.batches]):
             is_alone = any(read.indices for read, _ in errors)
-            what = _raised(errors, "batch", "batches")
+            what = _error_words(errors, "batch", "batches")
             what += (
                 " Each sample alone can be read: it is the collate function." if is_alone else ""
             )
             places = [read.number << SAMPLE_BITS for read, _ in errors]
-            found.append(_unreadable("error", "loader", what, places=places))
+            found.append(_reading_failure("error", "loader", what, places=places))
         if was_stopped is not None:
             what = f"After {batches:,} batches it could not go on: {was_stopped.removesuffix('.')}."
-            found.append(_unreadable("stopped", "loader", what))
+            found.append(_reading_failure("stopped", "loader", what))
         elif not batches and not found:
             what = "It gives no batch: a mean over the epoch is 0 / 0."
             fix = (
@@ -244,11 +246,11 @@ def _by_type(errors: Iterable[tuple[Any, str]]) -> Iterable[list[tuple[Any, str]
     return groups.values()
 
 
-def _raised(errors: Sequence[tuple[Any, str]], one: str, many: str) -> str:
-    return f"Reading {counted(len(errors), one, many)} raises {errors[0][1].removesuffix('.')}."
+def _error_words(errors: Sequence[tuple[Any, str]], one: str, many: str) -> str:
+    return f"Reading {amount(len(errors), one, many)} raises {errors[0][1].removesuffix('.')}."
 
 
-def _unreadable(
+def _reading_failure(
     kind: Kind, where: str, what: str, places: Sequence[int] = (), indices: tuple[Any, ...] = ()
 ) -> DataFinding:
     fix = "Open such a sample yourself, `dataset[index]`, and repair it or leave it out."
@@ -274,8 +276,6 @@ class Confirmation:
     def indices_of(self, places: Mapping[Key, Sequence[int]]) -> dict[Key, tuple[Any, ...]]:
         """For what is wrong at these places the dataset indices that are certain."""
         all_indices = self._inspection.indices
-        if self._reader.is_row_known:
-            return {key: in_order(self._inspection.indices_at(places[key])) for key in places}
         self._read(i for each in places.values() for i in self._inspection.indices_at(each))
         # Batches in which fewer samples are guilty so far than rows are bad.
         rows = {key: Counter(split_place(p)[0] for p in each) for key, each in places.items()}

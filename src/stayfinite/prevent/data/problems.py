@@ -121,15 +121,15 @@ class DataReport(Sequence[DataFinding]):
         return iter(self.findings)
 
     def __str__(self) -> str:
-        seen = f"{self.rows:,} rows in {counted(self.batches, 'batch', 'batches')}"
+        seen = f"{self.rows:,} rows in {amount(self.batches, 'batch', 'batches')}"
         if not self.findings:
             return f"{seen}: nothing found."
-        head = f"{seen}: {counted(len(self.findings), 'finding', 'findings')}"
+        head = f"{seen}: {amount(len(self.findings), 'finding', 'findings')}"
         bad = f", {len(self.bad_indices):,} bad samples" if self.bad_indices else ""
         return "\n".join([f"{head}{bad}", *map(str, self.findings)])
 
 
-def counted(number: int, one: str, many: str) -> str:
+def amount(number: int, one: str, many: str) -> str:
     """Such as "1 row" or "2,000 rows"."""
     return f"{number:,} {one if number == 1 else many}"
 
@@ -170,7 +170,7 @@ def findings(inspection: Inspection) -> list[DataFinding]:
             found += _same(inspection, tensor)
     if ones := inspection.sizes[1]:
         what = (
-            f"{ones:,} of {counted(inspection.batches, 'batch', 'batches')} "
+            f"{ones:,} of {amount(inspection.batches, 'batch', 'batches')} "
             f"{'has' if ones == 1 else 'have'} one sample: BatchNorm has no variance to divide by."
         )
         fix = "`DataLoader(..., drop_last=True)`, or GroupNorm or LayerNorm."
@@ -211,7 +211,7 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str) -> DataFinding:
     """What was seen in single rows, in words."""
     seen, index, classes = inspection.seen[kind, path], inspection.ignore_index, inspection.classes
     counts = seen.counts
-    rows = f"{counts['rows']:,} of {counted(inspection.samples, 'row', 'rows')}"
+    rows = f"{counts['rows']:,} of {amount(inspection.samples, 'row', 'rows')}"
     evidence: Evidence = {"rows": counts["rows"]}
     level: Level = "medium"
     match kind:
@@ -256,7 +256,7 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str) -> DataFinding:
                 )
         case "all_ignored":
             level, cause, evidence = "high", "bad_label", {"batches": counts["batches"]}
-            batches = f"{counts['batches']:,} of {counted(inspection.batches, 'batch', 'batches')}"
+            batches = f"{counts['batches']:,} of {amount(inspection.batches, 'batch', 'batches')}"
             what = (
                 f"In {batches} every label is {index}, which the loss leaves out: its mean is "
                 "0 / 0."
@@ -320,7 +320,7 @@ def _outliers(
     times = limits.times(values, columns)
     worst = int(times.argmax())
     value, factor, column = float(values[worst]), float(times[worst]), columns[worst]
-    rows = f"{'At least ' if is_more else ''}{counted(len(places), 'row', 'rows')}"
+    rows = f"{'At least ' if is_more else ''}{amount(len(places), 'row', 'rows')}"
     has_columns = tensor.columns is not None and tensor.columns.width > 1
     where = f" in {_columns(columns.unique().tolist())}" if has_columns else ""
     what = (

@@ -61,9 +61,9 @@ class Computation(NamedTuple):
             return value.bounds
         return b.exactly(float(value)) if isinstance(value, (bool, int, float)) else ANY
 
-    def number(self, index: int, name: str) -> float | None:
+    def number(self, index: int, name: str, default: float) -> float:
         value = self.value(index, name)
-        return float(value) if isinstance(value, (bool, int, float)) else None
+        return float(value) if isinstance(value, (bool, int, float)) else default
 
     def reaches(self) -> list[Reach]:
         """Those of all tensors, of lists too."""
@@ -90,8 +90,8 @@ def _mul(op: Computation) -> Bounds:
 
 
 def _pow(op: Computation) -> Bounds:
-    base, exponent = op.bounds(0), op.number(1, "exponent")
-    if exponent is None:
+    base, exponent = op.bounds(0), op.value(1, "exponent")
+    if not isinstance(exponent, (int, float)):
         return b.POSITIVE if base.low >= 0 else ANY
     if exponent == 0:
         return b.exactly(1.0)
@@ -116,7 +116,7 @@ def _log1p(op: Computation) -> Bounds:
     return b.rising(given, lambda x: math.log1p(x) if x > -1 else -INF)
 
 
-def _rounded_off(
+def _curve_with_ends(
     op: Computation,
     function: Callable[[float], float],
     bottom: b.End,
@@ -134,12 +134,9 @@ def _logistic(x: float) -> float:
     return 1 / (1 + b.mapped(math.exp, -x))
 
 
-def _bent(
-    op: Computation, below: Callable[[float], float], factor: float | None, default: float
-) -> Bounds:
+def _piecewise(op: Computation, factor: float, below: Callable[[float], float]) -> Bounds:
     """The identity, and below 0 a factor times another function."""
-    slope = default if factor is None else factor
-    return b.rising(op.bounds(0), lambda x: x if x >= 0 else slope * below(x))
+    return b.rising(op.bounds(0), lambda x: x if x >= 0 else factor * below(x))
 
 
 def _smooth_relu(op: Computation) -> Bounds:
@@ -226,23 +223,23 @@ _TABLE: dict[str, Formula | Bounds] = {
     "pow": _pow,
     "sqrt": _sqrt,
     "rsqrt": lambda op: b.divided(b.exactly(1.0), _sqrt(op)),
-    "exp": lambda op: _rounded_off(op, math.exp, (0.0, op.limits.vanish)),
+    "exp": lambda op: _curve_with_ends(op, math.exp, (0.0, op.limits.vanish)),
     "expm1": lambda op: b.rising(op.bounds(0), math.expm1),
     "log": _log,
     "log1p": _log1p,
-    "sigmoid hardsigmoid": lambda op: _rounded_off(
+    "sigmoid hardsigmoid": lambda op: _curve_with_ends(
         op, _logistic, (0.0, op.limits.vanish), (1.0, op.limits.saturate)
     ),
-    "tanh erf": lambda op: _rounded_off(
+    "tanh erf": lambda op: _curve_with_ends(
         op, math.tanh, (-1.0, op.limits.turn), (1.0, op.limits.turn)
     ),
-    "softplus": lambda op: _rounded_off(
+    "softplus": lambda op: _curve_with_ends(
         op, lambda x: x if x > 700 else math.log1p(math.exp(x)), (0.0, op.limits.vanish)
     ),
     "atan": lambda op: b.rising(op.bounds(0), math.atan),
     "relu threshold": lambda op: b.at_least(op.bounds(0), 0.0),
-    "elu": lambda op: _bent(op, math.expm1, op.number(1, "alpha"), 1.0),
-    "leaky_relu": lambda op: _bent(op, lambda x: x, op.number(1, "negative_slope"), 0.01),
+    "elu": lambda op: _piecewise(op, op.number(1, "alpha", 1.0), math.expm1),
+    "leaky_relu": lambda op: _piecewise(op, op.number(1, "negative_slope", 0.01), float),
     "gelu silu mish hardswish": _smooth_relu,
     "clamp hardtanh": _clamp,
     "maximum fmax clamp_min": lambda op: b.larger(op.bounds(0), op.bounds(1)),
@@ -335,7 +332,7 @@ def _bounds(op: Computation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
     if is_taken or not (out.is_floating_point() or op.base in _COUNTS):
         return b.bounds_now(out)
     if op.base == "uniform":
-        return Bounds(op.number(1, "from") or 0.0, op.number(2, "to") or 1.0)
+        return Bounds(op.number(1, "from", 0.0), op.number(2, "to", 0.0) or 1.0)
     formula = _FORMULAS.get(op.base, ANY)
     return b.rounded(formula if isinstance(formula, Bounds) else formula(op), op.dtype)
 

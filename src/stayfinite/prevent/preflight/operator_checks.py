@@ -684,7 +684,7 @@ RECORDED = LOOKED_AT.union(*_AT_ONCE.values()) - LAYERS
 
 
 @undisturbed
-def found_at_once(use: Use, args: Sequence[Any]) -> Risk | None:
+def risk_in_arguments(use: Use, args: Sequence[Any]) -> Risk | None:
     """What the arguments of the operation say."""
     check = next((check for check, names in _AT_ONCE.items() if use.name in names), None)
     return check(use, args) if check is not None else None

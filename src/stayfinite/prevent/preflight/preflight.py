@@ -81,7 +81,7 @@ def preflight(
             edges = probe(modules, inputs, run, places=rehearsal.places, in_half=in_half)
     finally:
         keeper.restore()
-    return ranked(said_once(proven(found, edges)))
+    return said_once(proven(found, edges))
 
 
 def _require(model: Any, optimizer: Any, precision: Any) -> None:

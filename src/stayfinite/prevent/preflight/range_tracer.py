@@ -32,7 +32,7 @@ from stayfinite.prevent.preflight.operator_checks import (
     RECORDED,
     Use,
     chance_of_none,
-    found_at_once,
+    risk_in_arguments,
 )
 
 HIGHEST = torch.finfo(torch.float16).max
@@ -179,7 +179,7 @@ class RangeTracer(Tracer):
             seen={i: look(t) for i, t in tensors.items() if i < 2 and name in LOOKED_AT},
             inside=inside,
         )
-        use.found = found_at_once(use, args)
+        use.found = risk_in_arguments(use, args)
         return use
 
     def _note(self, call: RecordedCall, out: Any, use: Use | None) -> None:

@@ -45,7 +45,7 @@ from stayfinite.prevent.preflight.training_checks import (
     stack_risks,
     weight_risks,
 )
-from stayfinite.prevent.risks import Risk, lowered, proven, ranked, said_once
+from stayfinite.prevent.risks import Risk, lowered, proven, said_once
 from stayfinite.safely import Safely
 from stayfinite.training import gradients_of, params_of
 
@@ -169,7 +169,7 @@ class Rehearsal:
             # A loss that is finite all the same can take what is odd about the first batch.
             *(lowered(risk) if self.is_finite else risk for risk in self._of_data),
         ]
-        return ranked(said_once(found))
+        return said_once(found)
 
 
 _ALONE = 3  # backward passes in a script that has no optimizer
@@ -244,7 +244,7 @@ class ScriptRehearsal:
         if self.rehearsal.is_finite and is_alone:
             for call in self.rehearsal.calls[:_MOST_PROBED]:
                 edges += call.probe(self.rehearsal.places)
-        return ranked(said_once(proven(found, edges)))
+        return said_once(proven(found, edges))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._safely:

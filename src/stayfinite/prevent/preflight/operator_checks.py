@@ -117,7 +117,7 @@ def _risks(use: Use) -> Iterator[Risk]:
     """What the checks of this operation say of it."""
     given, seen = use.reach(0), use.seen.get(0)
     found = [check(use) for check, names in _CHECKS.items() if use.name in names]
-    if use.has_gradient or use.name not in _LINALG:
+    if use.has_gradient or use.name not in _LINALG:  # only its gradient divides
         found.append(use.found)
     if given is not None and seen is not None and _is_concerned(use, given):
         checks = [check for check, names in _VALUE_CHECKS.items() if use.name in names]

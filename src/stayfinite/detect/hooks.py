@@ -23,13 +23,16 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import graph
 from torch.compiler import is_dynamo_compiling
-from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite, nonfinite, surely_finite
-from stayfinite.detect.veto import STEP_FAILED, WatchedOptimizer
+from stayfinite.detect.veto import STEP_FAILED, WatchedOptimizer, alone, is_muted
 from stayfinite.errors import InputError, TrainingAbortedError
 from stayfinite.safely import Safely
 from stayfinite.training import Pairs
@@ -55,6 +58,10 @@ class StepListener(Protocol):
         if surely_finite(gradients, of=optimizer):
             return False
         return not all_finite(gradients, writable=True)
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """A step that was given a closure begins; others are only judged."""
+        return
 
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad step was found. Return True to veto the update, False to let it happen.
@@ -149,7 +156,7 @@ class _StepWatch:
         self._handle = register_optimizer_step_pre_hook(self._arrive)
 
     def _arrive(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return None
         try:
             seat = self._seats.get(id(optimizer))
@@ -262,6 +269,8 @@ class _ScalerWatch:
     @classmethod
     def tell(cls, scaler: GradScaler, optimizer: Optimizer) -> None:
         for listener in tuple(cls.listeners):
+            if is_muted(listener):
+                continue
             try:
                 listener.skipped_by_scaler(optimizer, scaler=scaler)
                 listener.stepped(optimizer, vetoed=False)
@@ -407,6 +416,44 @@ def watch_buffers(registered: Callable[[nn.Module, str, Tensor | None], None]) -
     return Attachment(register_module_buffer_registration_hook(registered).remove)
 
 
+@contextlib.contextmanager
+def listening_alone(listener: StepListener) -> Iterator[None]:
+    """A block in which no other listener of this process hears of steps and backward passes."""
+    alone.append(listener)
+    try:
+        yield
+    finally:
+        alone.remove(listener)
+
+
+def watch_first_call(entered: Callable[[FrameType], None]) -> Attachment:
+    """Call `entered(frame)` when the next module is called, and once after each new optimizer."""
+    handles: list[RemovableHandle] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if not is_dynamo_compiling():
+            stop_waiting()
+            entered(sys._getframe(1))
+
+    def wait() -> None:
+        if not handles:  # a hook on all modules costs time, so it stays for one call
+            handles.append(register_module_forward_pre_hook(enter))
+
+    def stop_waiting() -> None:
+        while handles:
+            handles.pop().remove()
+
+    def around_making(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            wait()
+
+        return init
+
+    wait()
+    return together(wrapped(Optimizer, "__init__", around_making), Attachment(stop_waiting))
+
+
 _RUNNING: ContextVar[bool] = ContextVar("stayfinite_run_again", default=False)
 
 
@@ -466,7 +513,7 @@ class _Numbers:
 
     @classmethod
     def tell(cls, tensor: Tensor, value: float, frame: FrameType) -> None:
-        for told in tuple(cls.listeners):
+        for told in tuple(cls.listeners) if not alone else ():
             try:
                 told(tensor, value, frame)
             except Exception:  # our bug is never their crash

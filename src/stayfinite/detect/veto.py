@@ -26,6 +26,15 @@ Closure: TypeAlias = Callable[..., Any]
 logger = logging.getLogger("stayfinite")
 
 
+alone: list[StepListener] = []
+"""While a step is run again there is one listener for it, and no other hears of anything."""
+
+
+def is_muted(listener: object) -> bool:
+    """Whether another listener runs a step again just now."""
+    return bool(alone) and alone[-1] is not listener
+
+
 STEP_FAILED = "stayfinite failed inside a step; the step goes on without it"
 
 
@@ -57,7 +66,7 @@ class WatchedOptimizer:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The pre-hook; it must come last, after hooks that clip."""
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return None
         return self.judge(optimizer, args, kwargs)
 
@@ -88,7 +97,7 @@ class WatchedOptimizer:
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The post-hook; it must come first, so that others find the gradients in place."""
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return
         self._depth -= 1
         if self._depth > 0:
@@ -222,6 +231,7 @@ class WatchedOptimizer:
         return (args[0], judged, *args[2:]), kwargs
 
     def _wrap(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        self._listener.begins(optimizer)
         if isinstance(optimizer, LBFGS):
             self._copy = LBFGSCopy(optimizer)
             self._unclean = True

@@ -33,6 +33,7 @@ def is_seen_in_values(cause: str, origin: Origin) -> bool:
     return cause_of(cause).provable
 
 
+IN_PLACE = "With this change the same step is finite"
 _RUNS_AWAY = 10.0  # times all losses before it
 _SPIKE = 100.0
 _FEW = 5

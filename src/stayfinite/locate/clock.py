@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +44,7 @@ class Tracing:
         """Whether the inputs of the guilty operation are kept, for a capsule."""
         self.kept: Kept | None = None
         self.beginning: Beginning | None = None
+        self.on_delivery: Callable[[Any, FrameType | None], None] | None = None
         self._reads = Reads()
         self.deliveries = Deliveries(self._delivered)
 
@@ -52,6 +55,8 @@ class Tracing:
         return together(Attachment(self._reads.stop), self.deliveries.watch())
 
     def _delivered(self, delivery: Delivery, batch: Any) -> None:
+        if self.on_delivery is not None:
+            self.on_delivery(batch, sys._getframe(1))
         if self._tracer is not None:
             tensors = [tensor for _, tensor in named_tensors(batch, "")]
             self._tracer.delivered(delivery, tensors)

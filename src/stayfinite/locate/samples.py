@@ -25,6 +25,7 @@ logger = logging.getLogger("stayfinite")
 _REMEMBERED = 8
 _FETCH = fetch.__file__
 _SOURCE = "_stayfinite_source"  # on an iterator, and gone with it
+_LEFT = "_stayfinite_left"
 
 
 class Source:
@@ -91,6 +92,10 @@ class Deliveries:
         self._heard = heard
         self._recent: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._has_failed = False
+        self.again: Callable[[], Any] | None = None
+        """Hands over the batches of a step that is run again, in the place of all loaders."""
+        self.on_left: Callable[[FrameType], None] | None = None
+        """Called when a loop has left a loader's iterator, before its end or there."""
 
     def watch(self) -> Attachment:
         """Listen to every loader; some microseconds for each batch."""
@@ -99,8 +104,12 @@ class Deliveries:
             wrapped(_BaseDataLoaderIter, "_reset", self._around_beginning),
             wrapped(_BaseDataLoaderIter, "_next_index", self._around_index),
             wrapped(_BaseDataLoaderIter, "__next__", self._around_next),
-            Attachment(self._recent.clear),
+            Attachment(self._forget),
         )
+
+    def _forget(self) -> None:
+        self._recent.clear()
+        self.on_left = None
 
     def recent(self) -> list[tuple[Delivery, list[Tensor]]]:
         """The last deliveries with those of their tensors that are still alive."""
@@ -125,6 +134,7 @@ class Deliveries:
     def _around_beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
             vars(iterator)[_SOURCE] = Source(loader.dataset, loader=loader)
+            vars(iterator)[_LEFT] = _Left(self)
             return original(iterator, loader, *args, **kwargs)
 
         return begin
@@ -139,6 +149,8 @@ class Deliveries:
 
     def _around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def advance(iterator: Any) -> Any:
+            if self.again is not None:
+                return self.again()
             batch = original(iterator)
             try:
                 self._delivered(iterator, batch)
@@ -157,6 +169,18 @@ class Deliveries:
         self._recent.append(delivery)
         if self._heard is not None:
             self._heard(delivery, batch)
+
+
+class _Left:
+    """Lives as long as an iterator does: a `for` lets go of it as it ends."""
+
+    def __init__(self, deliveries: Deliveries) -> None:
+        self._deliveries = weakref.ref(deliveries)
+
+    def __del__(self) -> None:
+        deliveries = self._deliveries()
+        if deliveries is not None and deliveries.on_left is not None:
+            deliveries.on_left(sys._getframe(1))
 
 
 def _source(iterator: Any) -> Source:

@@ -33,7 +33,7 @@ class Risk:
     where: str
     fix: str
     cause: str
-    evidence: Evidence = field(default_factory=dict)
+    evidence: dict[str, float | int | str] = field(default_factory=dict)
     score: float = 0.0
 
     def __post_init__(self) -> None:

@@ -87,18 +87,16 @@ def clip_whole(
     It gets the norm, and whether it is of sound gradients, of which nothing was dropped.
     """
     parts = [part for gradient in gradients for part in gradient.memory]
-    elements = sum(part.numel() for part in parts)
     norm, dropped = quick_norm(parts, norm_type), dict[str, int]()
     if norm is None:
         found = drop_bad(gradients, drop)
         if found is None:
-            return result_of(math.nan, {}, elements, was_clipped=False)
+            return untouched_result(gradients)
         norm, dropped = true_norm(parts, norm_type), found
     max_norm = allowed(float(norm), not dropped)
     if norm > max_norm:
         scale_down(parts, norm, max_norm)
-    note_finite([gradient.tensor for gradient in gradients], min(norm, max_norm))
-    return result_of(float(norm), dropped, elements, was_clipped=norm > max_norm, max_norm=max_norm)
+    return result_of(gradients, norm, min(norm, max_norm), dropped, max_norm=max_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,25 +127,35 @@ class ClipResult:
 
 
 def result_of(
+    gradients: Sequence[Gradient],
     norm: float,
+    after: float,
     dropped: Mapping[str, int],
-    elements: int,
     *,
-    was_clipped: bool,
     max_norm: float = math.inf,
-    clipped: tuple[str, ...] = (),
+    clipped: Sequence[str] = (),
 ) -> ClipResult:
-    """A result from how many elements were dropped of which tensor, and of how many in all."""
+    """What was done, from the norm before and after, and what was dropped of which gradient."""
+    note_finite([gradient.tensor for gradient in gradients], after)
     count = sum(dropped.values())
     return ClipResult(
-        norm=norm,
-        was_clipped=was_clipped,
+        norm=float(norm),
+        was_clipped=norm > max_norm or bool(clipped),
         dropped=tuple(dropped),
         dropped_elements=count,
-        kept_elements=elements - count,
+        kept_elements=_elements(gradients) - count,
         max_norm=max_norm,
-        clipped=clipped,
+        clipped=tuple(clipped),
     )
+
+
+def untouched_result(gradients: Sequence[Gradient]) -> ClipResult:
+    """The result where something is bad, and nothing may be dropped."""
+    return ClipResult(norm=math.nan, was_clipped=False, kept_elements=_elements(gradients))
+
+
+def _elements(gradients: Sequence[Gradient]) -> int:
+    return sum(part.numel() for gradient in gradients for part in gradient.memory)
 
 
 class Gradient(NamedTuple):

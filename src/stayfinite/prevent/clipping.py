@@ -34,9 +34,9 @@ from stayfinite.clip import (
     result_of,
     scale_each,
     true_norm,
+    untouched_result,
     wide,
 )
-from stayfinite.detect.finite import note_finite
 from stayfinite.detect.memory import compact, plain_parts
 from stayfinite.errors import ConfigError
 
@@ -199,7 +199,9 @@ class NormRule(Rule):
 
     def learn(self, learnt: NormStatistics, norm: float) -> float:
         """What this norm may be at most; it is learnt from."""
-        raise NotImplementedError
+        allowed = self.limit(learnt)
+        learnt.norms.add(math.log(norm) if self.has_logs else norm)
+        return allowed
 
 
 class NormStatistics(Statistics):
@@ -223,7 +225,8 @@ class NormStatistics(Statistics):
 
     def state_dict(self) -> dict[str, Any]:
         moments = {"mean": self.mean, "std": self.std} if self.rule.has_moments else {}
-        return {"logs" if self.rule.has_logs else "norms": self.norms.to_tensor(), **moments}
+        norms = torch.tensor(self.norms.last, dtype=torch.float64, device="cpu")
+        return {"logs" if self.rule.has_logs else "norms": norms, **moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         has_logs = self.rule.has_logs
@@ -369,11 +372,6 @@ class Robust(NormRule):
             factor = max(math.exp(wanted), self.least)
         return _times(math.exp(logs.median()), factor) if len(logs) else math.inf
 
-    def learn(self, learnt: NormStatistics, norm: float) -> float:
-        allowed = self.limit(learnt)
-        learnt.norms.add(math.log(norm))
-        return allowed
-
 
 class SortedWindow:
     """Up to `length` finite numbers; a new one pushes the oldest out."""
@@ -408,9 +406,6 @@ class SortedWindow:
         if not share:
             return self._sorted[below]
         return self._sorted[below] * (1 - share) + self._sorted[below + 1] * share
-
-    def to_tensor(self) -> Tensor:
-        return torch.tensor(self.last, dtype=torch.float64, device="cpu")
 
     def load(self, values: Tensor) -> None:
         """Hold these instead; what is not finite is left out."""
@@ -467,12 +462,11 @@ class PerTensorStatistics(Statistics):
         return dict(zip(self._columns, limits.tolist(), strict=True))
 
     def clip(self, gradients: Sequence[Gradient], drop: Drop) -> ClipResult:
-        elements = sum(part.numel() for gradient in gradients for part in gradient.memory)
         quick = list(zip(gradients, quick_norms([g.memory for g in gradients]), strict=True))
         unclear = [gradient for gradient, norm in quick if norm is None]
         dropped = drop_bad(unclear, drop) if unclear else {}
         if dropped is None:
-            return result_of(math.nan, {}, elements, was_clipped=False)
+            return untouched_result(gradients)
         norms = [true_norm(g.memory, 2.0) if norm is None else norm for g, norm in quick]
         whole = joint_norm(norms)
         names = [gradient.name for gradient in gradients]
@@ -480,9 +474,8 @@ class PerTensorStatistics(Statistics):
         above = [each for each in zip(gradients, norms, limits, strict=True) if each[1] > each[2]]
         scale_each([(gradient.memory, norm, limit) for gradient, norm, limit in above])
         after = math.hypot(*map(min, norms, limits))
-        note_finite([gradient.tensor for gradient in gradients], after)
-        clipped = tuple(gradient.name for gradient, _, _ in above)
-        return result_of(float(whole), dropped, elements, was_clipped=bool(above), clipped=clipped)
+        clipped = [gradient.name for gradient, _, _ in above]
+        return result_of(gradients, whole, after, dropped, clipped=clipped)
 
     def _learn(
         self, names: Sequence[str], norms: Sequence[Norm], whole: Norm, *, is_sound: bool
@@ -577,13 +570,12 @@ class PerUnit(Rule, Statistics):
 
     def clip(self, gradients: Sequence[Gradient], drop: Drop) -> ClipResult:
         units = [unit for gradient in gradients for unit in _units(gradient)]
-        elements = sum(part.numel() for gradient in gradients for part in gradient.memory)
         norms, dropped = [_norms(unit.gradient) for unit in units], dict[str, int]()
         whole = float(_joint([largest for largest, _ in norms]))  # host sync
         if not math.isfinite(whole):
             found = drop_bad(gradients, drop)
             if found is None:
-                return result_of(math.nan, {}, elements, was_clipped=False)
+                return untouched_result(gradients)
             norms, dropped = [_true_norms(unit.gradient) for unit in units], found
             whole = float(true_norm([unit.gradient for unit in units], 2.0))
         factors = [self._factors(u.weight, *own) for u, own in zip(units, norms, strict=True)]
@@ -595,9 +587,7 @@ class PerUnit(Rule, Statistics):
             if low < 1:
                 _multiply(unit.memory, factor, low)
                 clipped[unit.name] = None
-        note_finite([gradient.tensor for gradient in gradients], after)
-        names = tuple(clipped)
-        return result_of(whole, dropped, elements, was_clipped=bool(names), clipped=names)
+        return result_of(gradients, whole, after, dropped, clipped=list(clipped))
 
     def _factors(self, weight: Tensor, largest: Tensor, ratio: Tensor) -> Tensor:
         """1 for a unit that is small enough."""

@@ -13,6 +13,7 @@ from stayfinite.errors import ConfigError
 
 Level = Literal["high", "medium", "low"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+Evidence = dict[str, float | int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,28 @@ class Risk:
         return f"{self.level}: {self.where}: {self.what} {self.fix}"
 
 
+def risk_of(
+    level: Level,
+    cause: str,
+    what: str,
+    where: str = "",
+    evidence: Evidence | None = None,
+    *,
+    fix: str | None = None,
+    score: float = 0.0,
+) -> Risk:
+    """A risk with the fix of its cause, if it has no better one; its place may come later."""
+    return Risk(
+        level=level,
+        cause=cause,
+        what=what,
+        where=where,
+        evidence=evidence or {},
+        fix=fix or CAUSES[cause].fix,
+        score=score,
+    )
+
+
 def ranked(risks: Iterable[Risk]) -> list[Risk]:
     """All of them, the worst first; what is said twice of one place is kept once."""
     first: dict[tuple[str, str, str], Risk] = {}
@@ -65,7 +88,7 @@ def ranked(risks: Iterable[Risk]) -> list[Risk]:
 
 
 def said_once(risks: Iterable[Risk]) -> list[Risk]:
-    """For each place and cause the worst."""
+    """For each place and cause the worst; the worst of all first."""
     kept: dict[tuple[str, str], Risk] = {}
     for risk in ranked(risks):
         kept.setdefault((risk.where, risk.cause), risk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -11,11 +10,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stayfinite.errors import ConfigError, TrainingAbortedError
 from stayfinite.prevent.risks import Risk, said_once
-from stayfinite.records import from_data, to_data, to_json
+from stayfinite.records import from_json, to_json
 from stayfinite.runner.case import refusal, why_unheld
 from stayfinite.runner.options import option
 from stayfinite.runner.plan import (
@@ -101,7 +101,10 @@ def _run(plan: Plan, target: Target) -> int:
 
 def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
     """Say and save what was found; the result is the exit code."""
-    steps, risks = found_in(plan.folder)
+    paths = sorted(Path(plan.folder).glob("risks-*"))
+    found = [from_json(Findings, path.read_bytes()) for path in paths]  # one for each process
+    steps = max((each.steps for each in found), default=0)
+    risks = [risk for each in found for risk in each.risks]
     records = load_records(plan.folder)
     stopped = any(record.stopped for record in records)
     verdict: Verdict = "risks" if any(risk.is_warning for risk in risks) else "clean"
@@ -174,9 +177,16 @@ class RiskReporter:
         if is_here and (watch.is_over or script.has_trained):
             self._end_script()
 
+    @step_aside("judging the first steps")
     def end(self) -> None:
-        with step_aside("judging the first steps"):
-            self._write()
+        script, folder = self._script, self._watch.plan.folder
+        if script is None or self._has_written or self._watch.is_muted:
+            return
+        self._has_written = True
+        script.detach()
+        found = Findings(steps=script.steps, risks=tuple(script.risks()))
+        if os.path.isdir(folder):
+            write_atomically(os.path.join(folder, f"risks-{os.getpid()}.json"), to_json(found))
 
     def after_fork(self) -> bool:
         return True
@@ -188,29 +198,6 @@ class RiskReporter:
             self._watch.save()
             end_peers_soon(self._watch)
         raise TrainingAbortedError(_NO_ERROR)
-
-    def _write(self) -> None:
-        script, folder = self._script, self._watch.plan.folder
-        if script is None or self._has_written or self._watch.is_muted:
-            return
-        self._has_written = True
-        script.detach()
-        found = {"steps": script.steps, "risks": to_data(script.risks())}
-        if os.path.isdir(folder):
-            path = os.path.join(folder, f"risks-{os.getpid()}.json")
-            write_atomically(path, json.dumps(found, allow_nan=False))
-
-
-def found_in(folder: str) -> tuple[int, list[Risk]]:
-    """Steps and risks of all processes that have written there."""
-    steps, risks = 0, []
-    for name in sorted(os.listdir(folder)):
-        if name.startswith("risks-"):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                data = json.load(file)
-            steps = max(steps, int(data["steps"]))
-            risks += [from_data(Risk, entry) for entry in data["risks"]]
-    return steps, risks
 
 
 _COLOURS = {"high": "bold red", "medium": "yellow", "low": "dim"}

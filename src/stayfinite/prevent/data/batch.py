@@ -285,47 +285,38 @@ class Role(Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picked:
-    """Which parts of a batch the caller named, as paths such as "labels", 1 or "1.boxes"."""
+def refuse_unknown(found: Iterable[Leaf], paths: Paths | None) -> None:
+    """Raises InputError if one of the paths is not in the batch."""
+    there = dict.fromkeys(_short(leaf.path) for leaf in found)
+    for asked in _listed(paths):
+        if not any(_is_under(leaf.path, [asked]) for leaf in found):
+            known = ", ".join(there) or "nothing"
+            raise InputError(f"the batch has no tensor at {str(asked)!r}; it has {known}.")
 
-    inputs: tuple[str, ...] | None = None
-    targets: tuple[str, ...] | None = None
 
-    @classmethod
-    def of(cls, inputs: Paths | None, targets: Paths | None) -> Picked:
-        def as_paths(given: Paths | None) -> tuple[str, ...] | None:
-            given = (given,) if isinstance(given, str | int) else given
-            return None if given is None else tuple(map(str, given))
-
-        return cls(inputs=as_paths(inputs), targets=as_paths(targets))
-
-    def refuse_unknown(self, found: Iterable[Leaf]) -> None:
-        """Raises InputError if a path that the caller named is not in the batch."""
-        paths = [leaf.path for leaf in found]
-        for asked in (*(self.inputs or ()), *(self.targets or ())):
-            if not any(_is_under(path, asked) for path in paths):
-                there = ", ".join(dict.fromkeys(_short(path) for path in paths)) or "nothing"
-                raise InputError(f"the batch has no tensor at {asked!r}; it has {there}.")
+def _listed(paths: Paths | None) -> Sequence[Path]:
+    return (paths,) if isinstance(paths, str | int) else paths or ()
 
 
 def _short(path: str) -> str:
     return path.removeprefix(f"{ROOT}.").replace("*.", "").removesuffix(".*")
 
 
-def _is_under(path: str, asked: str) -> bool:
-    return f"{_short(path)}.".startswith(f"{asked}.")
+def _is_under(path: str, paths: Paths) -> bool:
+    return any(f"{_short(path)}.".startswith(f"{asked}.") for asked in _listed(paths))
 
 
-def roles_of(found: Sequence[Leaf], picked: Picked, classes: int | None) -> dict[str, Role]:
+def roles_of(
+    found: Sequence[Leaf], inputs: Paths | None, targets: Paths | None, classes: int | None
+) -> dict[str, Role]:
     """The role of each path.
 
     What the caller picked comes first, then names, as in {"input_ids": ..., "labels": ...}. Of a
     tuple the first field is the input and all others are targets. Integers among these are labels
     if there is one candidate; of several it is the one that fits `classes`, else the last.
     """
-    roles = {leaf.path: _role(leaf, picked) for leaf in found}
-    if picked.targets is not None:
+    roles = {leaf.path: _role(leaf, inputs, targets) for leaf in found}
+    if targets is not None:
         return roles
     labels = [leaf for leaf in found if roles[leaf.path] is Role.LABEL and not _name(leaf.path)]
     if len({leaf.path for leaf in labels}) > 1:
@@ -347,17 +338,16 @@ def roles_of(found: Sequence[Leaf], picked: Picked, classes: int | None) -> dict
     return roles
 
 
-def _role(leaf: Leaf, picked: Picked) -> Role:
-    if picked.targets is not None and any(_is_under(leaf.path, p) for p in picked.targets):
+def _role(leaf: Leaf, inputs: Paths | None, targets: Paths | None) -> Role:
+    if targets is not None and _is_under(leaf.path, targets):
         return Role.LABEL if _is_whole(leaf.values) else Role.TARGET
     named = _named_role(leaf)
-    if picked.inputs is not None:
-        is_picked = any(_is_under(leaf.path, p) for p in picked.inputs)
-        return Role.INPUT if is_picked else named or Role.OTHER
+    if inputs is not None:
+        return Role.INPUT if _is_under(leaf.path, inputs) else named or Role.OTHER
     # The number of the field in a batch that is a tuple; 0 in any other.
     field = leaf.path.split(".")[1:2]
-    if named is None and picked.targets is None and field and field[0].isdigit() and int(field[0]):
-        return Role.LABEL if _is_whole(leaf.values) and not is_binary(leaf) else Role.TARGET
+    if named is None and targets is None and field and field[0].isdigit() and int(field[0]):
+        return Role.LABEL if _is_whole(leaf.values) and not _is_binary(leaf.values) else Role.TARGET
     return named or Role.INPUT
 
 
@@ -387,11 +377,8 @@ def _is_whole(values: Tensor) -> bool:
     return not values.is_floating_point() and values.dtype is not torch.bool
 
 
-def is_binary(leaf: Leaf) -> bool:
-    """Whether all values are 0 or 1, and there are several to a row: a mask, or many labels."""
-    values = leaf.values
-    if values.dtype is torch.bool:
-        return True
+def _is_binary(values: Tensor) -> bool:
+    """Whether all values are 0 or 1, and there are several to a row: many labels."""
     return values.ndim > 1 and values.shape[1] > 1 and bool(((values == 0) | (values == 1)).all())
 
 

@@ -13,8 +13,8 @@ from rich.progress import Progress
 
 from stayfinite.detect.memory import undisturbed
 from stayfinite.errors import ConfigError, InputError
-from stayfinite.prevent.data.batch import Paths, Picked, leaves
-from stayfinite.prevent.data.inspection import Inspection, Key, Kind, split_place
+from stayfinite.prevent.data.batch import Paths, leaves
+from stayfinite.prevent.data.inspection import SAMPLE_BITS, Inspection, Key, Kind, split_place
 from stayfinite.prevent.data.loader import (
     BatchRead,
     Reader,
@@ -23,16 +23,15 @@ from stayfinite.prevent.data.loader import (
     is_death_of_worker,
 )
 from stayfinite.prevent.data.problems import (
-    MOST_PLACES,
     DataFinding,
     DataReport,
+    amount,
+    finding_of,
     findings,
     in_order,
-    profiles,
+    profile_of,
 )
 from stayfinite.prevent.risks import LEVELS, Risk
-
-_FIX = "Open such a sample yourself, `dataset[index]`, and repair it or leave it out."
 
 
 def check_data(
@@ -69,8 +68,9 @@ def check_data(
     1 NaN of 600 values, in 1 of 100 rows. Every layer turns them into NaN.
     """
     _refuse_nonsense(loader, classes, max_batches, passes)
-    picked = Picked.of(inputs, targets)
-    inspection = Inspection(classes=classes, ignore_index=ignore_index, picked=picked)
+    inspection = Inspection(
+        classes=classes, ignore_index=ignore_index, inputs=inputs, targets=targets
+    )
     failures = Failures()
     with as_before(loader):
         reader = Reader(loader, max_batches)
@@ -89,21 +89,24 @@ def check_data(
     with as_before(loader):
         failures.look_again(reader, inspection)
         found = findings(inspection)
-        places = {(each.kind, each.where): places for each, places in found if places}
         indices: dict[Key, tuple[Any, ...]] = {}
+        places = {key: seen.places for key, seen in inspection.seen.items()}
         if reader.has_indices and reader.is_row_known:
             indices = {key: in_order(inspection.indices_at(places[key])) for key in places}
         elif reader.has_indices:
             indices = Confirmation(reader, inspection).indices_of(places)
     said = failures.findings(reader.was_stopped, inspection.batches)
-    for each, _ in found:
+    for each in found:
         own = indices.get((each.kind, each.where), ())
         said.append(dataclasses.replace(each, indices=own))
     return DataReport(
         findings=tuple(sorted(said, key=lambda finding: LEVELS.index(finding.level))),
         batches=inspection.batches,
         rows=inspection.samples,
-        tensors=profiles(inspection),
+        tensors=tuple(
+            profile_of(tensor, inspection.roles[path])
+            for path, tensor in inspection.tensors.items()
+        ),
         has_indices=reader.has_indices,
     )
 
@@ -175,10 +178,11 @@ def batch_risks(
     >>> [(risk.level, risk.where, risk.cause) for risk in batch_risks([images, labels])]
     [('high', 'batch.0', 'bad_input_data')]
     """
-    picked = Picked.of(inputs, targets)
-    inspection = Inspection(classes=classes, ignore_index=ignore_index, picked=picked)
+    inspection = Inspection(
+        classes=classes, ignore_index=ignore_index, inputs=inputs, targets=targets
+    )
     inspection.look(batch)
-    return [finding for finding, _ in findings(inspection)]
+    return list[Risk](findings(inspection))
 
 
 class Failures:
@@ -209,34 +213,29 @@ class Failures:
         """One for each type of error, and what kept the loader from giving more than `batches`."""
         found: list[DataFinding] = []
         for errors in _by_type(self._samples.items()):
-            error = errors[0][1]
-            end = " It ends the epoch in silence." if error.startswith("StopIteration") else ""
-            count = "1 sample" if len(errors) == 1 else f"{len(errors):,} samples"
-            what = f"Reading {count} raises {error.removesuffix('.')}.{end}"
+            is_end = errors[0][1].startswith("StopIteration")
+            what = _error_words(errors, "sample", "samples")
+            what += " It ends the epoch in silence." if is_end else ""
             indices = in_order(index for index, _ in errors)
-            found.append(_finding("error", "dataset", what, indices=indices))
+            found.append(_reading_failure("error", "dataset", what, indices=indices))
         for errors in _by_type([(read, read.error or "") for read in self.batches]):
-            error = errors[0][1]
             is_alone = any(read.indices for read, _ in errors)
-            end = " Each sample alone can be read: it is the collate function." if is_alone else ""
-            count = "1 batch" if len(errors) == 1 else f"{len(errors):,} batches"
-            what = f"Reading {count} raises {error.removesuffix('.')}.{end}"
-            places = tuple((read.number, 0) for read, _ in errors)
-            found.append(_finding("error", "loader", what, places=places))
+            what = _error_words(errors, "batch", "batches")
+            what += (
+                " Each sample alone can be read: it is the collate function." if is_alone else ""
+            )
+            places = [read.number << SAMPLE_BITS for read, _ in errors]
+            found.append(_reading_failure("error", "loader", what, places=places))
         if was_stopped is not None:
             what = f"After {batches:,} batches it could not go on: {was_stopped.removesuffix('.')}."
-            found.append(_finding("stopped", "loader", what))
+            found.append(_reading_failure("stopped", "loader", what))
         elif not batches and not found:
-            nothing = DataFinding(
-                kind="no_batches",
-                level="high",
-                what="It gives no batch: a mean over the epoch is 0 / 0.",
-                where="loader",
-                fix="Look at the length of the dataset; `drop_last=True` drops a batch that is not "
-                "full.",
-                cause="empty_reduction",
+            what = "It gives no batch: a mean over the epoch is 0 / 0."
+            fix = (
+                "Look at the length of the dataset; `drop_last=True` drops a batch that is not "
+                "full."
             )
-            found.append(nothing)
+            found.append(finding_of("no_batches", "loader", "high", "empty_reduction", what, fix))
         return found
 
 
@@ -247,28 +246,18 @@ def _by_type(errors: Iterable[tuple[Any, str]]) -> Iterable[list[tuple[Any, str]
     return groups.values()
 
 
-def _finding(
-    kind: Kind,
-    where: str,
-    what: str,
-    *,
-    indices: tuple[Any, ...] = (),
-    places: tuple[tuple[int, int], ...] = (),
+def _error_words(errors: Sequence[tuple[Any, str]], one: str, many: str) -> str:
+    return f"Reading {amount(len(errors), one, many)} raises {errors[0][1].removesuffix('.')}."
+
+
+def _reading_failure(
+    kind: Kind, where: str, what: str, places: Sequence[int] = (), indices: tuple[Any, ...] = ()
 ) -> DataFinding:
-    rows = len(indices) or len(places)
-    return DataFinding(
-        kind=kind,
-        level="high",
-        what=what,
-        where=where,
-        fix=_FIX,
-        cause="bad_input_data",
-        evidence={"rows": rows},
-        score=float(rows),
-        rows=rows,
-        indices=indices,
-        places=places[:MOST_PLACES],
+    fix = "Open such a sample yourself, `dataset[index]`, and repair it or leave it out."
+    found = finding_of(
+        kind, where, "high", "bad_input_data", what, fix, places=places, indices=indices
     )
+    return dataclasses.replace(found, evidence={"rows": found.rows})
 
 
 class Confirmation:

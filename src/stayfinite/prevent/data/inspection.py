@@ -14,10 +14,11 @@ from stayfinite.detect.memory import undisturbed
 from stayfinite.prevent.data.batch import (
     Leaf,
     PaddingMasks,
-    Picked,
+    Paths,
     Role,
     is_additive_mask,
     leaves,
+    refuse_unknown,
     roles_of,
     size_of,
 )
@@ -51,13 +52,13 @@ Key = tuple[Kind, str]
 BadSamples = tuple[Kind, Tensor, dict[str, int]]
 """What is wrong with which samples of a batch, and numbers about it; see Seen."""
 
-_SAMPLE_BITS = 24
+SAMPLE_BITS = 24
 _FIRST_CLEARING = 512
 
 
 def split_place(place: int) -> tuple[int, int]:
     """Batch and sample."""
-    return place >> _SAMPLE_BITS, place & ((1 << _SAMPLE_BITS) - 1)
+    return place >> SAMPLE_BITS, place & ((1 << SAMPLE_BITS) - 1)
 
 
 class Seen:
@@ -88,21 +89,25 @@ class Inspection:
 
     Its memory grows with what is wrong, not with the number of batches: `seen` has the places
     of bad samples, `tensors` what each tensor is like, and `indices` the dataset indices of the
-    batches that either of them refers to. `outliers` are the places that a second pass found.
+    batches that either of them refers to.
     """
 
     def __init__(
-        self, *, classes: int | None = None, ignore_index: int = -100, picked: Picked | None = None
+        self,
+        *,
+        classes: int | None = None,
+        ignore_index: int = -100,
+        inputs: Paths | None = None,
+        targets: Paths | None = None,
     ) -> None:
         self.classes, self.ignore_index = classes, ignore_index
-        self._picked = picked or Picked()
+        self._inputs, self._targets = inputs, targets
         self.batches = self.samples = 0
         self.sizes: Counter[int] = Counter()
         self.roles: dict[str, Role] = {}
         self.seen: dict[Key, Seen] = {}
         self.tensors: dict[str, TensorStatistics] = {}
         self.padding: dict[str, PaddingMasks] = {}
-        self.outliers: dict[str, array[int]] = {}
         self.indices: dict[int, Sequence[Any]] = {}
         self._next_clearing = _FIRST_CLEARING
 
@@ -117,25 +122,28 @@ class Inspection:
         new = [leaf for leaf in found if leaf.path not in self.roles]
         if new:
             if self.batches == 1:
-                self._picked.refuse_unknown(found)
-            roles = roles_of(found, self._picked, self.classes)
+                refuse_unknown(found, self._inputs)
+                refuse_unknown(found, self._targets)
+            roles = roles_of(found, self._inputs, self._targets, self.classes)
             self.roles |= {leaf.path: roles[leaf.path] for leaf in new}
         for leaf in found:
-            self._look_at(leaf, number << _SAMPLE_BITS)
+            for kind, samples, counts in self.bad_samples(leaf):
+                self._note(kind, leaf.path, samples, number, **counts)
+            if leaf.values.numel():
+                self._gather(leaf, leaf.sample_of + (number << SAMPLE_BITS))
         if indices is not None:
             self._remember(number, indices)
 
-    def _look_at(self, leaf: Leaf, first_place: int) -> None:
-        for kind, samples, counts in self.bad_samples(leaf):
-            seen = self.seen.setdefault((kind, leaf.path), Seen())
-            seen.add((samples + first_place).tolist(), **counts)
-        if leaf.values.numel():
-            places = leaf.sample_of + first_place
-            if leaf.values.dtype is torch.bool and self.roles[leaf.path] is not Role.MASK:
-                self.padding.setdefault(leaf.path, PaddingMasks()).add(leaf.values, places)
-            if leaf.path not in self.tensors:
-                self.tensors[leaf.path] = TensorStatistics(leaf)
-            self.tensors[leaf.path].add(leaf, places)
+    def _note(self, kind: Kind, path: str, samples: Tensor, batch: int, **counts: int) -> None:
+        seen = self.seen.setdefault((kind, path), Seen())
+        seen.add((samples + (batch << SAMPLE_BITS)).tolist(), **counts)
+
+    def _gather(self, leaf: Leaf, places: Tensor) -> None:
+        if leaf.values.dtype is torch.bool and self.roles[leaf.path] is not Role.MASK:
+            self.padding.setdefault(leaf.path, PaddingMasks()).add(leaf.values, places)
+        if leaf.path not in self.tensors:
+            self.tensors[leaf.path] = TensorStatistics(leaf)
+        self.tensors[leaf.path].add(leaf, places)
 
     def bad_samples(self, leaf: Leaf) -> Iterator[BadSamples]:
         """All that is wrong with rows of the leaf and can be said without other batches."""
@@ -155,7 +163,7 @@ class Inspection:
         for path, tensor in self.tensors.items():
             if self.roles[path] in (Role.INPUT, Role.TARGET) and tensor.dtype.startswith("float"):
                 limits = tensor.limits()
-                if limits is not None and limits.beyond(tensor.table.extremes).any():
+                if limits is not None and limits.beyond(tensor.table.values).any():
                     found[path] = limits
         return found
 
@@ -172,9 +180,8 @@ class Inspection:
         for leaf in leaves(batch, None if indices is None else len(indices)):
             if leaf.path in limits:
                 rows = self.tensors[leaf.path].rows_beyond(limits[leaf.path], leaf)
-                samples = leaf.sample_of[rows].unique() + (number << _SAMPLE_BITS)
-                self.outliers.setdefault(leaf.path, array("q")).extend(samples.tolist())
-                if len(samples) and indices is not None:
+                self._note("outlier", leaf.path, _with_any(leaf, rows), number)
+                if rows.any() and indices is not None:
                     self._remember(number, indices)
 
     def _remember(self, number: int, indices: Sequence[Any]) -> None:
@@ -191,8 +198,6 @@ class Inspection:
     def _referred_places(self) -> Iterator[int]:
         for seen in self.seen.values():
             yield from seen.places
-        for outliers in self.outliers.values():
-            yield from outliers
         for padding in self.padding.values():
             yield from padding.places
         for tensor in self.tensors.values():

@@ -11,12 +11,10 @@ import torch
 from stayfinite.prevent.data.batch import ROOT, Role
 from stayfinite.prevent.data.inspection import Inspection, Kind, Seen, split_place
 from stayfinite.prevent.data.statistics import FEWEST_ROWS, OutlierLimits, TensorStatistics
-from stayfinite.prevent.risks import LEVELS, Level, Risk
+from stayfinite.prevent.risks import LEVELS, Evidence, Level, Risk
 from stayfinite.records import to_json
 
-Evidence = dict[str, float | int | str]
-
-MOST_PLACES = 100
+_MOST_PLACES = 100
 _SHOWN = 8
 
 # Sizes at which a first layer of torch's default weights and an ordinary rate no longer get along.
@@ -123,15 +121,16 @@ class DataReport(Sequence[DataFinding]):
         return iter(self.findings)
 
     def __str__(self) -> str:
-        seen = f"{self.rows:,} rows in {_count(self.batches, 'batch', 'batches')}"
+        seen = f"{self.rows:,} rows in {amount(self.batches, 'batch', 'batches')}"
         if not self.findings:
             return f"{seen}: nothing found."
-        head = f"{seen}: {_count(len(self.findings), 'finding', 'findings')}"
+        head = f"{seen}: {amount(len(self.findings), 'finding', 'findings')}"
         bad = f", {len(self.bad_indices):,} bad samples" if self.bad_indices else ""
         return "\n".join([f"{head}{bad}", *map(str, self.findings)])
 
 
-def _count(number: int, one: str, many: str) -> str:
+def amount(number: int, one: str, many: str) -> str:
+    """Such as "1 row" or "2,000 rows"."""
     return f"{number:,} {one if number == 1 else many}"
 
 
@@ -151,19 +150,16 @@ def in_order(items: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(found)
 
 
-Found = tuple[DataFinding, Sequence[int]]
-"""A finding without indices, and the places of all samples that it is about."""
+def findings(inspection: Inspection) -> list[DataFinding]:
+    """Everything there is to say, without indices, the worst first.
 
-
-def findings(inspection: Inspection) -> list[Found]:
-    """Everything there is to say, the worst first."""
+    Afterwards `inspection.seen` has the places of all samples that a finding is about.
+    """
     inspection.settle()
-    seen = dict(inspection.seen)
     for path, padding in inspection.padding.items():  # masks about which only all batches tell
         if padding.hidden:
-            seen["masked", path] = Seen()
-            seen["masked", path].add(padding.hidden)
-    found = [_about_rows(inspection, kind, path, each) for (kind, path), each in seen.items()]
+            inspection.seen.setdefault(("masked", path), Seen()).add(padding.hidden)
+    found = [_about_rows(inspection, *key) for key in inspection.seen if key[0] != "outlier"]
     limits = inspection.outlier_limits()
     for path, tensor in inspection.tensors.items():
         if path in limits:
@@ -174,26 +170,29 @@ def findings(inspection: Inspection) -> list[Found]:
             found += _same(inspection, tensor)
     if ones := inspection.sizes[1]:
         what = (
-            f"{ones:,} of {_count(inspection.batches, 'batch', 'batches')} "
+            f"{ones:,} of {amount(inspection.batches, 'batch', 'batches')} "
             f"{'has' if ones == 1 else 'have'} one sample: BatchNorm has no variance to divide by."
         )
         fix = "`DataLoader(..., drop_last=True)`, or GroupNorm or LayerNorm."
         evidence: Evidence = {"batches": ones}
-        found.append(_found("single", ROOT, "low", what, fix, "batchnorm_degenerate", evidence))
-    return sorted(found, key=lambda each: (LEVELS.index(each[0].level), -each[0].rows))
+        found.append(finding_of("single", ROOT, "low", "batchnorm_degenerate", what, fix, evidence))
+    return sorted(found, key=lambda finding: (LEVELS.index(finding.level), -finding.rows))
 
 
-def _found(
+def finding_of(
     kind: Kind,
     where: str,
     level: Level,
+    cause: str,
     what: str,
     fix: str,
-    cause: str,
     evidence: Evidence | None = None,
+    *,
     places: Sequence[int] = (),
-) -> Found:
-    finding = DataFinding(
+    indices: tuple[Any, ...] = (),
+) -> DataFinding:
+    rows = len(indices) or len(places)
+    return DataFinding(
         kind=kind,
         level=level,
         what=what,
@@ -201,17 +200,18 @@ def _found(
         fix=fix,
         cause=cause,
         evidence=evidence or {},
-        score=float(len(places)),
-        rows=len(places),
-        places=tuple(map(split_place, places[:MOST_PLACES])),
+        score=float(rows),
+        rows=rows,
+        indices=indices,
+        places=tuple(map(split_place, places[:_MOST_PLACES])),
     )
-    return finding, places
 
 
-def _about_rows(inspection: Inspection, kind: Kind, path: str, seen: Seen) -> Found:
+def _about_rows(inspection: Inspection, kind: Kind, path: str) -> DataFinding:
     """What was seen in single rows, in words."""
-    counts, index, classes = seen.counts, inspection.ignore_index, inspection.classes
-    rows = f"{counts['rows']:,} of {_count(inspection.samples, 'row', 'rows')}"
+    seen, index, classes = inspection.seen[kind, path], inspection.ignore_index, inspection.classes
+    counts = seen.counts
+    rows = f"{counts['rows']:,} of {amount(inspection.samples, 'row', 'rows')}"
     evidence: Evidence = {"rows": counts["rows"]}
     level: Level = "medium"
     match kind:
@@ -221,10 +221,8 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str, seen: Seen) -> Fo
             what = f"{bad} of {inspection.tensors[path].values:,} values, in {rows}."
             evidence = {"nan": counts["nan"], "inf": counts["inf"], **evidence}
             if inspection.roles[path] in (Role.TARGET, Role.LABEL):
-                what, cause = (
-                    f"{what} One of them makes the loss of its whole batch NaN.",
-                    "bad_label",
-                )
+                cause = "bad_label"
+                what += " One of them makes the loss of its whole batch NaN."
                 fix = (
                     "If they mark what was not measured, leave them out of the loss: `keep = "
                     "~y.isnan()`, `loss(p[keep], y[keep]).sum() / keep.sum().clamp_min(1)`. "
@@ -258,7 +256,7 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str, seen: Seen) -> Fo
                 )
         case "all_ignored":
             level, cause, evidence = "high", "bad_label", {"batches": counts["batches"]}
-            batches = f"{counts['batches']:,} of {_count(inspection.batches, 'batch', 'batches')}"
+            batches = f"{counts['batches']:,} of {amount(inspection.batches, 'batch', 'batches')}"
             what = (
                 f"In {batches} every label is {index}, which the loss leaves out: its mean is "
                 "0 / 0."
@@ -304,21 +302,25 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str, seen: Seen) -> Fo
             else:
                 level, what, cause = "low", f"{what}.", "division_by_zero"
                 fix = "If rows are standardised one by one, divide by `std.clamp_min(1e-6)`."
-    return _found(kind, path, level, what, fix, cause, evidence, seen.places)
+    return finding_of(kind, path, level, cause, what, fix, evidence, places=seen.places)
 
 
-def _outliers(inspection: Inspection, tensor: TensorStatistics, limits: OutlierLimits) -> Found:
+def _outliers(
+    inspection: Inspection, tensor: TensorStatistics, limits: OutlierLimits
+) -> DataFinding:
     table = tensor.table
-    is_out = limits.beyond(table.extremes)
-    places: Sequence[int] = table.places[is_out].unique().tolist()
-    is_more = bool(is_out.reshape(2, -1, is_out.shape[1]).all(1).any())
-    if tensor.path in inspection.outliers:  # of a second pass, which saw all of them
-        places, is_more = inspection.outliers[tensor.path], False
-    values, columns = table.extremes[is_out], is_out.nonzero()[:, 1]
+    is_out = limits.beyond(table.values)
+    seen, is_more = inspection.seen.get(("outlier", tensor.path)), False
+    if seen is None:  # else a second pass saw all of them
+        seen = inspection.seen["outlier", tensor.path] = Seen()
+        seen.add(table.places[is_out].unique().tolist())
+        is_more = bool(is_out.reshape(2, -1, is_out.shape[1]).all(1).any())
+    places = seen.places
+    values, columns = table.values[is_out], is_out.nonzero()[:, 1]
     times = limits.times(values, columns)
     worst = int(times.argmax())
     value, factor, column = float(values[worst]), float(times[worst]), columns[worst]
-    rows = f"{'At least ' if is_more else ''}{_count(len(places), 'row', 'rows')}"
+    rows = f"{'At least ' if is_more else ''}{amount(len(places), 'row', 'rows')}"
     has_columns = tensor.columns is not None and tensor.columns.width > 1
     where = f" in {_columns(columns.unique().tolist())}" if has_columns else ""
     what = (
@@ -331,22 +333,20 @@ def _outliers(inspection: Inspection, tensor: TensorStatistics, limits: OutlierL
     )
     level: Level = "high" if min(factor, abs(value)) >= _WILD else "medium"
     evidence: Evidence = {"worst": value, "times": factor, "rows": len(places)}
-    return _found("outlier", tensor.path, level, what, fix, "unnormalized_input", evidence, places)
+    cause = "unnormalized_input"
+    return finding_of("outlier", tensor.path, level, cause, what, fix, evidence, places=places)
 
 
-def _scale(tensor: TensorStatistics, role: Role) -> Iterator[Found]:
+def _scale(tensor: TensorStatistics, role: Role) -> Iterator[DataFinding]:
     """Values that are large or tiny throughout."""
     if tensor.elements.numel() < FEWEST_ROWS:
         return
-    usual, what = tensor.usual, ""
-    level: Level = "medium"
+    usual, what, cause = tensor.usual, "", "unnormalized_input"
     if role is Role.TARGET:
         if usual >= _LARGE_TARGET:
             what = f"The targets are about {usual:.3g} in size, a squared error {usual**2:.1g}."
             fix = "Predict `(y - mean) / std`, or `torch.log1p(y)` of amounts."
-            yield _found(
-                "scale", tensor.path, level, what, fix, "unnormalized_input", {"usual": usual}
-            )
+            yield finding_of("scale", tensor.path, "medium", cause, what, fix, {"usual": usual})
         return
     if tensor.columns is not None:
         sizes = tensor.elements.abs()
@@ -359,9 +359,9 @@ def _scale(tensor: TensorStatistics, role: Role) -> Iterator[Found]:
         what = f"These look like pixels from 0 to {tensor.highest:.0f}."
     elif usual >= _LARGE:
         what = f"The values are about {usual:.3g} in size."
+    level: Level = "high" if usual >= _HUGE else "medium"
     if what:
         what += " Activations and gradients grow by that factor."
-        level, cause = "high" if usual >= _HUGE else "medium", "unnormalized_input"
         fix = (
             "Standardise with the statistics of the training set, "
             "`(x - mean) / std.clamp_min(1e-6)`; pixels, `x / 255`."
@@ -372,7 +372,7 @@ def _scale(tensor: TensorStatistics, role: Role) -> Iterator[Found]:
         fix = "Standardise them: `(x - mean) / std`."
     else:
         return
-    yield _found("scale", tensor.path, level, what, fix, cause, {"usual": usual})
+    yield finding_of("scale", tensor.path, level, cause, what, fix, {"usual": usual})
 
 
 def _are_pixels(tensor: TensorStatistics) -> bool:
@@ -383,7 +383,7 @@ def _are_pixels(tensor: TensorStatistics) -> bool:
     return is_picture and bool((elements == elements.round()).all())
 
 
-def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[Found]:
+def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[DataFinding]:
     """Columns or channels that are the same in all rows, or rows that are all the same."""
     if tensor.is_sparse or tensor.rows < FEWEST_ROWS:
         return
@@ -396,7 +396,7 @@ def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[Found]:
             "If that is not meant, look at how the dataset uses its index; where it is "
             "standardised, divide by `std.clamp_min(1e-6)`."
         )
-        yield _found("same_rows", tensor.path, level, what, fix, "bad_input_data")
+        yield finding_of("same_rows", tensor.path, level, "bad_input_data", what, fix)
     elif columns := _constant_columns(tensor):
         numbers = list(columns)
         name = "column" if tensor.shape is not None and len(tensor.shape) == 1 else "channel"
@@ -409,7 +409,8 @@ def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[Found]:
             "`std.clamp_min(1e-6)`, since its std is 0."
         )
         evidence: Evidence = {"columns": len(numbers), "first": numbers[0]}
-        yield _found("constant", tensor.path, "low", what, fix, "division_by_zero", evidence)
+        cause = "division_by_zero"
+        yield finding_of("constant", tensor.path, "low", cause, what, fix, evidence)
 
 
 def _constant_columns(tensor: TensorStatistics) -> dict[int, float]:
@@ -427,14 +428,7 @@ def _constant_columns(tensor: TensorStatistics) -> dict[int, float]:
     return {n: float(low[n]) for n in is_constant.nonzero().flatten().tolist()}
 
 
-def profiles(inspection: Inspection) -> tuple[TensorProfile, ...]:
-    """What each tensor of the batches is like."""
-    return tuple(
-        _profile(tensor, inspection.roles[path]) for path, tensor in inspection.tensors.items()
-    )
-
-
-def _profile(tensor: TensorStatistics, role: Role) -> TensorProfile:
+def profile_of(tensor: TensorStatistics, role: Role) -> TensorProfile:
     moments = tensor.moments.pooled()
     has_moments, has_range = bool(moments.count > 0), tensor.lowest <= tensor.highest
     return TensorProfile(

@@ -58,8 +58,8 @@ class TensorStatistics:
         width = flat(values).shape[1] if values.is_floating_point() else 0
         is_table = values.ndim <= 2 and width <= PICKED
         self._picked = min(width, PICKED)
-        self.ends = Table(2)
-        self.columns = Table(width) if is_table else None
+        self.ends = Extremes(2)
+        self.columns = Extremes(width) if is_table else None
         self.channels: tuple[Tensor, Tensor] | None = None
         self.moments = Moments(width if is_table else 1)
         self.sample = RowSample(2 + self._picked)
@@ -126,7 +126,7 @@ class TensorStatistics:
         self.moments.add(block if self.columns else block.reshape(-1, 1), is_whole=is_whole)
 
     @property
-    def table(self) -> Table:
+    def table(self) -> Extremes:
         """The columns, or the two ends of each row."""
         return self.ends if self.columns is None else self.columns
 
@@ -143,7 +143,7 @@ class TensorStatistics:
     def limits(self) -> OutlierLimits | None:
         """For each column of a table, or for the two ends of each row; None for too few rows."""
         rows = self.sample.rows[:, :2] if self.columns is None else self.elements
-        return limits_of(rows, self.table.extremes, self.usual or 1.0)
+        return limits_of(rows, self.table.values, self.usual or 1.0)
 
     def rows_beyond(self, limits: OutlierLimits, leaf: Leaf) -> Tensor:
         """For each row of the leaf whether it has an outlier, by what `limits` gave."""
@@ -159,32 +159,6 @@ class TensorStatistics:
 def flat(values: Tensor) -> Tensor:
     """Rows of a matrix; one column for a vector."""
     return values.flatten(1) if values.ndim > 1 else values.unsqueeze(1)
-
-
-class Table:
-    """The extremes of columns that mean something: features, or the two ends of each row."""
-
-    def __init__(self, columns: int) -> None:
-        self.width = columns
-        self._largest, self._smallest = Extremes(columns, 1), Extremes(columns, -1)
-
-    def add(self, block: Tensor, places: Tensor, *, is_whole: bool) -> None:
-        if is_whole:
-            low, high = block.amin(0), block.amax(0)
-        else:
-            low, high = block.nan_to_num(torch.inf).amin(0), block.nan_to_num(-torch.inf).amax(0)
-        self._largest.add(block, high, places)
-        self._smallest.add(block, low, places)
-
-    @property
-    def extremes(self) -> Tensor:
-        """The largest and the smallest values of each column; NaN in places not filled."""
-        return torch.cat([self._largest.values, self._smallest.values])
-
-    @property
-    def places(self) -> Tensor:
-        """Where they were."""
-        return torch.cat([self._largest.places, self._smallest.places])
 
 
 class Moments:
@@ -264,24 +238,31 @@ class RowSample:
 
 
 class Extremes:
-    """The largest values of each column, or with sign -1 the smallest, and where they were.
+    """The largest and the smallest values of each column, and where they were.
 
-    `places` are whatever numbers came with the rows. Places that nothing fills are NaN.
+    Columns mean something: features, or the two ends of each row. `places` are whatever numbers
+    came with the rows.
     """
 
-    def __init__(self, columns: int, sign: int, size: int = KEPT_EXTREMES) -> None:
-        self._sign = sign
+    def __init__(self, columns: int, size: int = KEPT_EXTREMES) -> None:
+        self.width = columns
         self._seen = 0
-        self._sizes = torch.full((size, columns), -torch.inf, dtype=torch.float64)
-        self.places = torch.full((size, columns), -1)
+        # What is small is large with the other sign: each column is kept twice.
+        self._sizes = torch.full((size, 2 * columns), -torch.inf, dtype=torch.float64)
+        self._places = torch.full((size, 2 * columns), -1)
 
-    def add(self, block: Tensor, ends: Tensor, places: Tensor) -> None:
-        """Takes rows, the largest (or smallest) value of each column, and a number for each row."""
-        columns = (ends * self._sign > self._sizes[-1]).nonzero().flatten()
+    def add(self, block: Tensor, places: Tensor, *, is_whole: bool) -> None:
+        """Takes rows, and a number for each; `is_whole` says that nothing is missing."""
+        if is_whole:
+            low, high = block.amin(0), block.amax(0)
+        else:
+            low, high = block.nan_to_num(torch.inf).amin(0), block.nan_to_num(-torch.inf).amax(0)
+        columns = (torch.cat([high, -low]) > self._sizes[-1]).nonzero().flatten()
         if not len(columns):
             self._seen += len(block)
             return
-        start, sizes = 0, block[:, columns] * self._sign
+        signs = torch.where(columns < self.width, 1.0, -1.0)
+        start, sizes = 0, block[:, columns % self.width] * signs
         while start < len(block):
             # Few rows at first: they set the bar for the others.
             end = start + max(self._seen, len(self._sizes))
@@ -295,14 +276,21 @@ class Extremes:
             return
         new, numbers = _stacked(sizes[rows, where], places[rows], where, len(columns))
         sizes = torch.cat([self._sizes[:, columns], new])
-        numbers = torch.cat([self.places[:, columns], numbers])
+        numbers = torch.cat([self._places[:, columns], numbers])
         # Sorted, so that the last one is what a new value has to beat.
         self._sizes[:, columns], chosen = sizes.topk(len(self._sizes), dim=0)
-        self.places[:, columns] = numbers.gather(0, chosen)
+        self._places[:, columns] = numbers.gather(0, chosen)
 
     @property
     def values(self) -> Tensor:
-        return torch.where(self._sizes.isfinite(), self._sizes * self._sign, torch.nan)
+        """The largest of each column, then the smallest; NaN in places not filled."""
+        sizes = torch.where(self._sizes.isfinite(), self._sizes, torch.nan)
+        return torch.cat([sizes[:, : self.width], -sizes[:, self.width :]])
+
+    @property
+    def places(self) -> Tensor:
+        """Where they were."""
+        return torch.cat([self._places[:, : self.width], self._places[:, self.width :]])
 
 
 def _stacked(values: Tensor, numbers: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,17 @@ End = tuple[float, float]
 """A bound, and the size of the argument at which it is reached; 0: at once."""
 
 
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What somebody does who expects Inf or NaN.
+_HANDLERS = words(
+    """clamp clamp_min clamp_max nan_to_num isinf isnan isfinite minimum fmin eq ne nansum nanmean
+    isposinf isneginf"""
+)
+
+
 class Bounds(NamedTuple):
     """low and high, and the size of the argument at which each is reached; 0: at once."""
 
@@ -213,6 +224,10 @@ class Reach:
     def has_been_read(self) -> bool:
         return any(reach.read for reach in self.ancestors(3))
 
+    def is_handled(self, *, within: int) -> bool:
+        """Whether a value is looked at for Inf and NaN, or bounded, before it is used."""
+        return any(reach.op in _HANDLERS for reach in self.followers(within))
+
 
 def _around(
     start: Reach, depth: int, next_to: Callable[[Reach], Iterable[Reach]]
@@ -288,7 +303,3 @@ def _finite(tensor: Tensor) -> Tensor | None:
         values = values.float()
     is_finite = values.isfinite()
     return values if bool(is_finite.all()) else values[is_finite]  # host sync
-
-
-def words(text: str) -> frozenset[str]:
-    return frozenset(text.split())

@@ -61,9 +61,9 @@ class Computation(NamedTuple):
             return value.bounds
         return b.exactly(float(value)) if isinstance(value, (bool, int, float)) else ANY
 
-    def number(self, index: int, name: str) -> float | None:
+    def number(self, index: int, name: str, default: float) -> float:
         value = self.value(index, name)
-        return float(value) if isinstance(value, (bool, int, float)) else None
+        return float(value) if isinstance(value, (bool, int, float)) else default
 
     def reaches(self) -> list[Reach]:
         """Those of all tensors, of lists too."""
@@ -90,8 +90,8 @@ def _mul(op: Computation) -> Bounds:
 
 
 def _pow(op: Computation) -> Bounds:
-    base, exponent = op.bounds(0), op.number(1, "exponent")
-    if exponent is None:
+    base, exponent = op.bounds(0), op.value(1, "exponent")
+    if not isinstance(exponent, (int, float)):
         return b.POSITIVE if base.low >= 0 else ANY
     if exponent == 0:
         return b.exactly(1.0)
@@ -107,15 +107,6 @@ def _sqrt(op: Computation) -> Bounds:
     return b.rising(b.at_least(op.bounds(0), 0.0), math.sqrt)
 
 
-def _exp(op: Computation) -> Bounds:
-    low, high = op.bounds(0).ends
-    vanish = op.limits.vanish
-    return between(
-        (0.0, vanish) if low[0] < -vanish else (b.mapped(math.exp, low[0]), low[1]),
-        (b.mapped(math.exp, high[0]), high[1]),
-    )
-
-
 def _log(op: Computation) -> Bounds:
     return b.rising(b.at_least(op.bounds(0), 0.0), lambda x: math.log(x) if x else -INF)
 
@@ -125,48 +116,27 @@ def _log1p(op: Computation) -> Bounds:
     return b.rising(given, lambda x: math.log1p(x) if x > -1 else -INF)
 
 
-def _sigmoid(op: Computation) -> Bounds:
-    def logistic(x: float) -> float:
-        return 1 / (1 + b.mapped(math.exp, -x))
-
+def _curve_with_ends(
+    op: Computation,
+    function: Callable[[float], float],
+    bottom: b.End,
+    top: b.End | None = None,
+) -> Bounds:
+    """A function that never falls, and by rounding is at its bottom or top from a size on."""
     (low, low_at), (high, high_at) = op.bounds(0).ends
-    vanish, saturate = op.limits.vanish, op.limits.saturate
     return between(
-        (0.0, vanish) if low < -vanish else (logistic(low), low_at),
-        (1.0, saturate) if high > saturate else (logistic(high), high_at),
+        bottom if low < -bottom[1] else (b.mapped(function, low), low_at),
+        top if top and high > top[1] else (b.mapped(function, high), high_at),
     )
 
 
-def _tanh(op: Computation) -> Bounds:
-    (low, low_at), (high, high_at) = op.bounds(0).ends
-    turn = op.limits.turn
-    return between(
-        (-1.0, turn) if low < -turn else (math.tanh(low), low_at),
-        (1.0, turn) if high > turn else (math.tanh(high), high_at),
-    )
+def _logistic(x: float) -> float:
+    return 1 / (1 + b.mapped(math.exp, -x))
 
 
-def _softplus(op: Computation) -> Bounds:
-    def log1p_exp(x: float) -> float:
-        return x if x > 700 else math.log1p(math.exp(x))
-
-    (low, low_at), (high, high_at) = op.bounds(0).ends
-    vanish = op.limits.vanish
-    return between(
-        (0.0, vanish) if low < -vanish else (log1p_exp(low), low_at), (log1p_exp(high), high_at)
-    )
-
-
-def _elu(op: Computation) -> Bounds:
-    alpha = op.number(1, "alpha")
-    depth = 1.0 if alpha is None else alpha
-    return b.rising(op.bounds(0), lambda x: x if x >= 0 else depth * math.expm1(x))
-
-
-def _leaky_relu(op: Computation) -> Bounds:
-    slope = op.number(1, "negative_slope")
-    factor = 0.01 if slope is None else slope
-    return b.rising(op.bounds(0), lambda x: x if x >= 0 else factor * x)
+def _piecewise(op: Computation, factor: float, below: Callable[[float], float]) -> Bounds:
+    """The identity, and below 0 a factor times another function."""
+    return b.rising(op.bounds(0), lambda x: x if x >= 0 else factor * below(x))
 
 
 def _smooth_relu(op: Computation) -> Bounds:
@@ -253,17 +223,23 @@ _TABLE: dict[str, Formula | Bounds] = {
     "pow": _pow,
     "sqrt": _sqrt,
     "rsqrt": lambda op: b.divided(b.exactly(1.0), _sqrt(op)),
-    "exp": _exp,
+    "exp": lambda op: _curve_with_ends(op, math.exp, (0.0, op.limits.vanish)),
     "expm1": lambda op: b.rising(op.bounds(0), math.expm1),
     "log": _log,
     "log1p": _log1p,
-    "sigmoid hardsigmoid": _sigmoid,
-    "tanh erf": _tanh,
-    "softplus": _softplus,
+    "sigmoid hardsigmoid": lambda op: _curve_with_ends(
+        op, _logistic, (0.0, op.limits.vanish), (1.0, op.limits.saturate)
+    ),
+    "tanh erf": lambda op: _curve_with_ends(
+        op, math.tanh, (-1.0, op.limits.turn), (1.0, op.limits.turn)
+    ),
+    "softplus": lambda op: _curve_with_ends(
+        op, lambda x: x if x > 700 else math.log1p(math.exp(x)), (0.0, op.limits.vanish)
+    ),
     "atan": lambda op: b.rising(op.bounds(0), math.atan),
     "relu threshold": lambda op: b.at_least(op.bounds(0), 0.0),
-    "elu": _elu,
-    "leaky_relu": _leaky_relu,
+    "elu": lambda op: _piecewise(op, op.number(1, "alpha", 1.0), math.expm1),
+    "leaky_relu": lambda op: _piecewise(op, op.number(1, "negative_slope", 0.01), float),
     "gelu silu mish hardswish": _smooth_relu,
     "clamp hardtanh": _clamp,
     "maximum fmax clamp_min": lambda op: b.larger(op.bounds(0), op.bounds(1)),
@@ -356,7 +332,7 @@ def _bounds(op: Computation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
     if is_taken or not (out.is_floating_point() or op.base in _COUNTS):
         return b.bounds_now(out)
     if op.base == "uniform":
-        return Bounds(op.number(1, "from") or 0.0, op.number(2, "to") or 1.0)
+        return Bounds(op.number(1, "from", 0.0), op.number(2, "to", 0.0) or 1.0)
     formula = _FORMULAS.get(op.base, ANY)
     return b.rounded(formula if isinstance(formula, Bounds) else formula(op), op.dtype)
 

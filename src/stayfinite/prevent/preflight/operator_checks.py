@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from stayfinite.locate.provenance import Site
+from stayfinite.detect.memory import undisturbed
+from stayfinite.locate.provenance import Site, covers_storage
+from stayfinite.locate.source import Place
 from stayfinite.prevent.preflight.bounds import INF, Reach, SeenValues, words
 from stayfinite.prevent.preflight.formulas import limits_of
-from stayfinite.prevent.preflight.places import Places, name_of, risk_of
-from stayfinite.prevent.preflight.range_tracer import Use, is_handled
-from stayfinite.prevent.risks import Level, Risk
+from stayfinite.prevent.preflight.places import Places
+from stayfinite.prevent.risks import Level, Risk, risk_of
+from stayfinite.records import Phase
 
 UNLIKELY = 1e-12  # a chance of an empty mask that is no risk, even if samples are not independent
 _ALL_IGNORED = 1e-5  # padding is ignored too, and there it is always so
@@ -23,6 +28,7 @@ _SMALL_BATCH = 32
 _ILL_CONDITION = 1e6
 _FEW_VALUES = 4
 _LARGE_COLUMN, _UNEVEN = 100.0, 1000.0
+_LARGE_MATRIX, _SOME = 256, 64  # of more the condition is not asked for
 
 _MASKING = words("masked_fill where add index_put sub mul")
 # 0 is what such a value is in quiet data: a spread, a norm, a total, a magnitude.
@@ -38,6 +44,36 @@ _LINALG = {
     "_linalg_solve_ex": "solve",
     "_linalg_slogdet": "slogdet",
 }
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Use:
+    """Which operation ran where, on what, and what its inputs can be.
+
+    `operands` has a Reach for each tensor and the plain value for all else; `seen` the statistics
+    of those tensors that the checks ask for; `found` what its arguments alone say. `inside` is the
+    code of torch that ran it, if any. `has_gradient`: a backward pass will go through it.
+    """
+
+    name: str
+    place: Place
+    site: Site
+    phase: Phase
+    dtype: torch.dtype
+    operands: tuple[Any, ...]
+    seen: dict[int, SeenValues]
+    inside: str
+    made: Reach = field(default_factory=Reach)
+    has_gradient: bool = False
+    found: Risk | None = None
+
+    def reach(self, index: int) -> Reach | None:
+        value = self.operands[index] if index < len(self.operands) else None
+        return value if isinstance(value, Reach) else None
+
+    def number(self, index: int) -> float | None:
+        value = self.operands[index] if index < len(self.operands) else None
+        return float(value) if isinstance(value, (bool, int, float)) else None
 
 
 def line_risks(uses: Iterable[Use], roots: Iterable[Reach], places: Places) -> list[Risk]:
@@ -81,17 +117,55 @@ def _risks(use: Use) -> Iterator[Risk]:
     """What the checks of this operation say of it."""
     given, seen = use.reach(0), use.seen.get(0)
     found = [check(use) for check, names in _CHECKS.items() if use.name in names]
+    if use.has_gradient or use.name not in _LINALG:  # only its gradient divides
+        found.append(use.found)
     if given is not None and seen is not None and _is_concerned(use, given):
         checks = [check for check, names in _VALUE_CHECKS.items() if use.name in names]
         found += [check(use, given, seen) for check in checks]
     return (risk for risk in found if risk is not None)
 
 
+_WORDS = {
+    "_softmax": "a softmax",
+    "sigmoid": "a sigmoid",
+    "exp": "an exponential",
+    "mean": "a mean",
+    "std": "a standard deviation",
+    "var": "a variance",
+    "sqrt": "a square root",
+    "linalg_vector_norm": "a norm",
+    "relu": "a ReLU",
+    "softplus": "a softplus",
+    "mul": "a product",
+    "div": "a quotient",
+    "abs": "a magnitude",
+    "pow": "a power",
+    "tanh": "a tanh",
+    "data": "data",
+    "rand": "uniform noise",
+    "parameter": "a parameter",
+    "_to_copy": "a cast",
+    "mse_loss": "a squared error",
+    "index": "a selection",
+    **dict.fromkeys(("sum", "add"), "a sum"),
+    **dict.fromkeys(("sub", "rsub"), "a difference"),
+    **dict.fromkeys(("mm", "addmm", "convolution"), "the output of a layer"),
+}
+_THROUGH = words("clone _to_copy _unsafe_view neg index gather cat stack detach")
+
+
+def name_of(reach: Reach) -> str:
+    """What somebody would call the value: "a standard deviation"."""
+    while reach.op in _THROUGH and len(reach.made_from) == 1:
+        reach = reach.made_from[0]
+    return _WORDS.get(reach.op, "a value")
+
+
 def _is_concerned(use: Use, reach: Reach) -> bool:
     """Whether the value can change, and nobody looks after it before or after the operation."""
     if reach.guarded or not reach.varies:
         return False
-    return use.has_gradient or use.phase == "backward" or not is_handled(use.made, within=2)
+    return use.has_gradient or use.phase == "backward" or not use.made.is_handled(within=2)
 
 
 def _is_naturally_zero(reach: Reach) -> bool:
@@ -362,25 +436,31 @@ def atan2_at_origin(use: Use) -> Risk | None:
     )
 
 
-def mask_covers_a_row(use: Use) -> Risk | None:
+def mask_covers_a_row(use: Use, args: Sequence[Any]) -> Risk | None:
     """softmax and its like over rows in which a mask that depends on data leaves hardly anything.
 
     A position that every row keeps, as the first token of a causal mask, saves all rows.
     """
-    facts = use.facts
-    if use.reach(0) is None or not facts or facts["has_anchor"]:
+    scores, dims = args[0], args[1]
+    dim = dims[0] if isinstance(dims, (list, tuple)) and dims else dims
+    if not isinstance(dim, int) or scores.dim() == 0 or not scores.is_floating_point():
         return None
-    if _changing_mask(use) is None and not facts["covered"]:
+    is_kept = scores != -math.inf
+    if bool(is_kept.all()):
         return None
-    left, rows = facts["least_left"], facts["rows"]
+    rows = is_kept.movedim(dim, -1).reshape(-1, scores.shape[dim])
+    lengths = rows.sum(-1)
+    left, covered = int(lengths.min()), int((lengths == 0).sum())
+    if bool(rows.all(0).any()) or not (covered or _changing_mask(use)):
+        return None
     return risk_of(
         level="high" if not left else "medium" if left == 1 else "low",
         cause="softmax_all_masked",
         what=f"{use.name.strip('_')} runs over rows of which a mask of -Inf leaves as little as "
-        f"{left} of all positions; no position is kept in all of the {rows} rows, so one can lose "
-        "them all.",
+        f"{left} of all positions; no position is kept in all of the {len(rows)} rows, so one can "
+        "lose them all.",
         score=1 / (1 + left),
-        evidence={"least_left": left, "rows": rows, "covered": facts["covered"]},
+        evidence={"least_left": left, "rows": len(rows), "covered": covered},
     )
 
 
@@ -394,38 +474,64 @@ def _changing_mask(use: Use) -> Reach | None:
     return None
 
 
-def all_ignored(use: Use) -> Risk | None:
+@undisturbed
+def chance_of_none(kept: Tensor) -> float:
+    """How likely a batch like this one keeps nothing at all.
+
+    The first dimension counts samples, taken as independent: with k of n keeping something, a
+    sample keeps nothing with chance (n - k + 1) / (n + 2), and all of them with that to the n.
+    """
+    flags = kept.detach() != 0
+    keeping = flags.flatten(1).any(1) if flags.dim() > 1 else flags.reshape(-1)
+    samples = len(keeping)
+    return float(((samples - int(keeping.sum()) + 1) / (samples + 2)) ** samples)
+
+
+def _chance_in_row(kept: Tensor) -> float:
+    """The same for labels in one long row, where each unbroken run comes from one sample."""
+    row = kept.reshape(-1).to(torch.int8)
+    runs = int(row[0]) + int((row[1:] > row[:-1]).sum())
+    return float((1 / (runs + 2)) ** runs)
+
+
+def all_ignored(use: Use, args: Sequence[Any]) -> Risk | None:
     """The mean of a cross-entropy over labels that can all be ignore_index."""
-    facts = use.facts
-    if not facts or facts["chance"] < _ALL_IGNORED:
+    target, reduction, ignored = args[1], args[3], args[4]
+    is_kept = target != ignored
+    if reduction != 1 or bool(is_kept.all()) or not is_kept.numel():
         return None
+    chance = _chance_in_row(is_kept) if is_kept.dim() == 1 else chance_of_none(is_kept)
+    if chance < _ALL_IGNORED:
+        return None
+    kept, labels = int(is_kept.sum()), target.numel()
     return risk_of(
-        level="medium" if facts["kept"] else "high",
+        level="medium" if kept else "high",
         cause="bad_label",
-        what=f"cross_entropy takes the mean over {facts['kept']} labels of {facts['labels']} and "
-        "ignores the others; of a batch without any label left, the mean is 0 / 0.",
+        what=f"cross_entropy takes the mean over {kept} labels of {labels} and ignores the others; "
+        "of a batch without any label left, the mean is 0 / 0.",
         fix="Leave out samples without a label, or divide yourself: `F.cross_entropy(..., "
         'reduction="sum") / (target != ignore_index).sum().clamp_min(1)`.',
-        score=facts["chance"],
-        evidence={"labels": facts["labels"], "kept": facts["kept"], "chance": facts["chance"]},
+        score=chance,
+        evidence={"labels": labels, "kept": kept, "chance": chance},
     )
 
 
-def target_does_not_fit(use: Use) -> Risk | None:
+def target_does_not_fit(use: Use, args: Sequence[Any]) -> Risk | None:
     """A CTC loss whose inputs are too short for a target of the same length with repeats."""
-    facts = use.facts
-    if not facts or facts["zero_infinity"]:
+    lengths, targets = ([int(length) for length in value] for value in args[2:4])
+    is_infinity_zero = len(args) > 5 and bool(args[5])
+    if not lengths or not targets or is_infinity_zero:
         return None
-    needed = 2 * facts["longest_target"] - 1
-    if needed <= facts["shortest_input"]:
+    shortest, longest = min(lengths), max(targets)
+    needed = 2 * longest - 1
+    if needed <= shortest:
         return None
     return risk_of(
-        level="high" if facts["longest_target"] > facts["shortest_input"] else "medium",
+        level="high" if longest > shortest else "medium",
         cause="ctc_infeasible",
-        what=f"ctc_loss has inputs of {facts['shortest_input']} frames for targets of up to "
-        f"{facts['longest_target']} labels; one whose labels all repeat needs {needed} frames, and "
-        "its loss is Inf.",
-        evidence={"frames": facts["shortest_input"], "needed": needed},
+        what=f"ctc_loss has inputs of {shortest} frames for targets of up to {longest} labels; one "
+        f"whose labels all repeat needs {needed} frames, and its loss is Inf.",
+        evidence={"frames": shortest, "needed": needed},
     )
 
 
@@ -446,16 +552,18 @@ def mean_of_nothing(use: Use) -> Risk | None:
     )
 
 
-def spread_of_one(use: Use) -> Risk | None:
+def spread_of_one(use: Use, args: Sequence[Any]) -> Risk | None:
     """std and var over the samples of a minibatch, which is NaN for a last one of one sample."""
-    given = use.reach(0)
-    if given is None or not given.varies or not use.facts:
+    given, values, dims = use.reach(0), args[0], args[1] if len(args) > 1 else None
+    if isinstance(dims, int) and not isinstance(dims, bool):
+        dims = [dims]
+    if not isinstance(dims, (list, tuple)) or not dims:
+        dims = range(values.dim())
+    elements = math.prod(values.shape[dim] for dim in dims)
+    if given is None or not given.varies or elements > _SMALL_BATCH:
         return None
-    elements = use.facts["elements"]
-    is_minibatch = use.facts["is_part"] or given.op in ("index", "index_select", "split")
-    if elements > 1 and not (is_minibatch and use.facts["dims"] == 1):
-        return None
-    if elements > _SMALL_BATCH:
+    is_part = not covers_storage(values) or given.op in ("index", "index_select", "split")
+    if elements > 1 and not (is_part and values.dim() == 1):
         return None
     return risk_of(
         level="high" if elements <= 1 else "medium",
@@ -468,10 +576,10 @@ def spread_of_one(use: Use) -> Risk | None:
     )
 
 
-def equal_values(use: Use) -> Risk | None:
+def equal_values(use: Use, args: Sequence[Any]) -> Risk | None:
     """svd, eigh and qr with a gradient, which divides by the gaps between singular values."""
     given = use.reach(0)
-    if given is None or not use.has_gradient or not given.learned:
+    if given is None or not given.learned:
         return None
     return risk_of(
         level="medium",
@@ -481,14 +589,17 @@ def equal_values(use: Use) -> Risk | None:
     )
 
 
-def singular(use: Use) -> Risk | None:
+def singular(use: Use, args: Sequence[Any]) -> Risk | None:
     """inv, solve, cholesky and logdet of a matrix with nothing added to its diagonal."""
-    given = use.reach(0)
-    if given is None or not use.has_gradient or not given.varies:
+    given, values, condition = use.reach(0), args[0], 1.0
+    if given is None or not given.varies:
         return None
     if any(back.op in ("eye", "diag_embed", "diagonal_scatter") for back in given.ancestors(5)):
         return None
-    condition = use.facts.get("condition", 1.0)
+    if values.dim() >= 2 and max(values.shape[-2:]) <= _LARGE_MATRIX and values.numel():
+        some = values.reshape(-1, *values.shape[-2:])[:_SOME].double()
+        sizes = torch.linalg.svdvals(some)
+        condition = float((sizes[:, 0] / sizes[:, -1].clamp_min(1e-300)).max())
     return risk_of(
         level="medium" if condition > _ILL_CONDITION else "low",
         cause="degenerate_linalg",
@@ -499,13 +610,17 @@ def singular(use: Use) -> Risk | None:
     )
 
 
-def not_normalised(use: Use) -> Risk | None:
+def not_normalised(use: Use, args: Sequence[Any]) -> Risk | None:
     """Data whose columns are large, or far apart in size, given to a layer as they are."""
-    largest = use.facts.get("largest_column", 0.0)
-    smallest = use.facts.get("smallest_column", 0.0)
-    uneven = largest / smallest if smallest > 0 else 0.0
+    values = next((a for a in args if isinstance(a, Tensor) and a.dim() >= 2), None)
+    if values is None or not values.is_floating_point() or not values.numel():
+        return None
+    table = values.movedim(1, -1).reshape(-1, values.shape[1]).double()
+    rms = torch.nan_to_num(table, posinf=0.0, neginf=0.0).square().mean(0).sqrt()
+    largest, smallest = float(rms.max()), float(rms.min())
     if largest < _LARGE_COLUMN:
         return None
+    uneven = largest / smallest if smallest > 0 else 0.0
     apart = f", {uneven:.3g} times its smallest" if uneven > _UNEVEN else ""
     return risk_of(
         level="medium",
@@ -517,26 +632,37 @@ def not_normalised(use: Use) -> Risk | None:
     )
 
 
-def too_few_to_normalise(use: Use) -> Risk | None:
+def too_few_to_normalise(use: Use, args: Sequence[Any]) -> Risk | None:
     """BatchNorm over a single sample, or a handful of values."""
-    values, samples = use.facts.get("values", _FEW_VALUES), use.facts.get("samples", 2)
-    if values >= _FEW_VALUES and samples > 1:
+    values, is_training = args[0], args[5]
+    if not is_training:
+        return None
+    count, samples = values.numel() // values.shape[1], len(values)
+    if count >= _FEW_VALUES and samples > 1:
         return None
     return risk_of(
-        level="medium" if values < _FEW_VALUES else "low",
+        level="medium" if count < _FEW_VALUES else "low",
         cause="batchnorm_degenerate",
-        what=f"BatchNorm has {values} values for each channel, from {samples} "
+        what=f"BatchNorm has {count} values for each channel, from {samples} "
         f"{'sample' if samples == 1 else 'samples'}; their variance says little, or is 0.",
-        evidence={"values": values, "samples": samples},
+        evidence={"values": count, "samples": samples},
     )
 
 
-Check = Callable[[Use], Risk | None]
-ValueCheck = Callable[[Use, Reach, SeenValues], Risk | None]
-
-# Checks, and the operators that they are for. These look at the first argument, where it can change
-# and nobody looks after it.
-_VALUE_CHECKS: dict[ValueCheck, frozenset[str]] = {
+LAYERS = words("mm addmm bmm convolution mkldnn_convolution linear")
+# Checks, and the operators that they are for. These look at the arguments while they are there.
+_AT_ONCE: dict[Callable[[Use, Sequence[Any]], Risk | None], frozenset[str]] = {
+    spread_of_one: words("std var std_mean var_mean"),
+    mask_covers_a_row: words("_softmax _log_softmax logsumexp"),
+    all_ignored: words("nll_loss_forward nll_loss2d_forward"),
+    target_does_not_fit: words("_ctc_loss"),
+    equal_values: words("_linalg_svd _linalg_eigh linalg_qr"),
+    singular: words("linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"),
+    too_few_to_normalise: words("native_batch_norm"),
+    not_normalised: LAYERS,
+}
+# These look at the first argument, where it can change and nobody looks after it.
+_VALUE_CHECKS: dict[Callable[[Use, Reach, SeenValues], Risk | None], frozenset[str]] = {
     log_reaches_zero: words("log log2 log10 log1p"),
     logit_reaches_its_ends: words("logit"),
     exp_overflows: words("exp exp2 expm1 sinh cosh"),
@@ -546,17 +672,19 @@ _VALUE_CHECKS: dict[ValueCheck, frozenset[str]] = {
     acosh_below_one: words("acosh"),
 }
 # These have conditions of their own.
-_CHECKS: dict[Check, frozenset[str]] = {
+_CHECKS: dict[Callable[[Use], Risk | None], frozenset[str]] = {
     divides_by_zero: words("div reciprocal rsqrt pow"),
     learned_power: words("pow"),
     atan2_at_origin: words("atan2"),
     mean_of_nothing: words("mean"),
-    spread_of_one: words("std var std_mean var_mean"),
-    mask_covers_a_row: words("_softmax _log_softmax logsumexp"),
-    all_ignored: words("nll_loss_forward nll_loss2d_forward"),
-    target_does_not_fit: words("_ctc_loss"),
-    equal_values: words("_linalg_svd _linalg_eigh linalg_qr"),
-    singular: words("linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"),
-    not_normalised: words("mm addmm bmm convolution mkldnn_convolution linear"),
-    too_few_to_normalise: words("native_batch_norm"),
 }
+LOOKED_AT = frozenset().union(*_VALUE_CHECKS.values(), *_CHECKS.values())
+RECORDED = LOOKED_AT.union(*_AT_ONCE.values()) - LAYERS
+"""Operators that are always of interest; a layer is if it gets data."""
+
+
+@undisturbed
+def risk_in_arguments(use: Use, args: Sequence[Any]) -> Risk | None:
+    """What the arguments of the operation say."""
+    check = next((check for check, names in _AT_ONCE.items() if use.name in names), None)
+    return check(use, args) if check is not None else None

@@ -1,77 +1,14 @@
-"""What a check says, and where: a risk in words, with its line and module."""
+"""Where a risk is: its line and module."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from stayfinite.causes import CAUSES
 from stayfinite.living import Names
 from stayfinite.locate.provenance import Site
 from stayfinite.locate.source import Place, resolve
-from stayfinite.prevent.preflight.bounds import Reach, words
-from stayfinite.prevent.risks import Level, Risk
+from stayfinite.prevent.risks import Risk
 from stayfinite.records import Origin
-
-Evidence = dict[str, float | int | str]
-
-
-def risk_of(
-    level: Level,
-    cause: str,
-    what: str,
-    where: str = "",
-    evidence: Evidence | None = None,
-    *,
-    fix: str | None = None,
-    score: float = 0.0,
-) -> Risk:
-    """A risk with the fix of its cause, if it has no better one; its place may come later."""
-    return Risk(
-        level=level,
-        cause=cause,
-        what=what,
-        where=where,
-        evidence=evidence or {},
-        fix=fix or CAUSES[cause].fix,
-        score=score,
-    )
-
-
-_WORDS = {
-    "_softmax": "a softmax",
-    "sigmoid": "a sigmoid",
-    "exp": "an exponential",
-    "mean": "a mean",
-    "std": "a standard deviation",
-    "var": "a variance",
-    "sqrt": "a square root",
-    "linalg_vector_norm": "a norm",
-    "relu": "a ReLU",
-    "softplus": "a softplus",
-    "mul": "a product",
-    "div": "a quotient",
-    "abs": "a magnitude",
-    "pow": "a power",
-    "tanh": "a tanh",
-    "data": "data",
-    "rand": "uniform noise",
-    "parameter": "a parameter",
-    "_to_copy": "a cast",
-    "mse_loss": "a squared error",
-    "index": "a selection",
-    **dict.fromkeys(("sum", "add"), "a sum"),
-    **dict.fromkeys(("sub", "rsub"), "a difference"),
-    **dict.fromkeys(("mm", "addmm", "convolution"), "the output of a layer"),
-}
-_THROUGH = words("clone _to_copy _unsafe_view neg index gather cat stack detach")
-
-
-def name_of(reach: Reach) -> str:
-    """What somebody would call the value: "a standard deviation"."""
-    while reach.op in _THROUGH and len(reach.made_from) == 1:
-        reach = reach.made_from[0]
-    return _WORDS.get(reach.op, "a value")
-
 
 NOWHERE = "the first step"
 

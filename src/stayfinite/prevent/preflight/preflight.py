@@ -81,7 +81,7 @@ def preflight(
             edges = probe(modules, inputs, run, places=rehearsal.places, in_half=in_half)
     finally:
         keeper.restore()
-    return ranked(said_once(proven(found, edges)))
+    return said_once(proven(found, edges))
 
 
 def _require(model: Any, optimizer: Any, precision: Any) -> None:
@@ -109,7 +109,7 @@ def _require_one_batch(model: nn.Module, batch: Any) -> None:
 
 def _at_rest(model: nn.Module, optimizer: Optimizer | None) -> list[Risk]:
     rehearsal = Rehearsal(folder=os.getcwd())
-    rehearsal.entered(model, ())
+    rehearsal.enter_module(model, ())
     found = rehearsal.risks()
     if optimizer is not None:
         found += optimizer_risks(optimizer, type(optimizer).__name__)
@@ -148,14 +148,14 @@ def _rehearse(
                     rehearsal.is_finite = False
                     return of_batch
                 raise
-        rehearsal.going_back([loss], None)
+        rehearsal.before_backward([loss], None)
         if loss.requires_grad:
             with rehearsal.recorder.paused():
                 keeper.add_leaves(loss)
             loss.backward()
-            rehearsal.went_back()
+            rehearsal.after_backward()
         if optimizer is not None:
-            rehearsal.updating(optimizer, is_scaled=False, place=None)
+            rehearsal.before_update(optimizer, is_scaled=False, place=None)
     if not rehearsal.is_finite:
         return of_batch
     # A NaN in the batch that the loss does not see is worth knowing only.

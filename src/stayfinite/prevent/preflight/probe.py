@@ -18,8 +18,8 @@ from stayfinite.locate.origin import origin_of
 from stayfinite.locate.search import bad_values, loss_of
 from stayfinite.locate.tracer import Tracer
 from stayfinite.nested import map_leaves, named_tensors
-from stayfinite.prevent.preflight.places import Places, risk_of
-from stayfinite.prevent.risks import Risk
+from stayfinite.prevent.preflight.places import Places
+from stayfinite.prevent.risks import Risk, risk_of
 from stayfinite.records import Origin
 from stayfinite.snapshot import Snapshot
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from stayfinite.locate.operators import OpInfo, is_bad, learn, tensors_in
 from stayfinite.locate.provenance import Event, Site, StorageMap, covers_storage
 from stayfinite.locate.source import Place, library_place, user_place
 from stayfinite.locate.tracer import Tracer
-from stayfinite.prevent.preflight.bounds import Reach, SeenValues, look, words
+from stayfinite.prevent.preflight.bounds import Reach, look
 from stayfinite.prevent.preflight.formulas import (
     Computation,
     reach_of_leaf,
@@ -27,26 +26,19 @@ from stayfinite.prevent.preflight.formulas import (
     reach_of_parameter,
     reach_of_rest,
 )
-from stayfinite.records import Phase
+from stayfinite.prevent.preflight.operator_checks import (
+    LAYERS,
+    LOOKED_AT,
+    RECORDED,
+    Use,
+    chance_of_none,
+    risk_in_arguments,
+)
 
 HIGHEST = torch.finfo(torch.float16).max
-# Operations with a domain, whose first two arguments the checks look at.
-_LOOKED_AT = words(
-    """log log2 log10 log1p sqrt rsqrt reciprocal logit acos asin acosh atanh erfinv exp exp2 expm1
-    sinh cosh std var std_mean var_mean mean div pow atan2"""
-)
-_LAYERS = words("mm addmm bmm convolution mkldnn_convolution linear")
-# What somebody does who expects Inf or NaN.
-_HANDLERS = words(
-    """clamp clamp_min clamp_max nan_to_num isinf isnan isfinite minimum fmin eq ne nansum nanmean
-    isposinf isneginf"""
-)
 _NORMS = ("LinalgVectorNorm", "NormBackward")
 _MOST_USES = 256  # of one operation on one line
 _TURN = 8  # operations between two uses of a weight in a loop
-_LARGE_MATRIX, _SOME = 256, 64
-
-Facts = dict[str, Any]
 
 
 class RecordedCall(NamedTuple):
@@ -62,41 +54,6 @@ class RecordedCall(NamedTuple):
     def reaches(self) -> list[Reach]:
         """Of all tensors that are given by place."""
         return [self.given[id(tensor)] for tensor in tensors_in(self.args)]
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Use:
-    """Which operation ran where, on what, and what its inputs can be.
-
-    `operands` has a Reach for each tensor and the plain value for all else; `seen` the statistics
-    of those tensors that the checks ask for. `inside` is the code of torch that ran it, if any.
-    `has_gradient`: a backward pass will go through it.
-    """
-
-    name: str
-    place: Place
-    site: Site
-    phase: Phase
-    dtype: torch.dtype
-    operands: tuple[Any, ...]
-    seen: dict[int, SeenValues]
-    inside: str
-    facts: Facts
-    made: Reach = field(default_factory=Reach)
-    has_gradient: bool = False
-
-    def reach(self, index: int) -> Reach | None:
-        value = self.operands[index] if index < len(self.operands) else None
-        return value if isinstance(value, Reach) else None
-
-    def number(self, index: int) -> float | None:
-        value = self.operands[index] if index < len(self.operands) else None
-        return float(value) if isinstance(value, (bool, int, float)) else None
-
-
-def is_handled(made: Reach, *, within: int) -> bool:
-    """Whether a value is looked at for Inf and NaN, or bounded, before it is used."""
-    return any(reach.op in _HANDLERS for reach in made.followers(within))
 
 
 @dataclass(slots=True)
@@ -200,8 +157,8 @@ class RangeTracer(Tracer):
 
     def _use(self, call: RecordedCall) -> Use | None:
         name, args = call.name, call.args
-        is_layer = name in _LAYERS and any(reach.is_raw for reach in call.reaches())
-        if name not in _RECORDED and not is_layer:
+        is_raw_layer = name in LAYERS and any(reach.is_raw for reach in call.reaches())
+        if name not in RECORDED and not is_raw_layer:
             return None
         frame = sys._getframe(1)
         place, inside = user_place(frame), library_place(frame) or ""
@@ -212,17 +169,18 @@ class RangeTracer(Tracer):
             return None
         site, phase, _ = self._where(call.info)
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.numel()}
-        return Use(
+        use = Use(
             name=name,
             place=place,
             site=site,
             phase=phase,
             dtype=next((t.dtype for t in tensors.values()), torch.float32),
             operands=tuple(_operand(value, call.given) for value in args),
-            seen={i: look(t) for i, t in tensors.items() if i < 2 and name in _LOOKED_AT},
+            seen={i: look(t) for i, t in tensors.items() if i < 2 and name in LOOKED_AT},
             inside=inside,
-            facts=measure("layer" if is_layer else name, args),
         )
+        use.found = risk_in_arguments(use, args)
+        return use
 
     def _note(self, call: RecordedCall, out: Any, use: Use | None) -> None:
         """What is known after the operation ran."""
@@ -253,7 +211,7 @@ class RangeTracer(Tracer):
             if outs[0].dtype is torch.float16:
                 self.trains_in_half |= has_gradient
                 self._note_half(call, outs[0])
-            if info.base in _LAYERS:
+            if info.base in LAYERS:
                 self._note_turn(call.reaches(), reaches[0], outs[0])
         elif has_gradient and node.name().startswith(_NORMS):
             site = self.nodes.get(node)
@@ -390,13 +348,13 @@ def _count(call: RecordedCall, out: Tensor, reach: Reach) -> None:
     """Note how likely it is that a sum of a mask is 0, or a selection by one is empty."""
     name, args = call.name, call.args
     if name == "sum" and out.numel() == 1 and not reach.learned and _is_mask(args[0]):
-        reach.chance = _chance_of_none(args[0])
+        reach.chance = chance_of_none(args[0])
     elif name in ("nonzero", "masked_select"):
-        reach.chance = _chance_of_none(args[-1])
+        reach.chance = chance_of_none(args[-1])
     elif name == "index":
         masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype is torch.bool]
         if masks:
-            reach.chance = _chance_of_none(masks[0])
+            reach.chance = chance_of_none(masks[0])
 
 
 @undisturbed
@@ -407,127 +365,3 @@ def _is_mask(tensor: Tensor) -> bool:
     if tensor.is_complex() or not tensor.numel():
         return False
     return bool(((tensor == 0) | (tensor == 1)).all())
-
-
-@undisturbed
-def _chance_of_none(kept: Tensor) -> float:
-    """How likely a batch like this one keeps nothing at all.
-
-    The first dimension counts samples, taken as independent: with k of n keeping something, a
-    sample keeps nothing with chance (n - k + 1) / (n + 2), and all of them with that to the n.
-    """
-    flags = kept.detach() != 0
-    keeping = flags.flatten(1).any(1) if flags.dim() > 1 else flags.reshape(-1)
-    samples = len(keeping)
-    return float(((samples - int(keeping.sum()) + 1) / (samples + 2)) ** samples)
-
-
-def _chance_in_row(kept: Tensor) -> float:
-    """The same for labels in one long row, where each unbroken run comes from one sample."""
-    row = kept.reshape(-1).to(torch.int8)
-    runs = int(row[0]) + int((row[1:] > row[:-1]).sum())
-    return float((1 / (runs + 2)) ** runs)
-
-
-def rows_under_mask(args: Sequence[Any]) -> Facts:
-    """How much a mask of -Inf leaves of the rows that a softmax runs over."""
-    scores, dims = args[0], args[1]
-    dim = dims[0] if isinstance(dims, (list, tuple)) and dims else dims
-    if not isinstance(dim, int) or scores.dim() == 0 or not scores.is_floating_point():
-        return {}
-    kept = scores != -math.inf
-    if bool(kept.all()):
-        return {}
-    rows = kept.movedim(dim, -1).reshape(-1, scores.shape[dim])
-    left = rows.sum(-1)
-    return {
-        "rows": len(rows),
-        "least_left": int(left.min()),
-        "covered": int((left == 0).sum()),
-        "has_anchor": bool(rows.all(0).any()),
-    }
-
-
-def ignored_labels(args: Sequence[Any]) -> Facts:
-    """How many labels of a cross-entropy that takes the mean are ignored."""
-    target, reduction, ignored = args[1], args[3], args[4]
-    kept = target != ignored
-    if reduction != 1 or bool(kept.all()) or not kept.numel():
-        return {}
-    chance = _chance_in_row(kept) if kept.dim() == 1 else _chance_of_none(kept)
-    return {"kept": int(kept.sum()), "labels": target.numel(), "chance": chance}
-
-
-def ctc_lengths(args: Sequence[Any]) -> Facts:
-    """Whether longer targets, or ones with more repeats, still fit their inputs."""
-    lengths, targets = ([int(length) for length in value] for value in args[2:4])
-    if not lengths or not targets:
-        return {}
-    return {
-        "shortest_input": min(lengths),
-        "longest_target": max(targets),
-        "zero_infinity": len(args) > 5 and bool(args[5]),
-    }
-
-
-def reduced(args: Sequence[Any]) -> Facts:
-    """Over how many elements a variance is taken."""
-    values, dims = args[0], args[1] if len(args) > 1 else None
-    if isinstance(dims, int) and not isinstance(dims, bool):
-        dims = [dims]
-    if not isinstance(dims, (list, tuple)) or not dims:
-        dims = range(values.dim())
-    return {
-        "elements": math.prod(values.shape[dim] for dim in dims),
-        "dims": values.dim(),
-        "is_part": not covers_storage(values),
-    }
-
-
-def columns(args: Sequence[Any]) -> Facts:
-    """The sizes of the columns that go into a layer."""
-    values = next((a for a in args if isinstance(a, Tensor) and a.dim() >= 2), None)
-    if values is None or not values.is_floating_point() or not values.numel():
-        return {}
-    table = values.movedim(1, -1).reshape(-1, values.shape[1]).double()
-    rms = torch.nan_to_num(table, posinf=0.0, neginf=0.0).square().mean(0).sqrt()
-    return {"largest_column": float(rms.max()), "smallest_column": float(rms.min())}
-
-
-def per_channel(args: Sequence[Any]) -> Facts:
-    """Over how many values each channel of a batch norm is normalised."""
-    values, is_training = args[0], args[5]
-    if not is_training:
-        return {}
-    return {"values": values.numel() // values.shape[1], "samples": len(values)}
-
-
-def condition(args: Sequence[Any]) -> Facts:
-    """How far the matrices are from singular ones; nothing for large ones."""
-    values = args[0]
-    if values.dim() < 2 or max(values.shape[-2:]) > _LARGE_MATRIX or not values.numel():
-        return {}
-    singular = torch.linalg.svdvals(values.reshape(-1, *values.shape[-2:])[:_SOME].double())
-    ratios = singular[:, 0] / singular[:, -1].clamp_min(1e-300)
-    return {"condition": float(ratios.max())}
-
-
-MEASURES: dict[str, Callable[[Sequence[Any]], Facts]] = {
-    **dict.fromkeys(words("_softmax _log_softmax logsumexp"), rows_under_mask),
-    **dict.fromkeys(words("nll_loss_forward nll_loss2d_forward"), ignored_labels),
-    **dict.fromkeys(words("std var std_mean var_mean"), reduced),
-    **dict.fromkeys(
-        words("linalg_inv_ex linalg_cholesky_ex _linalg_solve_ex _linalg_slogdet"), condition
-    ),
-    "_ctc_loss": ctc_lengths,
-    "native_batch_norm": per_channel,
-    "layer": columns,
-}
-_RECORDED = _LOOKED_AT | MEASURES.keys() | words("_linalg_svd _linalg_eigh linalg_qr")
-
-
-@undisturbed
-def measure(name: str, args: Sequence[Any]) -> Facts:
-    """The facts that the checks of this operation ask for."""
-    take = MEASURES.get(name)
-    return take(args) if take is not None else {}

@@ -34,9 +34,9 @@ from stayfinite.prevent.preflight.places import Places
 from stayfinite.prevent.preflight.probe import ModuleCall, ignore_hooks
 from stayfinite.prevent.preflight.range_tracer import RangeTracer
 from stayfinite.prevent.preflight.training_checks import (
-    Clip,
     FirstLosses,
     Scaling,
+    clip_risks,
     optimizer_risks,
     other_line_risks,
     present_risk,
@@ -45,8 +45,9 @@ from stayfinite.prevent.preflight.training_checks import (
     stack_risks,
     weight_risks,
 )
-from stayfinite.prevent.risks import Risk, lowered, proven, ranked, said_once
+from stayfinite.prevent.risks import Risk, lowered, proven, said_once
 from stayfinite.safely import Safely
+from stayfinite.training import gradients_of, params_of
 
 
 class Rehearsal:
@@ -65,7 +66,7 @@ class Rehearsal:
         on_new: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self._on_new = on_new
-        self.recorder = RangeTracer(on_enter=self.entered)
+        self.recorder = RangeTracer(on_enter=self.enter_module)
         self.places = Places(folder, outside=outside)
         self.scaling = Scaling()
         self.modules: list[nn.Module] = []
@@ -76,7 +77,7 @@ class Rehearsal:
         self._of_data: list[Risk] = []
         self._losses: dict[str, FirstLosses] = {}
 
-    def entered(self, module: nn.Module, args: Any) -> None:
+    def enter_module(self, module: nn.Module, args: Any) -> None:
         """A top-level module is called."""
         if any(known is module for known in self.modules):
             return
@@ -93,7 +94,7 @@ class Rehearsal:
             where = risk.where.replace("batch", name)
             self._of_data.append(dataclasses.replace(risk, where=where))
 
-    def going_back(self, roots: Sequence[Tensor], place: Place | None) -> None:
+    def before_backward(self, roots: Sequence[Tensor], place: Place | None) -> None:
         """A backward pass begins from these."""
         self.recorder.begin()
         with self.recorder.paused():
@@ -111,7 +112,7 @@ class Rehearsal:
         values = seen.after if self.recorder.lap else seen.before
         values += [size / (scaling.scale or 1.0) for size in sizes if math.isfinite(size)]
 
-    def went_back(self) -> None:
+    def after_backward(self) -> None:
         """A backward pass is over."""
         params = [param for module in self.modules for param in module.parameters()]
         with self.recorder.paused():
@@ -123,9 +124,18 @@ class Rehearsal:
         size = max(sizes, default=0.0)
         self.scaling.largest_gradient = max(self.scaling.largest_gradient, size)
 
-    def updating(self, optimizer: Optimizer, *, is_scaled: bool, place: Place | None) -> None:
+    def after_clip(
+        self, norm: Tensor, limit: float, place: Place | None, *, is_scaled: bool
+    ) -> None:
+        """Gradients of this norm were clipped."""
+        with self.recorder.paused():
+            size = float(norm)
+        where = self.places.line(Site(place))
+        self._risks += clip_risks(size, limit, where, is_scaled=is_scaled)
+
+    def before_update(self, optimizer: Optimizer, *, is_scaled: bool, place: Place | None) -> None:
         """An optimizer is about to make its first update; `is_scaled`: by a loss scale still."""
-        grads = [param.grad for param in _params(optimizer) if param.grad is not None]
+        grads = gradients_of(optimizer)
         with self.recorder.paused():
             self._roots += [self.recorder.reach(grad) for grad in grads]
             if self.scaling.scale is None:  # else an overflow is what the scaler is there for
@@ -134,11 +144,11 @@ class Rehearsal:
         self._risks += found
         self.is_finite &= all(risk.level != "high" for risk in found)
 
-    def updated(self, optimizer: Optimizer) -> None:
+    def after_update(self, optimizer: Optimizer) -> None:
         """An optimizer has made an update."""
         self.recorder.lap += 1
         with self.recorder.paused():
-            self._note_bad("A weight", _params(optimizer))
+            self._note_bad("A weight", params_of(optimizer))
 
     def _note_bad(self, what: str, tensors: Sequence[Tensor]) -> None:
         bad = [tensor for tensor in tensors if is_bad(tensor)]
@@ -159,11 +169,7 @@ class Rehearsal:
             # A loss that is finite all the same can take what is odd about the first batch.
             *(lowered(risk) if self.is_finite else risk for risk in self._of_data),
         ]
-        return ranked(said_once(found))
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+        return said_once(found)
 
 
 _ALONE = 3  # backward passes in a script that has no optimizer
@@ -238,16 +244,16 @@ class ScriptRehearsal:
         if self.rehearsal.is_finite and is_alone:
             for call in self.rehearsal.calls[:_MOST_PROBED]:
                 edges += call.probe(self.rehearsal.places)
-        return ranked(said_once(proven(found, edges)))
+        return said_once(proven(found, edges))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._safely:
-            self.rehearsal.going_back(roots, user_place(sys._getframe(1)))
+            self.rehearsal.before_backward(roots, user_place(sys._getframe(1)))
 
     def _after_backward(self, result: Any) -> None:
         self._passes += 1
         with self._safely:
-            self.rehearsal.went_back()
+            self.rehearsal.after_backward()
         if self._updates or self._passes < _ALONE:
             return
         if self._passes > _MOST or not living(Optimizer):
@@ -281,19 +287,12 @@ class ScriptRehearsal:
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             norm = original(parameters, max_norm, *args, **kwargs)
             with self._safely:
-                self._note_clip(float(max_norm), norm)
+                is_scaled = self.rehearsal.scaling.scale not in (None, 1.0) and not self._unscaled
+                place = user_place(sys._getframe(1))
+                self.rehearsal.after_clip(norm, float(max_norm), place, is_scaled=is_scaled)
             return norm
 
         return clip_grad_norm_
-
-    def _note_clip(self, max_norm: float, norm: Tensor) -> None:
-        scaling = self.rehearsal.scaling
-        with self.rehearsal.recorder.paused():
-            size = float(norm)
-        where = self.rehearsal.places.line(Site(user_place(sys._getframe(1))))
-        is_scaled = scaling.scale not in (None, 1.0) and not self._unscaled
-        clip = Clip(where=where, max_norm=max_norm, norm=size, is_scaled=is_scaled)
-        scaling.clips.append(clip)
 
     def _compile(self, original: Original) -> Original:
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -313,7 +312,7 @@ class ScriptRehearsal:
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._safely:
-            self.rehearsal.updated(optimizer)
+            self.rehearsal.after_update(optimizer)
 
     def _update(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         count = self._updates_of[id(optimizer)] = self._updates_of.get(id(optimizer), 0) + 1
@@ -323,4 +322,4 @@ class ScriptRehearsal:
         self._updates += 1
         with self._safely:
             place = user_place(sys._getframe(1))
-            self.rehearsal.updating(optimizer, is_scaled=is_scaled, place=place)
+            self.rehearsal.before_update(optimizer, is_scaled=is_scaled, place=place)

@@ -19,9 +19,9 @@ from stayfinite.explain.rules import diagnose
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.provenance import Event
 from stayfinite.prevent.init import InitProblem, check_init
-from stayfinite.prevent.preflight.places import NOWHERE, Evidence, Places, risk_of
-from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, RangeTracer, is_handled
-from stayfinite.prevent.risks import Level, Risk
+from stayfinite.prevent.preflight.places import NOWHERE, Places
+from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, RangeTracer
+from stayfinite.prevent.risks import Evidence, Level, Risk, risk_of
 from stayfinite.records import NaNType
 
 _GROWS, _TURNS = 1.2, 4  # of a recurrence
@@ -54,7 +54,7 @@ def other_line_risks(recorder: RangeTracer, places: Places) -> list[Risk]:
     risks = [(half.site, _half_risk(half)) for half in recorder.halves.values()]
     for event, reach in recorder.births:
         is_nan = event.nan_type is NaNType.NAN and event.phase == "forward"
-        if is_nan and reach.learned and not is_handled(reach, within=3):
+        if is_nan and reach.learned and not reach.is_handled(within=3):
             what = (
                 f"{event.op.split('.')[1]} gives NaN already, in a value that no loss uses yet; "
                 "the first step that does is lost."
@@ -116,7 +116,6 @@ def optimizer_risks(optimizer: Optimizer, where: str, *, is_scaled: bool = False
             what = f"The learning rate of group {number} is {rate}; the update spoils all weights."
             evidence: Evidence = {"group": number, "lr": str(rate)}
             risks.append(risk_of("high", "bad_lr_schedule", what, where, evidence))
-    for number, group in enumerate(groups):
         eps = _number(group.get("eps"))
         is_half = any(param.dtype is torch.float16 for param in group["params"])
         if eps is not None and is_half and not float(np.float16(eps)) > 0:
@@ -187,16 +186,6 @@ def _number(value: Any) -> float | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clip:
-    """One call of clip_grad_norm_; `is_scaled`: the gradients still have the loss scale in them."""
-
-    where: str
-    max_norm: float
-    norm: float
-    is_scaled: bool
-
-
 @dataclass(kw_only=True)
 class Scaling:
     """What was seen of loss scaling in the first steps."""
@@ -206,11 +195,10 @@ class Scaling:
     largest_gradient: float = 0.0  # of a float16 weight
     scales_itself: bool = False
     backward_at: str = ""
-    clips: list[Clip] = field(default_factory=list)
 
 
 def scaling_risks(scaling: Scaling) -> Iterator[Risk]:
-    """What is wrong between float16, loss scale and clipping."""
+    """What is wrong between float16 and loss scale."""
     where, size = scaling.backward_at, scaling.largest_gradient
     if scaling.uses_half and scaling.scale is None and not scaling.scales_itself:
         what = (
@@ -235,20 +223,21 @@ def scaling_risks(scaling: Scaling) -> Iterator[Risk]:
         )
         evidence: Evidence = {"largest": size, "headroom_bits": headroom}
         yield risk_of(level, "grad_accumulation_overflow", what, where, evidence, fix=fix)
-    for clip in scaling.clips:
-        yield from _clip_risks(clip)
 
 
-def _clip_risks(clip: Clip) -> Iterator[Risk]:
-    norm, limit = clip.norm, clip.max_norm
+def clip_risks(norm: float, limit: float, where: str, *, is_scaled: bool) -> Iterator[Risk]:
+    """What is wrong with a call of clip_grad_norm_.
+
+    `is_scaled`: the gradients still have the loss scale in them.
+    """
     evidence: Evidence = {"norm": norm, "max_norm": limit}
-    if clip.is_scaled:
+    if is_scaled:
         what = (
             "Gradients are clipped while they are still multiplied by the loss scale; "
             f"max_norm={limit:g} meets a norm of {norm:.3g}."
         )
         fix = "Unscale them first: `scaler.unscale_(optimizer)` before `clip_grad_norm_`."
-        yield risk_of("medium", "loss_scale_overflow", what, clip.where, evidence, fix=fix)
+        yield risk_of("medium", "loss_scale_overflow", what, where, evidence, fix=fix)
     elif 0 < norm < math.inf and 0 < limit < math.inf:
         if 1 / _FAR_FROM_NORM < norm / limit < _FAR_FROM_NORM:
             return
@@ -258,7 +247,7 @@ def _clip_risks(clip: Clip) -> Iterator[Risk]:
             "Set max_norm to a few times the usual norm, or let "
             "`stayfinite.AdaptiveClipper(model).clip()` find it."
         )
-        yield risk_of("low", "lr_too_high", what, clip.where, evidence, fix=fix)
+        yield risk_of("low", "lr_too_high", what, where, evidence, fix=fix)
 
 
 @dataclass(kw_only=True)

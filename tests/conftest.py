@@ -14,8 +14,11 @@ from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # for case_runs
 
+import case_runs
+import forks
 from case_runs import Finished, run_watched
 
+case_runs.start_python = forks.run
 Watched = Callable[[Path], Finished]
 
 

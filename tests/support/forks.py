@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,11 @@ def run_text(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[st
     return subprocess.CompletedProcess(
         done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
     )
+
+
+def command() -> list[str]:
+    """What can be typed for `python`: a small process that hands its words to the server."""
+    return [sys.executable, "-S", __file__, _server(), "python"]
 
 
 @functools.cache
@@ -227,6 +233,8 @@ def _run(order: dict[str, Any]) -> None:
     os.chdir(order["cwd"])
     tempfile.tempdir = None
     sys.dont_write_bytecode = bool(order["env"].get("PYTHONDONTWRITEBYTECODE"))
+    if order["env"].get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     code = 1
     try:
@@ -253,8 +261,8 @@ def _code_of(words: list[str]) -> int:
             exec(compile(words[1], "<string>", "exec"), vars(main))
         else:
             sys.argv, sys.path[0] = words, os.path.dirname(os.path.realpath(words[0]))
-            main.__file__ = words[0]
-            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
+            main.__file__ = path = os.path.join(os.getcwd(), words[0])
+            exec(compile(Path(path).read_bytes(), path, "exec"), vars(main))
         return 0
     except SystemExit as ended:
         if isinstance(ended.code, int) or ended.code is None:
@@ -287,4 +295,8 @@ def _look_after(pid: int, connection: socket.socket, running: dict[int, socket.s
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    if len(sys.argv) == 2:
+        _serve(sys.argv[1])
+    else:
+        _own_server.append(sys.argv[1])
+        sys.exit(Fork(sys.argv[3:]).wait())

@@ -58,7 +58,7 @@ def of_lightning() -> Entries:
 def of_transformers() -> Entries:
     from stayfinite.integrations.transformers import Losses, StayFiniteCallback, WatchedTrainer
 
-    return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (Losses, "saw")]
+    return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (Losses, "add")]
 
 
 def of_accelerate() -> Entries:
@@ -68,7 +68,11 @@ def of_accelerate() -> Entries:
 def of_ignite() -> Entries:
     from stayfinite.integrations import ignite
 
-    return [(ignite, "careful_step"), (ignite._Steps, "_told"), (ignite._Steps, "iteration_ended")]
+    return [
+        (ignite, "step_carefully"),
+        (ignite._Steps, "_output_after"),
+        (ignite._Steps, "end_iteration"),
+    ]
 
 
 FRAMEWORKS = {

@@ -26,7 +26,7 @@ FLOORS = (
     {"capsule"},
     {"recover", "prevent"},
     {"checkpoint"},
-    {"explain", "patch", "report"},
+    {"explain", "patch", "replay", "report"},
     {"locate"},
     {"clip", "snapshot"},
     {"detect"},

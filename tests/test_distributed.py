@@ -43,19 +43,7 @@ def test_the_given_tensor_is_not_written_to(tmp_path: Path) -> None:
     assert answers(tmp_path, body) == [0, 1]
 
 
-GROUPS = """
-pair = dist.new_group([0, 1])
-said = [agree(me == 2, group=pair), agree(me == 2), rank(pair), world_size(pair), world_size()]
-"""
-
-
-def test_a_group_asks_its_own_ranks_only(tmp_path: Path) -> None:
-    said = answers(tmp_path, GROUPS, world=3)
-    assert said[:2] == [[False, True, 0, 2, 3], [False, True, 1, 2, 3]]
-    assert said[2] == [True, True, 0, 1, 3]  # outside the pair: its own flag
-
-
-def test_a_rank_alone_in_its_group_needs_no_collective(tmp_path: Path) -> None:
+def test_a_rank_alone_needs_no_collective(tmp_path: Path) -> None:
     assert answers(tmp_path, "said = [agree(True), rank(), world_size()]", world=1) == [
         [True, 0, 1]
     ]

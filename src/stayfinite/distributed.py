@@ -11,19 +11,15 @@ from torch import Tensor
 _PATIENCE = datetime.timedelta(seconds=10)
 
 
-def agree(flag: bool | Tensor, *, group: dist.ProcessGroup | None = None) -> bool:
-    """True on every rank of the group if the flag is true on any of them.
+def agree(flag: bool | Tensor) -> bool:
+    """True on every rank if the flag is true on any of them.
 
-    One all-reduce of one number, so every rank of the group must call it, in the same order
-    among its collectives. Alone, or outside the group, it is just `bool(flag)`.
+    One all-reduce of one number, so every rank must call it, in the same order among its
+    collectives. Alone it is just `bool(flag)`.
     """
-    if world_size(group) == 1:
+    if world_size() == 1:
         return bool(flag)
-    here = torch.as_tensor(flag).detach()
-    told = here.bool().to(device=_device_for(here, group), dtype=torch.int32)
-    told = told.reshape(()).clone()
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    return bool(told)  # host sync
+    return bool(_highest(torch.as_tensor(flag).detach().bool()))
 
 
 def most_certain(certainty: int) -> tuple[int, int]:
@@ -35,11 +31,21 @@ def most_certain(certainty: int) -> tuple[int, int]:
     if world == 1:
         return 0, certainty
     place = certainty * world + world - 1 - rank()
-    best = torch.tensor(place, dtype=torch.int32)
-    best = best.to(_device_for(best, None))
-    dist.all_reduce(best, op=dist.ReduceOp.MAX)
-    highest, left = divmod(int(best), world)  # host sync
+    highest, left = divmod(_highest(torch.tensor(place)), world)
     return world - 1 - left, highest
+
+
+def _highest(here: Tensor) -> int:
+    """The largest number that any rank has."""
+    # Where the backend can reduce: where the number is, or the cpu, or its own device.
+    backends = (each.partition(":") for each in dist.get_backend_config().split(","))
+    kinds = [kind for kind, _, backend in backends if backend]
+    device = here.device
+    if device.type not in kinds:
+        device = torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+    told = here.to(device=device, dtype=torch.int32).reshape(()).clone()
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return int(told)  # host sync
 
 
 def tell(topic: str, text: str) -> None:
@@ -58,24 +64,15 @@ def _key(topic: str, rank: int) -> str:
     return f"stayfinite/{topic}/{rank}"
 
 
-def rank(group: dist.ProcessGroup | None = None) -> int:
-    """The number of this process in the group; 0 when alone or outside the group."""
-    return max(dist.get_rank(group), 0) if _is_running() else 0
+def rank() -> int:
+    """The number of this process; 0 when alone."""
+    return dist.get_rank() if _is_running() else 0
 
 
-def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """How many processes are in the group; 1 when alone or outside the group."""
-    return max(dist.get_world_size(group), 1) if _is_running() else 1
+def world_size() -> int:
+    """How many processes there are; 1 when alone."""
+    return dist.get_world_size() if _is_running() else 1
 
 
 def _is_running() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _device_for(flag: Tensor, group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend can reduce: where the flag is, or the cpu, or its own device."""
-    backends = dist.get_backend_config(group).split(",")
-    kinds = [device for device, _, backend in (each.partition(":") for each in backends) if backend]
-    if flag.device.type in kinds:
-        return flag.device
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])

@@ -1,4 +1,4 @@
-"""Operators that are finite only in part of the numbers, by the names that torch has for them."""
+"""What is finite only in part of the numbers, by the names that torch has: operators, types."""
 
 from __future__ import annotations
 
@@ -16,3 +16,5 @@ DIVISIONS = ("div", "true_divide", "reciprocal", "rsqrt", "remainder", "fmod")
 """Not at 0, for what is below."""
 POWERS = ("pow", "float_power")
 """Of a base above 0, unless the exponent is whole and positive."""
+HALVES = ("float16", "bfloat16")
+"""Types with less range than float32, or fewer digits."""

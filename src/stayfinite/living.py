@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from itertools import compress
 from typing import Any, TypeVar
@@ -120,18 +120,19 @@ def running_statistics() -> list[Tensor]:
     ]
 
 
-def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Every leaf that requires a gradient behind the roots; walks the whole graph."""
-    leaves: list[Tensor] = []
-    seen: set[Any] = set()
+def nodes_of(roots: Iterable[Tensor]) -> list[Any]:
+    """Every node of the graph behind the roots, each once."""
+    seen: dict[Any, None] = {}
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return leaves
+        if node not in seen:
+            seen[node] = None
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return list(seen)
+
+
+def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
+    """Every leaf that requires a gradient behind the roots; walks the whole graph."""
+    leaves = [getattr(node, "variable", None) for node in nodes_of(roots)]
+    return [leaf for leaf in leaves if leaf is not None]

@@ -272,6 +272,7 @@ class RunResult:
 
 
 Record = TypeVar("Record")
+Plain = TypeVar("Plain")
 
 
 def to_data(value: Any) -> Any:
@@ -323,55 +324,33 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _decode(kind: Any, data: Any) -> Any:
-    origin = typing.get_origin(kind)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return data
     if origin in (types.UnionType, typing.Union):
-        return _decode_optional(kind, data)
+        if data is None:
+            return None
+        (inner,) = [arg for arg in args if arg is not types.NoneType]
+        return _decode(inner, data)
     if origin is Literal:
-        return _member(typing.get_args(kind), data)
+        if data not in args:
+            raise ValueError(f"{data!r} is not one of {', '.join(map(repr, args))}")
+        return data
     if origin is tuple:
-        return _decode_tuple(typing.get_args(kind), data)
+        items = _plain(list, "a list", data)
+        kinds = args[:1] * len(items) if args[-1] is Ellipsis else args
+        return tuple(_decode(arg, item) for arg, item in zip(kinds, items, strict=True))
     if origin is dict:
         return dict(data)
-    if dataclasses.is_dataclass(kind):
-        return _decode_record(typing.cast(type, kind), data)
-    if isinstance(kind, type) and issubclass(kind, Enum):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        given, hints = _plain(dict, "an object", data), _hints(kind)
+        return kind(**{name: _decode(hints[name], given[name]) for name in hints if name in given})
+    if kind is float or issubclass(kind, Enum):
         return kind(data)
-    if kind is float:
-        return float(data)
-    return _plain(kind, data)
+    return _plain(kind, kind.__name__, data)
 
 
-def _decode_optional(kind: Any, data: Any) -> Any:
-    if data is None:
-        return None
-    (inner,) = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
-    return _decode(inner, data)
-
-
-def _decode_tuple(args: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
-    if not isinstance(data, list):
-        raise TypeError(f"expected a list, got {type(data).__name__}")
-    if args[-1] is Ellipsis:
-        return tuple(_decode(args[0], item) for item in data)
-    return tuple(_decode(arg, item) for arg, item in zip(args, data, strict=True))
-
-
-def _decode_record(kind: type, data: Any) -> Any:
-    if not isinstance(data, dict):
-        raise TypeError(f"expected an object, got {type(data).__name__}")
-    hints = _hints(kind)
-    return kind(**{name: _decode(hints[name], data[name]) for name in hints if name in data})
-
-
-def _member(allowed: tuple[Any, ...], data: Any) -> Any:
-    if data not in allowed:
-        raise ValueError(f"{data!r} is not one of {', '.join(map(repr, allowed))}")
-    return data
-
-
-def _plain(kind: Any, data: Any) -> Any:
+def _plain(kind: type[Plain], name: str, data: Any) -> Plain:
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
-        raise TypeError(f"expected {kind.__name__}, got {type(data).__name__}")
+        raise TypeError(f"expected {name}, got {type(data).__name__}")
     return data

@@ -15,15 +15,19 @@ class GuardSettings:
     """How a guard watches.
 
     `trace` "start" traces from the beginning, "armed" from the tick `arm_at` of the guard's
-    clock (backward passes and attempted updates). `folder` is what files are named relative to.
+    clock (backward passes and attempted updates). `again` "auto" runs the body of the loop that is
+    running once more, in place, to see which operation made a value bad. `folder` is what files
+    are named relative to.
     What goes bad in a step that is not looked at is found in the next one that is.
     `prove_seconds` is how long experiments on a bad step that can be run again may take.
+    `change_seconds` is how long changes of the source may be tried on a bad step, in place.
     `is_undone` says that the run which this one repeats has undone its bad steps.
     """
 
     on_nan: Literal["stop", "warn", "recover"] = "stop"
     max_scaler_skips: int = 20
     trace: Literal["never", "armed", "start"] = "never"
+    again: Literal["auto", "never"] = "auto"
     arm_at: int | None = None
     folder: str | None = None
     check_loss: bool = True
@@ -31,6 +35,7 @@ class GuardSettings:
     check_parameters: bool = True
     check_every: int = 1
     prove_seconds: float = 0.0
+    change_seconds: float = 0.0
     is_undone: bool = False
 
     @property
@@ -43,6 +48,8 @@ class GuardSettings:
             raise ConfigError(f"on_nan is {self.on_nan!r}; it must be 'stop', 'warn' or 'recover'.")
         if self.trace not in ("never", "armed", "start"):
             raise ConfigError(f"trace is {self.trace!r}; it must be 'never', 'armed' or 'start'.")
+        if self.again not in ("auto", "never"):
+            raise ConfigError(f"again is {self.again!r}; it must be 'auto' or 'never'.")
         for name in ("max_scaler_skips", "check_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 1.")

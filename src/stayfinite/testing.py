@@ -9,9 +9,10 @@ import difflib
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -37,6 +38,7 @@ from stayfinite.detect.hooks import (
 )
 from stayfinite.distributed import rank as rank_here
 from stayfinite.errors import ConfigError, InputError
+from stayfinite.living import nodes_of
 from stayfinite.nested import children, is_container, named_tensors
 
 
@@ -106,22 +108,6 @@ def inject(
         "parameter": parameter,
         "state": state,
     }
-    aim = _only_one(wanted)
-    _check(model, aim, at_step=at_step, persistent=persistent)
-    attempts, again = Attempts(optimizer), Again() if persistent else None
-    harm = Harm(value=value, element=element, bit=bit, seed=seed)
-    fault = Fault(aim, harm, attempts, at_step=at_step, again=again, rank=rank)
-    with contextlib.ExitStack() as attached:
-        attached.enter_context(attempts.attach())
-        if again is not None and model is not None and aim.option != "batch":
-            attached.enter_context(watch_calls(model, again))
-        attached.enter_context(attach(fault, model, optimizer))
-        yield fault
-    if must_fire and not fault.fired and fault.is_here:
-        raise fault.never_fired()
-
-
-def _only_one(wanted: dict[str, Any]) -> Aim:
     given = {option: name for option, name in wanted.items() if name is not None}
     if len(given) != 1:
         raise ConfigError(
@@ -129,19 +115,28 @@ def _only_one(wanted: dict[str, Any]) -> Aim:
             f"{', '.join(given) or 'none of them'}. Several faults are nested inject() blocks."
         )
     ((option, name),) = given.items()
-    return Aim(option=option, name=None if name is True else name)
-
-
-def _check(model: nn.Module | None, aim: Aim, *, at_step: int, persistent: bool) -> None:
+    aim = Aim(option=option, name=None if name is True else name)
     if model is not None and not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     if at_step < 0:
         raise ConfigError(f"at_step is {at_step}; it must be at least 0, which is the first step.")
-    if persistent and model is None and aim.option != "batch":
+    if persistent and model is None and option != "batch":
         raise ConfigError("persistent=True needs the model, to know the step again.")
+    harm = Harm(value=value, element=element, bit=bit, seed=seed)
+    attempts, again = Attempts(optimizer), SameStep() if persistent else None
+    fault = Fault(aim, harm, attempts, at_step=at_step, again=again, rank=rank)
+    with contextlib.ExitStack() as attached:
+        attached.enter_context(attempts.attach())
+        if again is not None and model is not None and option != "batch":
+            attached.enter_context(again.attach(model))
+        attached.enter_context(_TARGETS[option](fault, aim.name or "", model, optimizer))
+        yield fault
+    if must_fire and not fault.fired and fault.is_here:
+        raise fault.unfired_error()
 
 
 Batch = TypeVar("Batch")
+Part = TypeVar("Part")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,17 +160,13 @@ class Fault:
         attempts: Attempts,
         *,
         at_step: int,
-        again: Again | None = None,
-        rank: int | None = None,
+        again: SameStep | None,
+        rank: int | None,
     ) -> None:
-        self.aim = aim
+        self.aim, self.harm = aim, harm
         self.hits: list[Hit] = []
         self.passed_by: set[str] = set()
-        self._harm = harm
-        self._attempts = attempts
-        self._at_step = at_step
-        self._again = again
-        self._rank = rank
+        self._attempts, self._at_step, self._again, self._rank = attempts, at_step, again, rank
 
     @property
     def fired(self) -> bool:
@@ -206,48 +197,31 @@ class Fault:
             return self.step == self._at_step and self.is_here
         return self._again is not None and self._again.is_same and self.is_here
 
-    def fits(self, tensor: Any) -> bool:
-        """Whether this is a tensor that the fault can spoil."""
-        return self._harm.fits(tensor)
-
     def write(self, tensor: Tensor, location: str) -> None:
         """Strike in place."""
-        if not self.fits(tensor):
-            raise ConfigError(
-                f"{location} is {_kind(tensor)}: it cannot become {self._harm.value}."
-            )
-        self._note(self._harm.write(tensor, location=location, step=self.step))
+        if not self.harm.fits(tensor):
+            held = f"{tensor.numel()} elements of {tensor.dtype}"
+            raise ConfigError(f"{location} is {held}: it cannot become {self.harm.value}.")
+        self._note(self.harm.write(tensor, location=location, step=self.step))
 
-    def spoil(self, tensor: Tensor) -> None:
-        """Do the same harm to a tensor that belongs to one which was struck."""
-        self._harm.write(tensor, location="", step=self.step)
+    def spoiled_copy(self, value: Any, location: str, path: str | None = None) -> Any:
+        """The value, which may be nested, with a spoiled copy of its first tensor that fits.
 
-    def spoiled(self, gradient: Tensor) -> Tensor | None:
-        """A gradient as it comes from a bad value; None where it would be as before."""
-        if self._harm.value == "bitflip":
-            return None
-        return self._harm.copy(gradient, location="", step=self.step)[0]
+        With a path, of the tensor there. All that is not changed is the very same object.
+        """
+        wanted = None if path is None else f"{location}.{path}"
+        for name, tensor in _tensors(value, location):
+            if wanted in (None, name) and self.harm.fits(tensor):
+                copied, hit = self.harm.copy(tensor, location=name, step=self.step)
+                self._note(hit)
+                return _with_other(value, tensor, copied)
+        if path is not None:
+            paths = [name.removeprefix(".") for name, _ in _tensors(value, "")]
+            what = f"nothing there can become {self.harm.value}"
+            raise unknown(self.aim.option, path, what=what, known=paths)
+        return value
 
-    def copied(self, value: Any, location: str) -> Any:
-        """The value, which may be nested, with a spoiled copy of its first tensor that fits."""
-        return self._struck(value, location, None)
-
-    def copied_at_path(self, value: Any, location: str) -> Any:
-        """The same, with a copy of the tensor at the path that is aimed at, if there is one."""
-        result = self._struck(value, location, self.aim.name)
-        if result is value and self.aim.name is not None:
-            what = f"nothing there can become {self._harm.value}"
-            raise unknown(self.aim.option, self.aim.name, what=what, known=paths_in(value))
-        return result
-
-    def _struck(self, value: Any, location: str, path: str | None) -> Any:
-        found = harmed(value, self._harm, location=location, step=self.step, path=path)
-        if found is None:
-            return value
-        self._note(found[1])
-        return found[0]
-
-    def never_fired(self) -> ConfigError:
+    def unfired_error(self) -> ConfigError:
         """The error for a block in which nothing happened."""
         if self.step <= self._at_step:
             return ConfigError(
@@ -266,33 +240,22 @@ class Fault:
 class _Batches(Generic[Batch]):
     """Stands in for a loader: its length and whatever else it has are the loader's own."""
 
-    def __init__(self, fault: Fault, batches: Iterable[Batch], again: Again | None) -> None:
-        self._fault = fault
-        self._batches = batches
-        self._again = again
+    def __init__(self, fault: Fault, batches: Iterable[Batch], again: SameStep | None) -> None:
+        self._fault, self._batches, self._again = fault, batches, again
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
             if self._again is not None:
                 self._again.see(tensor for _, tensor in named_tensors(batch, ""))
-            is_due = self._fault.is_due()
-            yield self._fault.copied_at_path(batch, "batch") if is_due else batch
+            if self._fault.is_due():
+                batch = self._fault.spoiled_copy(batch, "batch", self._fault.aim.name)
+            yield batch
 
     def __len__(self) -> int:
         return len(cast(Sized, self._batches))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.numel()} elements of {tensor.dtype}"
-
-
-def at_op(fault: Fault, name: str) -> Attachment:
-    mode = _Operators(fault, ops_named(name))
-    mode.__enter__()  # type: ignore[no-untyped-call]
-    return Attachment(mode.leave)
 
 
 class _Operators(TorchDispatchMode):
@@ -309,11 +272,16 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         full = str(func)
         if (full in self._names or full.rpartition(".")[0] in self._names) and self._fault.is_due():
-            self._strike(result, full)
+            results = [result] if isinstance(result, Tensor) else result
+            found = next((each for each in results if self._fault.harm.fits(each)), None)
+            # In place, since the result of an operator is new memory, or is meant to be written.
+            if found is not None:
+                self._fault.write(found, full)
         return result
 
     def leave(self) -> None:
         """Go off, also from below modes that were switched on later and stay."""
+        # torch has no public way to see which modes are on.
         modes = _get_current_dispatch_mode_stack()
         above = modes[modes.index(self) + 1 :]
         for mode in [*reversed(above), self]:
@@ -321,29 +289,44 @@ class _Operators(TorchDispatchMode):
         for mode in above:
             TorchDispatchMode.__enter__(mode)
 
-    def _strike(self, result: Any, location: str) -> None:
-        """In place, since the result of an operator is new memory, or is meant to be written."""
-        results = [result] if isinstance(result, Tensor) else result
-        found = next((each for each in results if self._fault.fits(each)), None)
-        if found is not None:
-            self._fault.write(found, location)
+
+def attach_to_op(fault: Fault, name: str, *_: Any) -> Attachment:
+    mode = _Operators(fault, ops_named(name))
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    return Attachment(mode.leave)
 
 
-def at_loss(fault: Fault, name: str) -> Attachment:
+def attach_to_loss(fault: Fault, *_: Any) -> Attachment:
     """Spoil the loss, the scaled one with it, and the gradient that it starts with.
 
     A flipped bit changes only the number: no gradient depends on it.
     """
     unscaled: Any = WeakIdKeyDictionary()
 
-    def scaled(scaler: GradScaler, losses: Any, results: Any) -> None:
+    def note_scaled(scaler: GradScaler, losses: Any, results: Any) -> None:
         before, after = named_tensors(losses, ""), named_tensors(results, "")
         for (_, loss), (_, result) in zip(before, after, strict=False):
             unscaled[result] = loss
 
+    def strike(tensors: Iterable[tuple[str, Tensor]]) -> RemovableHandle | None:
+        """Spoil the first loss among them; the handle of a hook for its gradient."""
+        for _, root in tensors:
+            if root.grad_fn is not None and root.numel() == 1 and fault.harm.fits(root):
+                fault.write(unscaled.get(root, root), "loss")
+                if root in unscaled:
+                    fault.harm.write(root, location="", step=fault.step)
+                hook: RemovableHandle = root.register_hook(bad_gradient)
+                return hook
+        return None
+
+    def bad_gradient(gradient: Tensor) -> Tensor | None:
+        if fault.harm.value == "bitflip":
+            return None
+        return fault.harm.copy(gradient, location="", step=fault.step)[0]
+
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            hook = _strike(fault, [args[:1], kwargs], unscaled) if fault.is_due() else None
+            hook = strike(named_tensors([args[:1], kwargs], "")) if fault.is_due() else None
             try:
                 return original(*args, **kwargs)
             finally:
@@ -354,35 +337,21 @@ def at_loss(fault: Fault, name: str) -> Attachment:
 
     # Above the engine's own entry, where a guard may be listening already.
     return together(
-        watch_scaling(scaled),
+        watch_scaling(note_scaled),
         wrapped(torch.autograd, "backward", wrap),
         wrapped(torch.autograd, "grad", wrap),
     )
 
 
-def _strike(fault: Fault, arguments: Any, unscaled: Any) -> RemovableHandle | None:
-    """Spoil the first loss among the arguments; the handle of a hook for its gradient."""
-    named = named_tensors(arguments, "")
-    losses = (t for _, t in named if t.grad_fn is not None and t.numel() == 1 and fault.fits(t))
-    root = next(losses, None)
-    if root is None:
-        return None
-    fault.write(unscaled.get(root, root), "loss")
-    if root in unscaled:
-        fault.spoil(root)
-    hook: RemovableHandle = root.register_hook(fault.spoiled)
-    return hook
-
-
-def at_node(fault: Fault, name: str) -> Attachment:
+def attach_to_node(fault: Fault, name: str, *_: Any) -> Attachment:
     """Spoil what comes out of the first node of that name, with or without its number."""
     hooks: list[RemovableHandle] = []
 
     def hook(called: str, outgoing: Any, incoming: Any) -> Any:
-        return fault.copied(outgoing, called) if fault.is_due() else None
+        return fault.spoiled_copy(outgoing, called) if fault.is_due() else None
 
     def before(roots: Sequence[Tensor], gradients: Any) -> None:
-        for node in _nodes(roots) if fault.is_due() else ():
+        for node in nodes_of(roots) if fault.is_due() else ():
             fault.passed_by.add(node.name())
             if name in (node.name(), node.name().rstrip("0123456789")):
                 hooks.append(node.register_hook(functools.partial(hook, node.name())))
@@ -394,63 +363,51 @@ def at_node(fault: Fault, name: str) -> Attachment:
     return together(watch_backward(before, forget), Attachment(forget))
 
 
-def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
-    """All nodes of the graph behind the roots, each once."""
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    known = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        new = {after for after, _ in node.next_functions if after is not None} - known
-        known |= new
-        waiting.extend(new)
+def attach_to_batch(*_: Any) -> Attachment:
+    return Attachment(lambda: None)  # it is delivered by fault.batches()
 
 
-def attach(fault: Fault, model: nn.Module | None, optimizer: Optimizer | None) -> Attachment:
-    """Let the fault strike what it aims at, until the attachment is removed."""
-    option, name = fault.aim.option, fault.aim.name or ""
-    if option in _WITHOUT_MODEL:
-        return _WITHOUT_MODEL[option](fault, name)
-    if model is None:
-        raise ConfigError(f"{fault.aim} needs the model: inject(model, {fault.aim}).")
-    if option == "state":
-        return at_state(fault, name, model, optimizer)
-    return _IN_MODEL[option](fault, name, model)
+def attach_to_module(fault: Fault, name: str, model: nn.Module | None, *_: Any) -> Attachment:
+    model = require_model(fault, model)
+    modules = dict(model.named_modules(remove_duplicate=False))
 
-
-def at_module(fault: Fault, name: str, model: nn.Module) -> Attachment:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling() and fault.is_due():
-            return fault.copied(output, f"modules.{name}" if name else "outputs")
+            return fault.spoiled_copy(output, f"modules.{name}" if name else "outputs")
         return None
 
+    module = part_named(
+        modules, name, option="module", what=f"{type(model).__name__} has no module"
+    )
     # First, so that whoever looks at outputs sees what the next layer sees.
-    return _held(module_named(model, name).register_forward_hook(hook, prepend=True))
+    return Attachment(module.register_forward_hook(hook, prepend=True).remove)
 
 
-def at_gradient(fault: Fault, name: str, model: nn.Module) -> Attachment:
-    parameter = parameter_named(model, name, option="gradient")
+def attach_to_gradient(fault: Fault, name: str, model: nn.Module | None, *_: Any) -> Attachment:
+    parameter = parameter_named(require_model(fault, model), name, option="gradient")
     if not parameter.requires_grad:
         raise ConfigError(f"gradient is {name!r}, but that parameter does not require a gradient.")
 
     def hook(gradient: Tensor) -> Tensor | None:
-        return fault.copied(gradient, f"gradients.{name}") if fault.is_due() else None
+        return fault.spoiled_copy(gradient, f"gradients.{name}") if fault.is_due() else None
 
-    return _held(parameter.register_hook(hook))
+    return Attachment(parameter.register_hook(hook).remove)
 
 
-def at_inputs(fault: Fault, name: str, model: nn.Module) -> Attachment:
+def attach_to_inputs(fault: Fault, name: str, model: nn.Module | None, *_: Any) -> Attachment:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or not fault.is_due():
             return None
         named = {**{str(number): each for number, each in enumerate(args)}, **kwargs}
-        bad = fault.copied_at_path(named, "inputs")
+        bad = fault.spoiled_copy(named, "inputs", fault.aim.name)
         return tuple(bad[str(n)] for n in range(len(args))), {name: bad[name] for name in kwargs}
 
-    return _held(model.register_forward_pre_hook(hook, with_kwargs=True))
+    handle = require_model(fault, model).register_forward_pre_hook(hook, with_kwargs=True)
+    return Attachment(handle.remove)
 
 
-def at_parameter(fault: Fault, name: str, model: nn.Module) -> Attachment:
+def attach_to_parameter(fault: Fault, name: str, model: nn.Module | None, *_: Any) -> Attachment:
+    model = require_model(fault, model)
     parameter = parameter_named(model, name, option="parameter")
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -458,10 +415,14 @@ def at_parameter(fault: Fault, name: str, model: nn.Module) -> Attachment:
             fault.write(parameter, f"parameters.{name}")
 
     # At all modules: parts of a model may be called without the model itself.
-    return together(*(_held(each.register_forward_pre_hook(hook)) for each in model.modules()))
+    hooks = [module.register_forward_pre_hook(hook) for module in model.modules()]
+    return together(*(Attachment(each.remove) for each in hooks))
 
 
-def at_state(fault: Fault, name: str, model: nn.Module, optimizer: Optimizer | None) -> Attachment:
+def attach_to_state(
+    fault: Fault, name: str, model: nn.Module | None, optimizer: Optimizer | None
+) -> Attachment:
+    model = require_model(fault, model)
     if optimizer is None:
         raise ConfigError(f"{fault.aim} needs the optimizer: inject(model, optimizer, ...).")
     owner, _, key = name.rpartition(".")
@@ -474,28 +435,20 @@ def at_state(fault: Fault, name: str, model: nn.Module, optimizer: Optimizer | N
             tensor = state_of(optimizer, parameter, name=owner, key=key)
             fault.write(tensor, f"optimizer.{name}")
 
-    return _held(optimizer.register_step_pre_hook(hook))
+    return Attachment(optimizer.register_step_pre_hook(hook).remove)
 
 
-def at_batch(fault: Fault, name: str) -> Attachment:
-    return Attachment(lambda: None)  # it is delivered by fault.batches()
-
-
-def _held(handle: RemovableHandle) -> Attachment:
-    return Attachment(handle.remove)
-
-
-_WITHOUT_MODEL: dict[str, Callable[[Fault, str], Attachment]] = {
-    "op": at_op,
-    "node": at_node,
-    "loss": at_loss,
-    "batch": at_batch,
-}
-_IN_MODEL: dict[str, Callable[[Fault, str, nn.Module], Attachment]] = {
-    "module": at_module,
-    "gradient": at_gradient,
-    "inputs": at_inputs,
-    "parameter": at_parameter,
+# Each takes the fault, the name that is aimed at, and the model and optimizer of inject().
+_TARGETS: dict[str, Callable[..., Attachment]] = {
+    "op": attach_to_op,
+    "node": attach_to_node,
+    "module": attach_to_module,
+    "gradient": attach_to_gradient,
+    "loss": attach_to_loss,
+    "inputs": attach_to_inputs,
+    "batch": attach_to_batch,
+    "parameter": attach_to_parameter,
+    "state": attach_to_state,
 }
 
 
@@ -532,7 +485,7 @@ class Attempts(StepListener):
             self.count = max(self.count, self._counts[optimizer])
 
 
-class Again:
+class SameStep:
     """Knows a step again by the bytes of some tensors."""
 
     def __init__(self) -> None:
@@ -540,42 +493,37 @@ class Again:
         self._kept: bytes | None = None
         self.is_same = False
 
+    def attach(self, model: nn.Module) -> Attachment:
+        """See the weights and the inputs of the model whenever it is called.
+
+        So a step that was undone is the same when it is run again; the one with the next batch,
+        or with the same batch after an update, is not.
+        """
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling():
+                inputs = [tensor for _, tensor in named_tensors([args, kwargs], "")]
+                self.see([*model.parameters(), *inputs])
+
+        hook = model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        return Attachment(hook.remove)
+
     def see(self, tensors: Iterable[Tensor]) -> None:
         """A step begins, perhaps the same as before."""
-        self._now = _fingerprint(tensors)
+        seen = hashlib.blake2b()
+        # No public switch turns off the modes of others, which would see what is copied here.
+        with _disable_current_modes(), torch.no_grad():
+            for tensor in tensors:
+                dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor
+                flat = dense.detach().cpu().contiguous().reshape(-1)
+                seen.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+                seen.update(flat.view(torch.uint8).numpy().tobytes())
+        self._now = seen.digest()
         self.is_same = self._now == self._kept
 
     def remember(self) -> None:
         """The step that has begun is the one; it is not the same until it is seen again."""
         self._kept, self.is_same = self._now, False
-
-
-def watch_calls(model: nn.Module, again: Again) -> Attachment:
-    """Let it see the weights and the inputs of the model whenever the model is called.
-
-    So a step that was undone is the same when it is run again; the one with the next batch,
-    or with the same batch after an update, is not.
-    """
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            inputs = [tensor for _, tensor in named_tensors([args, kwargs], "")]
-            again.see([*model.parameters(), *inputs])
-
-    hook = model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-    return Attachment(hook.remove)
-
-
-def _fingerprint(tensors: Iterable[Tensor]) -> bytes:
-    """A hash of the bytes of all tensors."""
-    result = hashlib.blake2b()
-    with _disable_current_modes(), torch.no_grad():
-        for tensor in tensors:
-            dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor
-            flat = dense.detach().cpu().contiguous().reshape(-1)
-            result.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            result.update(flat.view(torch.uint8).numpy().tobytes())
-    return result.digest()
 
 
 Value = Literal["nan", "inf", "-inf", "bitflip"]
@@ -625,11 +573,23 @@ class Harm:
     def write(self, tensor: Tensor, *, location: str, step: int) -> Hit:
         """Spoil the tensor in place, unseen by autograd and by every dispatch mode."""
         with _disable_current_modes(), torch.no_grad():
+            # values() would want it coalesced, which is another tensor.
             dense = tensor.data._values() if tensor.layout is torch.sparse_coo else tensor.data
-            element = self._choose(dense, location)
-            cell = _cell(dense, element)
+            element = self.element
+            if element is None:
+                element = random.Random(self.seed).randrange(dense.numel())
+            elif element >= dense.numel():
+                raise ConfigError(
+                    f"element is {element}, but {location} has {dense.numel()} elements, "
+                    "counted from 0."
+                )
+            cell = dense[tuple(map(int, np.unravel_index(element, dense.shape)))]
+            cell = torch.view_as_real(cell)[0] if cell.is_complex() else cell
             before = float(cell)
-            self._spoil(cell, location)
+            if self.value == "bitflip":
+                self._flip(cell, location)
+            else:
+                cell.fill_(float(self.value))
             return Hit(
                 step=step, location=location, element=element, before=before, after=float(cell)
             )
@@ -641,22 +601,8 @@ class Harm:
             copy = copy.clone()
         return copy, self.write(copy, location=location, step=step)
 
-    def _choose(self, tensor: Tensor, location: str) -> int:
-        if self.element is None:
-            return random.Random(self.seed).randrange(tensor.numel())
-        if self.element >= tensor.numel():
-            raise ConfigError(
-                f"element is {self.element}, but {location} has {tensor.numel()} elements, "
-                "counted from 0."
-            )
-        return self.element
-
-    def _spoil(self, cell: Tensor, location: str) -> None:
-        if self.value != "bitflip":
-            cell.fill_(float(self.value))
-            return
-        size = 8 * cell.element_size()
-        bit = self.bit
+    def _flip(self, cell: Tensor, location: str) -> None:
+        size, bit = 8 * cell.element_size(), self.bit
         if bit is None:
             bit = size - 2 if cell.is_floating_point() else size - 1
         if bit >= size:
@@ -664,16 +610,6 @@ class Harm:
         bits = cell.view(_AS_BITS[cell.element_size()])
         # The highest bit of a signed integer is its sign, which 1 << bit would overflow.
         bits.bitwise_xor_(-(1 << bit) if bits.is_signed() and bit == size - 1 else 1 << bit)
-
-
-def _cell(tensor: Tensor, element: int) -> Tensor:
-    """One element as a view without dimensions; of a complex number, the real part."""
-    index = []
-    for size in reversed(tensor.shape):
-        element, place = divmod(element, size)
-        index.append(place)
-    cell = tensor[tuple(reversed(index))]
-    return torch.view_as_real(cell)[0] if cell.is_complex() else cell
 
 
 # softmax reaches the device as _softmax or _safe_softmax, batch_norm as native_batch_norm.
@@ -687,20 +623,23 @@ def unknown(option: str, name: str, *, what: str, known: Iterable[str]) -> Confi
     return ConfigError(f"{option} is {name!r}; {what}.{nearest}")
 
 
-def module_named(model: nn.Module, name: str) -> nn.Module:
-    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    if name not in modules:
-        what = f"{type(model).__name__} has no module of that name"
-        raise unknown("module", name, what=what, known=[known for known in modules if known])
-    return modules[name]
+def require_model(fault: Fault, model: nn.Module | None) -> nn.Module:
+    if model is None:
+        raise ConfigError(f"{fault.aim} needs the model: inject(model, {fault.aim}).")
+    return model
+
+
+def part_named(found: Mapping[str, Part], name: str, *, option: str, what: str) -> Part:
+    if name not in found:
+        known = [known for known in found if known]
+        raise unknown(option, name, what=f"{what} of that name", known=known)
+    return found[name]
 
 
 def parameter_named(model: nn.Module, name: str, *, option: str) -> nn.Parameter:
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    if name not in parameters:
-        what = f"{type(model).__name__} has no parameter of that name"
-        raise unknown(option, name, what=what, known=parameters)
-    return parameters[name]
+    what = f"{type(model).__name__} has no parameter"
+    return part_named(parameters, name, option=option, what=what)
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter, *, name: str, key: str) -> Tensor:
@@ -720,6 +659,7 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter, *, name: str, key: s
 def ops_named(name: str) -> frozenset[str]:
     """The operators, as "aten._softmax", that run for a name such as "softmax"."""
     dotted = name.replace("::", ".")
+    # Nothing public lists all operators, or says which of them has a kernel of its own.
     every = torch._C._dispatch_get_all_op_names()
     running = {_packet(op) for op in every if _computes(op)}
     for full in (dotted, f"aten.{dotted}"):
@@ -749,27 +689,6 @@ def _computes(name: str) -> bool:
     return bool(views) and not any(views) and not any(a.is_out for a in schema.arguments)
 
 
-def harmed(
-    value: Any, harm: Harm, *, location: str, step: int, path: str | None = None
-) -> tuple[Any, Hit] | None:
-    """The nested value with a spoiled copy of one tensor in it; None if it has none that fits.
-
-    `path` chooses the tensor; all that is not changed is the very same object.
-    """
-    found = [(name, tensor) for name, tensor in _tensors(value, location) if harm.fits(tensor)]
-    wanted = None if path is None else f"{location}.{path}"
-    for name, tensor in found:
-        if wanted is None or name == wanted:
-            spoiled, hit = harm.copy(tensor, location=name, step=step)
-            return _swapped(value, tensor, spoiled), hit
-    return None
-
-
-def paths_in(value: Any) -> list[str]:
-    """The paths that `harmed` knows in a value."""
-    return [name.removeprefix(".") for name, _ in _tensors(value, "")]
-
-
 def _tensors(value: Any, location: str) -> Iterator[tuple[str, Tensor]]:
     """Only real ones: numbers and arrays would come as copies."""
     if isinstance(value, Tensor):
@@ -779,26 +698,25 @@ def _tensors(value: Any, location: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(item, f"{location}.{key}")
 
 
-def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
-    """The value with `old` replaced, in copies of the containers that hold it."""
+def _with_other(value: Any, old: Tensor, new: Tensor) -> Any:
+    """The value with `new` for `old`, in copies of the containers that hold it."""
     if value is old:
         return new
     if isinstance(value, Tensor) or not is_container(value):
         return value
-    items = [(key, item, _swapped(item, old, new)) for key, item in children(value)]
-    changed = [(key, after) for key, before, after in items if before is not after]
-    return _with_items(value, [after for _, _, after in items], changed) if changed else value
-
-
-def _with_items(value: Any, items: list[Any], changed: list[tuple[Any, Any]]) -> Any:
+    items = [(key, item, _with_other(item, old, new)) for key, item in children(value)]
+    if all(before is after for _, before, after in items):
+        return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*items)
+        return type(value)(*(after for _, _, after in items))
     if isinstance(value, (list, tuple)):
-        return type(value)(items)
+        return type(value)(after for _, _, after in items)
     result = copy.copy(value)
-    for key, item in changed:
+    for key, before, after in items:
+        if before is after:
+            continue
         if dataclasses.is_dataclass(value) and not hasattr(value, "items"):
-            object.__setattr__(result, key, item)
+            object.__setattr__(result, key, after)
         else:
-            result[key] = item
+            result[key] = after
     return result

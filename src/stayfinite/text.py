@@ -101,7 +101,7 @@ def what_was_done(incident: Incident) -> str:
     outcome = incident.outcome
     if outcome is None:
         return "nothing was done"
-    strategy = "" if outcome.strategy == "none" else outcome.strategy
+    strategy = "" if outcome.strategy in ("none", "script") else outcome.strategy
     return ": ".join(filter(None, (strategy, outcome.detail))) or "nothing was done"
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from stayfinite.capsule import file as file_module
 from stayfinite.capsule import read_capsule, write_capsule
-from stayfinite.capsule.contents import Capsule, SourceFile, packed
+from stayfinite.capsule.contents import Capsule, SourceFile, pack
 from stayfinite.capsule.file import unpack
 from stayfinite.capsule.make import environment, own_code, put_state, state_of, usable
 from stayfinite.checkpoint.modules import Members
@@ -52,11 +52,11 @@ def test_capsule_with_the_older_names_of_kinds_is_read(
     made = replace(made, incident=replace(made.incident, reports=(report,)))
 
     def as_before(capsule: Capsule) -> Any:
-        tree, tensors = packed(capsule)
+        tree, tensors = pack(capsule)
         text = json.dumps(tree).replace('"pos_inf"', '"inf"').replace('"neg_inf"', '"-inf"')
         return json.loads(text), tensors
 
-    monkeypatch.setattr(file_module, "packed", as_before)
+    monkeypatch.setattr(file_module, "pack", as_before)
     file = write_capsule(tmp_path / "a.capsule", made)
     assert rb"\"nan_type\":\"inf\"" in file.read_bytes()
     read = read_capsule(file)
@@ -133,7 +133,7 @@ def test_state_of_another_model_is_refused() -> None:
 
 
 def test_large_state_is_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stayfinite.capsule.limits.STATE", 16)
+    monkeypatch.setattr("stayfinite.capsule.make._LARGEST_STATE", 16)
     state, note = state_of(Members(models=(nn.Linear(2, 3),)))
     assert state is not None
     assert state.tensors is None

@@ -130,7 +130,7 @@ def test_redaction_without_batch_is_a_mistake(made: Callable[..., Capsule]) -> N
 def test_large_batch_is_left_out_and_said(
     made: Callable[..., Capsule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stayfinite.capsule.limits.BATCH", 8)
+    monkeypatch.setattr("stayfinite.capsule.make.LARGEST_BATCH", 8)
     capsule = made(with_batch=True)
     assert capsule.batch == ()
     assert any("80 bytes" in note for note in capsule.notes)

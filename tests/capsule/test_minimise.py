@@ -22,14 +22,15 @@ from stayfinite.capsule.minimal import Repro, minimised, operator
 from stayfinite.cli import main
 from stayfinite.errors import CapsuleError
 from stayfinite.living import leaves_of
-from stayfinite.locate.capture import KeepingTracer
+from stayfinite.locate.capture import KeptCalls
 from stayfinite.locate.provenance import ancestors, guilty
+from stayfinite.locate.tracer import Tracer
 from stayfinite.records import Incident, NaNType
 
 
 def traced_birth(compute: Callable[[], Tensor], *, with_data: bool) -> Birth:
     """What the tracer keeps of the first bad operation in this computation."""
-    with KeepingTracer() as tracer:
+    with Tracer(kept=KeptCalls()) as tracer:
         result = compute()
         with tracer.paused():
             noticed = [result]
@@ -41,7 +42,7 @@ def traced_birth(compute: Callable[[], Tensor], *, with_data: bool) -> Birth:
             noticed = [leaf.grad for leaf in leaves if leaf.grad is not None]
         event = guilty(ancestors(tracer.events_of(noticed)))
         assert event is not None
-        birth = birth_of(tracer.kept(event), with_data=with_data)
+        birth = birth_of(tracer.kept.of(event), with_data=with_data)
     assert birth is not None
     return birth
 
@@ -161,12 +162,12 @@ def test_update_of_an_optimizer_is_kept_as_it_was_before() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.full((40,), 1.0, dtype=torch.float16))
     optimizer = torch.optim.Adam([weight], eps=1e-8, foreach=False)
-    with KeepingTracer() as tracer:
+    with Tracer(kept=KeptCalls()) as tracer:
         weight.grad = at(torch.full((40,), 1e-3), 5, to=1e-7).half()
         optimizer.step()
         event = guilty(ancestors(tracer.events_of([weight])))
         assert event is not None
-        birth = birth_of(tracer.kept(event), with_data=False)
+        birth = birth_of(tracer.kept.of(event), with_data=False)
     assert birth is not None
     assert birth.operation.op == "aten.addcdiv_.default"
     assert torch.equal(birth.operation.arguments["self"], torch.ones(40).half())

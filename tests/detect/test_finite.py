@@ -241,7 +241,7 @@ def test_the_fused_largest_magnitude_propagates_nan_and_inf() -> None:
 
 def test_flags_of_several_devices_are_not_brought_to_the_cpu() -> None:
     flags = [torch.tensor(1.0), torch.ones((), dtype=torch.bool, device="meta")]
-    assert finite._joined(flags).device.type == "meta"
+    assert finite._any_of(flags).device.type == "meta"
 
 
 def test_a_dtensor_is_judged_by_its_local_shard() -> None:

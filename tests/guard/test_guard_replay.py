@@ -42,7 +42,7 @@ class Loop:
         self, batches: list[Tensor], *, before_replay: Callable[[], None] | None = None
     ) -> Guard:
         with stayfinite.watch(
-            self.net, self.optimizer, sinks=[], prove_seconds=self.prove_seconds
+            self.net, self.optimizer, again="never", sinks=[], prove_seconds=self.prove_seconds
         ) as guard:
             if self.replays:
 

@@ -364,7 +364,7 @@ class TestHarm:
         "name",
         [
             "integrations.ignite.watch_loop",
-            "integrations.ignite._Steps._told",
+            "integrations.ignite._Steps._output_after",
             "guard.step.GuardedStep.step",
             "guard.job.Job.begin",
             "guard.job.Job.end",

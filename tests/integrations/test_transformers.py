@@ -445,10 +445,10 @@ class TestHarm:
             "transformers._calling_trainer",
             "transformers.guard_over",
             "transformers.WatchedTrainer._begin",
-            "transformers.WatchedTrainer.step_ended",
+            "transformers.WatchedTrainer.end_step",
             "transformers.WatchedTrainer.may_save",
-            "transformers.Losses.saw",
-            "transformers.Losses.added_to",
+            "transformers.Losses.add",
+            "transformers.Losses.completed_log",
         ],
     )
     def test_error_of_ours_is_only_logged(

@@ -121,27 +121,27 @@ def test_view_covers_its_memory_only_if_it_is_all_of_it() -> None:
 def test_memory_is_raw_until_as_much_was_written() -> None:
     past = Provenance()
     memory = torch.empty(4)
-    past.allocated(memory, HERE)
-    assert past.unwritten(memory) is HERE
-    past.written(memory[:3])
-    assert past.unwritten(memory) is HERE
-    past.written(memory[3:])
-    assert past.unwritten(memory) is None
+    past.note_allocation(memory, HERE)
+    assert past.site_of_unwritten(memory) is HERE
+    past.note_write(memory[:3])
+    assert past.site_of_unwritten(memory) is HERE
+    past.note_write(memory[3:])
+    assert past.site_of_unwritten(memory) is None
 
 
 def test_integers_and_empty_memory_are_never_raw() -> None:
     past = Provenance()
     for memory in (torch.empty(3, dtype=torch.long), torch.empty(0)):
-        past.allocated(memory, HERE)
-        assert past.unwritten(memory) is None
+        past.note_allocation(memory, HERE)
+        assert past.site_of_unwritten(memory) is None
 
 
 def test_value_knows_the_operation_behind_it_and_behind_its_inputs() -> None:
     past = Provenance()
     x = torch.ones(2)
     y, z = x.exp(), x.exp() * 2
-    past.made(learn(torch.ops.aten.exp.default), (x,), y)
-    past.made(learn(torch.ops.aten.mul.Tensor), (y, 2.0), z)
+    past.note_result(learn(torch.ops.aten.exp.default), (x,), y)
+    past.note_result(learn(torch.ops.aten.mul.Tensor), (y, 2.0), z)
     assert past.made_by(z) == ["mul", "exp"]
     assert past.made_by(x) == []
 

@@ -416,8 +416,6 @@ def test_lower_rate_survives_the_scheduler(given: bool) -> None:
         ({"dtype": torch.bfloat16}, {}, True),
         ({"scaler": GradScaler("cpu")}, {}, True),
         ({"scaler": GradScaler("cpu", enabled=False)}, {}, False),
-        ({}, {"autocast": True}, True),
-        ({"scaler": GradScaler("cpu")}, {"autocast": False}, False),
         ({}, {"cause": "low_precision_overflow"}, True),
         ({}, {"cause": "log_of_zero"}, False),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
-from stayfinite.recover.policy import History, choose
+from stayfinite.recover.policy import PolicyState, choose
 
 SKIP, SCALE = RecoveryStrategy.SKIP_STEP, RecoveryStrategy.REDUCE_SCALE
 CLIP, RESET = RecoveryStrategy.CLIP_GRADIENTS, RecoveryStrategy.RESET_MODEL
@@ -26,7 +26,7 @@ def played(
     cannot: Set[RecoveryStrategy] = frozenset(),
 ) -> list[RecoveryStrategy]:
     """What is chosen at each "b"ad step of the events; "g" is a good one."""
-    history, chosen = History(), []
+    history, chosen = PolicyState(), []
     for event in events:
         if event == "g":
             history = history.after_good_steps(config)
@@ -116,7 +116,7 @@ def test_abort_can_be_chosen() -> None:
 
 def test_going_back_to_the_same_place_is_limited() -> None:
     config = RecoveryConfig(primary_strategy=RESET, max_consecutive_nans=2)
-    history = History()
+    history = PolicyState()
     for _ in range(2):
         assert not history.goes_in_circles(config, back_at=100)
         history = history.after_use(config, RESET, back_at=100).after_good_steps(config, 49)
@@ -131,7 +131,7 @@ def test_many_good_steps_at_once_are_the_same_as_one_by_one(
     every: int, counts: list[int], rung: int
 ) -> None:
     config = RecoveryConfig(ladder=(Rung(SKIP), Rung(CLIP), Rung(LOWER)), deescalate_after=every)
-    at_once = one_by_one = History(rung=rung, uses=1, bad_in_a_row=2)
+    at_once = one_by_one = PolicyState(rung=rung, uses=1, bad_in_a_row=2)
     for count in counts:
         at_once = at_once.after_good_steps(config, count) if count else at_once
         for _ in range(count):

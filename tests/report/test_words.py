@@ -15,6 +15,7 @@ from stayfinite.capsule.reproduces import compared
 from stayfinite.explain.rules import named_evidence
 from stayfinite.integrations.webhook import _slack
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType, Origin
+from stayfinite.report.dashboard.live_runs import RunIndex, id_of
 from stayfinite.report.dashboard.views import incident_view
 from stayfinite.report.html.page import page_of
 from stayfinite.report.store.reading import read_run
@@ -51,7 +52,9 @@ def page(run: Path) -> str:
 
 @recorded
 def dashboard(run: Path) -> str:
-    return json.dumps(incident_view(read_run(run), 0))
+    index = RunIndex([run])
+    index.look()
+    return json.dumps(incident_view(index, {"run": id_of(run), "number": "0"}))
 
 
 @pytest.mark.parametrize("show", [text, slack, line, log, page, dashboard])

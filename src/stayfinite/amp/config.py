@@ -16,25 +16,24 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from stayfinite.errors import ConfigError
+from stayfinite.nested import map_leaves
 from stayfinite.recover.config import RecoveryConfig
 
 Precision = Literal["fp16", "bf16", "fp32"]
 
+_IN_TRAINING = (
+    "precision",
+    "device",
+    "loss_scale",
+    "gradient_clip_val",
+    "accumulate_grad_batches",
+    "log_every",
+    "checkpoint_dir",
+    "checkpoint_every",
+)
 # The names under which people keep these options in their own config files.
 _ALIASES = {
-    **{
-        f"training.{name}": name
-        for name in (
-            "precision",
-            "device",
-            "loss_scale",
-            "gradient_clip_val",
-            "accumulate_grad_batches",
-            "log_every",
-            "checkpoint_dir",
-            "checkpoint_every",
-        )
-    },
+    **{f"training.{name}": name for name in _IN_TRAINING},
     "optimizer.lr": "learning_rate",
     "scheduler.warmup_epochs": "warmup_epochs",
     "model.clamp_activations": "clamp_activations",
@@ -62,7 +61,8 @@ class NaNDetectionConfig:
 
     def __post_init__(self) -> None:
         for name in ("check_loss", "check_gradients", "check_parameters"):
-            _require_flag(name, getattr(self, name))
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         _require_count("detection_interval", self.detection_interval, least=1)
         _require_kind("recovery", self.recovery, RecoveryConfig)
 
@@ -103,7 +103,14 @@ class AMPConfig:
         if self.precision not in get_args(Precision):
             known = ", ".join(map(repr, get_args(Precision)))
             raise ConfigError(f"precision is {self.precision!r}; it must be one of {known}.")
-        _require_device(self.device)
+        try:
+            if self.device is not None:
+                torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f'device is {self.device!r}; it must be a torch device such as "cpu" or "cuda:0", '
+                "or None for where the model is."
+            ) from error
         if self.loss_scale != "dynamic":
             _require_positive("loss_scale", self.loss_scale, other='"dynamic"')
         for name in ("gradient_clip_val", "learning_rate", "clamp_activations"):
@@ -113,9 +120,6 @@ class AMPConfig:
         _require_kind("nan_detection", self.nan_detection, NaNDetectionConfig)
         if not _is_number(self.warmup_epochs) or self.warmup_epochs < 0:
             raise ConfigError(f"warmup_epochs is {self.warmup_epochs!r}; it must be 0 or more.")
-        self._check_checkpoints()
-
-    def _check_checkpoints(self) -> None:
         if not isinstance(self.checkpoint_dir, (str, Path, type(None))):
             raise ConfigError(f"checkpoint_dir is {self.checkpoint_dir!r}; it must be a path.")
         if self.checkpoint_every is not None:
@@ -137,7 +141,7 @@ class AMPConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> AMPConfig:
         """A config from a .toml file, or a .yaml one where PyYAML is installed."""
-        data = read_file(path)
+        data = read_file(Path(path))
         try:
             return cls.from_dict(data)
         except ConfigError as error:
@@ -165,11 +169,6 @@ def _require_count(name: str, value: Any, *, least: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}.")
 
 
-def _require_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be True or False.")
-
-
 def _require_kind(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise ConfigError(
@@ -178,47 +177,34 @@ def _require_kind(name: str, value: Any, kind: type) -> None:
         )
 
 
-def _require_device(device: Any) -> None:
-    try:
-        if device is not None:
-            torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f'device is {device!r}; it must be a torch device such as "cpu" or "cuda:0", or None '
-            "for where the model is."
-        ) from error
-
-
 Config = TypeVar("Config")
 # PyYAML follows YAML 1.1, in which 1e-3 without a dot is a string.
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?e[+-]?\d+", re.IGNORECASE)
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
+def read_file(path: Path) -> Mapping[str, Any]:
     """What the file holds; ConfigError when it cannot be read or is not a table of options."""
-    path = Path(path)
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         known = ", ".join(sorted(_READERS))
         raise ConfigError(f"{path} ends in {path.suffix!r}; a config file ends in one of {known}.")
     try:
-        text = path.read_text(encoding="utf-8")
+        data = reader(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    data = reader(path, text)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} holds a {type(data).__name__}; it must hold named options.")
-    return dict(data)
+    return data
 
 
-def _toml(path: Path, text: str) -> Any:
+def _toml(path: Path) -> Any:
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def _yaml(path: Path, text: str) -> Any:
+def _yaml(path: Path) -> Any:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
@@ -227,20 +213,13 @@ def _yaml(path: Path, text: str) -> Any:
             "The same options can be written in a .toml file, which needs nothing."
         ) from error
     try:
-        return _with_numbers(yaml.safe_load(text) or {})
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    return map_leaves(data, lambda t: float(t) if _NUMBER.fullmatch(t) else t, kinds=(str,))
 
 
 _READERS = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
-
-
-def _with_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(item) for item in value]
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
 def build(
@@ -254,9 +233,12 @@ def build(
     if not isinstance(data, Mapping):
         raise ConfigError(f"a config was made from a {type(data).__name__}; it takes a mapping.")
     aliases = aliases or {}
-    names = dict(_field_names(kind))
-    given = list(_flat(data, known={*names, *aliases}))
-    _refuse_unknown([name for name, _ in given], known=[*names, *aliases])
+    known = [*_names_of(kind), *aliases]
+    given = list(_flat(data, known))
+    unknown = [f"{name!r}{_nearest(name, known)}" for name, _ in given if name not in known]
+    if unknown:
+        is_are = "is not an option" if len(unknown) == 1 else "are not options"
+        raise ConfigError(f"{', '.join(unknown)} {is_are}. Known are: {', '.join(known)}.")
     values: dict[str, Any] = {}
     for name, value in given:
         field = aliases.get(name, name)
@@ -264,40 +246,31 @@ def build(
             others = [field, *(other for other in aliases if aliases[other] == field)]
             raise ConfigError(f"{field} is given twice; give one of {', '.join(others)}.")
         values[field] = value
-    return _made(kind, values, prefix="")
+    return _config_of(kind, values)
 
 
-def _field_names(kind: type, prefix: str = "") -> Iterator[tuple[str, type | None]]:
-    """The dotted names of all fields; those that are configs themselves come with their kind."""
-    for each in dataclasses.fields(kind):
-        inner = _inner_kind(each)
-        yield prefix + each.name, inner
-        if inner is not None:
-            yield from _field_names(inner, f"{prefix}{each.name}.")
-
-
-def _inner_kind(field: dataclasses.Field[Any]) -> type | None:
-    """The kind of config in this field, known by its default."""
+def _inner_kind(field: dataclasses.Field[Any]) -> Any:
+    """The kind of config in this field, known by its default; None if it is no config."""
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()
     return type(default) if dataclasses.is_dataclass(default) else None
 
 
-def _flat(data: Mapping[Any, Any], known: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _names_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields, each config's own name before those of its fields."""
+    for each in dataclasses.fields(kind):
+        yield prefix + each.name
+        if (inner := _inner_kind(each)) is not None:
+            yield from _names_of(inner, f"{prefix}{each.name}.")
+
+
+def _flat(data: Mapping[Any, Any], known: list[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in known):
             yield from _flat(value, known, f"{name}.")
         else:
             yield name, value
-
-
-def _refuse_unknown(names: list[str], *, known: list[str]) -> None:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        said = [f"{name!r}{_nearest(name, known)}" for name in unknown]
-        is_are = "is not an option" if len(said) == 1 else "are not options"
-        raise ConfigError(f"{', '.join(said)} {is_are}. Known are: {', '.join(known)}.")
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -309,16 +282,14 @@ def _nearest(name: str, known: list[str]) -> str:
     return f" (did you mean {meant[0]!r}?)" if meant else ""
 
 
-def _made(kind: type[Config], values: Mapping[str, Any], *, prefix: str) -> Config:
+def _config_of(kind: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
     given: dict[str, Any] = {}
-    for name, inner in _field_names(kind):
-        if "." in name:
-            continue
-        path = prefix + name
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        path = prefix + each.name
         if path in values:
-            given[name] = values[path]
-        if inner is not None and any(other.startswith(f"{path}.") for other in values):
+            given[each.name] = values[path]
+        if any(other.startswith(f"{path}.") for other in values):
             if path in values:
                 raise ConfigError(f"{path} is given whole and in parts; give one of them.")
-            given[name] = _made(inner, values, prefix=f"{path}.")
+            given[each.name] = _config_of(_inner_kind(each), values, f"{path}.")
     return kind(**given)

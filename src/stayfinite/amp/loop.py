@@ -1,4 +1,4 @@
-"""Epochs over a loader: progress, evaluation, schedulers, and what a trainer tells."""
+"""What is around the updates of a trainer: progress, evaluation, callbacks, schedulers."""
 
 from __future__ import annotations
 
@@ -18,79 +18,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stayfinite.amp.config import AMPConfig
-from stayfinite.amp.scaler import DynamicLossScaler
-from stayfinite.amp.update import Done, Losses
+from stayfinite.amp.update import BatchLosses, BatchResult, Update
 from stayfinite.detect.detector import bad_reports, report_on
-from stayfinite.errors import ConfigError, InputError, TrainingAbortedError
+from stayfinite.errors import ConfigError, InputError
 from stayfinite.nested import named_tensors
 from stayfinite.records import Incident, NaNReport
+from stayfinite.safely import Safely
 from stayfinite.text import one_line, what_was_done
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-@dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """What came of one epoch; `loss` is the mean over the finite batches."""
-
-    loss: float
-    batches: int
-    skipped_batches: int
-    seconds: float
-
-
-def length_of(loader: Any) -> int | None:
-    """How many batches it has; None when it does not know."""
-    try:
-        return len(loader)
-    except TypeError:  # no __len__, or a DataLoader over a stream
-        return None
-
-
-def run_epochs(
-    train: Callable[[Any, int | None], Tensor | None],
-    loader: Iterable[Any],
-    epochs: int,
-    *,
-    after_epoch: Callable[[Epoch], None],
-) -> None:
-    """Call `train` with each batch, and with how many the epoch has left with it."""
-    length = length_of(loader)
-    with ProgressBar(epochs=epochs) as bar:
-        for number in range(epochs):
-            bar.begin_epoch(number, length)
-            after_epoch(_run_epoch(train, loader, length, bar))
-
-
-def _run_epoch(
-    train: Callable[[Any, int | None], Tensor | None],
-    loader: Iterable[Any],
-    length: int | None,
-    bar: ProgressBar,
-) -> Epoch:
-    # The loader is asked for one batch at a time: asking ahead would change the order in which
-    # it and the model draw random numbers.
-    started, count, skipped = time.perf_counter(), 0, 0
-    total: Tensor | None = None
-    loss: Tensor | None = None
-    for batch in loader:
-        loss = train(batch, None if length is None else max(1, length - count))
-        count += 1
-        if loss is None:
-            skipped += 1
-        else:
-            total = loss.double() if total is None else total + loss
-        bar.advance(loss=loss, skipped=skipped)
-    bar.end_epoch(loss=loss, skipped=skipped)
-    return Epoch(
-        loss=math.nan if total is None else float(total) / (count - skipped),  # host sync
-        batches=count,
-        skipped_batches=skipped,
-        seconds=time.perf_counter() - started,
-    )
-
-
+logger = logging.getLogger("stayfinite")
 _SECONDS = 0.1  # between two looks at the screen
 
 
@@ -112,7 +51,21 @@ class ProgressBar:
         self._task: Any = None
         self._drawn = 0.0
         with _same_random_numbers():
-            self._progress = _bar(console)
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+            from rich.progress import TimeRemainingColumn as TimeColumn
+
+            console = console or Console(stderr=True)
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[said]}"),
+                TimeColumn(),
+                console=console,
+                disable=not console.is_terminal,
+                auto_refresh=False,  # a thread would draw random numbers at any time
+            )
 
     def begin_epoch(self, number: int, length: int | None) -> None:
         with _same_random_numbers():
@@ -150,24 +103,6 @@ class ProgressBar:
             self._progress.stop()
 
 
-def _bar(console: Console | None) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeColumn
-
-    console = console or Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}"),
-        TimeColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        auto_refresh=False,  # a thread would draw random numbers at any time
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Means over the finite batches, each sample with the same weight; NaN if there was none.
@@ -185,65 +120,38 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    batches: Iterable[Any], *, model: nn.Module, losses_of_batch: Callable[[Any], Losses]
+    batches: Iterable[Any], *, model: nn.Module, losses_of_batch: Callable[[Any], BatchLosses]
 ) -> Evaluation:
     """What the model makes of these batches; its train flags are as before afterwards."""
-    means = _Means()
-    with in_eval_mode(model):
-        for batch in batches:
-            means.add(losses_of_batch(batch), samples=batch_size(batch))
-    return means.result()
-
-
-class _Means:
-    """Sums that no bad value gets into."""
-
-    def __init__(self) -> None:
-        self._batches = 0
-        self._bad: list[NaNReport] = []
-        self._sums: dict[str, tuple[float, int]] = {}
-
-    def add(self, losses: Losses, *, samples: int) -> None:
-        named = {"loss": losses.total, **{f"loss.{n}": term for n, term in losses.terms.items()}}
-        found = bad_reports((f"batches.{self._batches}.{n}", value) for n, value in named.items())
-        self._bad += found
-        self._batches += 1
-        is_bad = {report.location.split(".", 2)[2] for report in found}
-        for name, value in named.items():
-            if not is_bad & {"loss", name}:  # with a bad total none of the terms counts
-                total, count = self._sums.get(name, (0.0, 0))
-                self._sums[name] = total + float(value) * samples, count + samples  # host sync
-
-    def result(self) -> Evaluation:
-        means = {name: total / max(1, count) for name, (total, count) in self._sums.items()}
-        return Evaluation(
-            loss=means.pop("loss", math.nan),
-            terms={name.removeprefix("loss."): mean for name, mean in means.items()},
-            batches=self._batches,
-            samples=self._sums.get("loss", (0.0, 0))[1],
-            bad=tuple(self._bad),
-        )
-
-
-def batch_size(batch: Any) -> int:
-    """The length of the first tensor in the batch that has one; else 1."""
-    sizes = (tensor.shape[0] for _, tensor in named_tensors(batch, "") if tensor.dim())
-    return next(sizes, 1)
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; each module has its own flag back afterwards."""
+    count, bad, sums = 0, list[NaNReport](), dict[str, tuple[float, int]]()
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        for batch in batches:
+            losses = losses_of_batch(batch)
+            named = {"loss": losses.total} | {f"loss.{n}": t for n, t in losses.terms.items()}
+            found = bad_reports((f"batches.{count}.{name}", t) for name, t in named.items())
+            bad += found
+            count += 1
+            is_bad = {report.location.split(".", 2)[2] for report in found}
+            # The length of the first tensor in the batch that has one; else 1.
+            sizes = (tensor.shape[0] for _, tensor in named_tensors(batch, "") if tensor.dim())
+            size = next(sizes, 1)
+            for name, value in named.items():
+                if not is_bad & {"loss", name}:  # with a bad total none of the terms counts
+                    total, samples = sums.get(name, (0.0, 0))
+                    sums[name] = total + float(value) * size, samples + size  # host sync
     finally:
         for module, flag in flags:
             module.training = flag
-
-
-logger = logging.getLogger("stayfinite")
+    means = {name: total / max(1, samples) for name, (total, samples) in sums.items()}
+    return Evaluation(
+        loss=means.pop("loss", math.nan),
+        terms={name.removeprefix("loss."): mean for name, mean in means.items()},
+        batches=count,
+        samples=sums.get("loss", (0.0, 0))[1],
+        bad=tuple(bad),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,118 +218,91 @@ class Callback(Protocol):
         """Statistics of this update."""
 
 
-class Callbacks:
-    """Tells all callbacks, in the order in which they were given."""
-
-    def __init__(self, callbacks: Sequence[Any] = ()) -> None:
-        self._callbacks = list(callbacks)
-        self._failed: set[int] = set()
-
-    def add(self, callback: Any) -> None:
-        self._callbacks.append(callback)
-
-    def tell(self, name: str, event: Any) -> None:
-        """Call the method of this name on each callback that has it."""
-        for number, callback in enumerate(self._callbacks):
-            method = getattr(callback, name, None)
-            if method is not None:
-                self._call(number, method, event)
-
-    def _call(self, number: int, method: Any, event: Any) -> None:
-        try:
-            method(event)
-        except TrainingAbortedError:
-            raise
-        except Exception:
-            if number not in self._failed:
-                self._failed.add(number)
-                logger.exception("callback %r failed; training goes on", method)
-
-
 class Teller:
     """Tells log and callbacks of each batch and incident, and keeps the incidents in the list.
 
-    `bad_losses` are the bad losses and terms of the window that is under way, by name. `log`
-    gives a function that logs a bad value and its step, or None once there is nobody to log.
+    `log` gives a function that logs a bad value and its step, or None once there is nobody to log.
     """
 
     def __init__(
         self,
         callbacks: Sequence[Any],
+        update: Update,
         *,
-        optimizer: Optimizer,
-        scaler: DynamicLossScaler | None,
-        bad_losses: dict[str, Tensor],
-        incidents: list[Incident],
         log: Callable[[], Callable[[NaNReport, int], None] | None],
     ) -> None:
-        self.callbacks = Callbacks(callbacks)
-        self.incidents = incidents
-        self._log_recovery = log
-        self._optimizer, self._scaler, self._bad_losses = optimizer, scaler, bad_losses
+        message = "callback {} failed; training goes on"
+        self._callbacks = [
+            (callback, Safely(message.format(type(callback).__name__))) for callback in callbacks
+        ]
+        self._update, self._log_recovery = update, log
         self._told = 0
+
+    def tell(self, name: str, event: Any) -> None:
+        """Call the method of this name on each callback that has it, in the order they came in."""
+        for callback, safely in self._callbacks:
+            method = getattr(callback, name, None)
+            if method is not None:
+                with safely:
+                    method(event)
 
     @property
     def news(self) -> list[Incident]:
         """The incidents since the last batch was done."""
-        return self.incidents[self._told :]
+        return self._update.incidents[self._told :]
 
-    def noticed(self, incident: Incident) -> None:
+    def add_incident(self, incident: Incident) -> None:
         """The guard has found and answered a bad step."""
-        reports = with_terms(incident.reports, self._bad_losses)
-        incident = dataclasses.replace(incident, reports=reports)
-        self.incidents.append(incident)
+        seen = {report.location for report in incident.reports}
+        bad_losses = self._update.bad_losses.items()
+        terms = [report_on(name, loss) for name, loss in bad_losses if name not in seen]
+        terms.sort(key=lambda report: report.location == "loss")  # which the others spoil
+        incident = dataclasses.replace(incident, reports=(*terms, *incident.reports))
+        self._update.incidents.append(incident)
         log = self._log_recovery()
         if log is not None and incident.reports:
             log(incident.reports[0], incident.step)
-        self.callbacks.tell("on_nan", incident)
+        self.tell("on_nan", incident)
 
     def incident_of(self, report: NaNReport, step: int) -> Incident:
         """The incident of this step that the report is about; one of its own where there is none.
 
         The report of a step that the trainer has not answered says what to do.
         """
-        known = [each for each in self.incidents if each.step == step]
+        known = [each for each in self._update.incidents if each.step == step]
         matching = (each for each in reversed(known) if report in each.reports)
         return next(matching, Incident(step=step, reports=(report,)))
 
-    def batch_done(self, done: Done | None, *, step: int, epoch: int) -> None:
+    def end_batch(self, done: BatchResult | None, *, epoch: int) -> None:
         """A batch is over, without an abort; `done` is None if it was skipped or recovered."""
-        news, self._told = self.news, len(self.incidents)
+        step = self._update.window.updates
+        news, self._told = self.news, len(self._update.incidents)
         for incident in news:
-            self.callbacks.tell("on_recovery", incident)
+            self.tell("on_recovery", incident)
         was_update = done is not None and done.was_update
         if done is not None and was_update:
             self._log(done, step=step, epoch=epoch)
-        loss = None if done is None else done.kept_loss
+        loss = None if done is None else done.loss
         event = StepEvent(step=step, epoch=epoch, loss=loss, was_update=was_update)
-        self.callbacks.tell("on_step", event)
+        self.tell("on_step", event)
 
-    def _log(self, done: Done, *, step: int, epoch: int) -> None:
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        event = log_event(done, step=step, epoch=epoch, optimizer=self._optimizer, scale=scale)
-        if event is not None:
-            logger.info("%s", log_line(event))
-            self.callbacks.tell("on_log", event)
-
-
-def log_event(
-    done: Done, *, step: int, epoch: int, optimizer: Optimizer, scale: float
-) -> LogEvent | None:
-    """The numbers of an update; None when no statistics were taken of it."""
-    if done.before is None or done.after is None:
-        return None
-    return LogEvent(
-        step=step,
-        epoch=epoch,
-        loss=float(done.loss),
-        terms={name: float(term) for name, term in done.terms.items()},
-        norm=done.before.norm,
-        norm_after_clipping=done.after.norm,
-        largest=done.before.largest,
-        learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
-        scale=scale,
-    )
+    def _log(self, done: BatchResult, *, step: int, epoch: int) -> None:
+        if done.loss is None or done.before is None or done.after is None:
+            return
+        scaler, groups = self._update.scaler, self._update.optimizer.param_groups
+        event = LogEvent(
+            step=step,
+            epoch=epoch,
+            loss=float(done.loss),
+            terms={name: float(term) for name, term in done.terms.items()},
+            norm=done.before.norm,
+            norm_after_clipping=done.after.norm,
+            largest=done.before.largest,
+            learning_rates=tuple(float(group["lr"]) for group in groups),
+            scale=1.0 if scaler is None else scaler.get_scale(),
+        )
+        logger.info("%s", log_line(event))
+        self.tell("on_log", event)
 
 
 def log_line(event: LogEvent) -> str:
@@ -447,15 +328,6 @@ def incident_line(incident: Incident) -> str:
     why = f". {diagnosis.cause}: {diagnosis.why} {diagnosis.fix}" if diagnosis else "."
     did = f" Done: {what_was_done(incident)}." if incident.outcome else ""
     return f"{one_line(incident)}{why}{did}"
-
-
-def with_terms(
-    reports: tuple[NaNReport, ...], bad_losses: dict[str, Tensor]
-) -> tuple[NaNReport, ...]:
-    """The reports with one for each bad loss term, which comes before the loss it spoils."""
-    seen = {report.location for report in reports}
-    terms = [report_on(name, t) for name, t in bad_losses.items() if name not in seen]
-    return (*sorted(terms, key=lambda report: report.location == "loss"), *reports)
 
 
 SchedulerEvery = Literal["update", "epoch"]
@@ -486,10 +358,8 @@ class Followers:
         if config.warmup_epochs > 0 and not self.schedulers:
             self.warmup = LinearWarmup(optimizer, config.warmup_epochs)
         self.ema = ema
-        self._config = config
-        self._model = model
-        self._every = every
-        self._average = None if ema is None else _averaging(ema)
+        self._config, self._model, self._every = config, model, every
+        self._average = None if ema is None else _average_of(ema)
 
     @property
     def has_scheduler(self) -> bool:
@@ -532,7 +402,7 @@ class Followers:
                 scheduler.step()
 
 
-def _averaging(ema: Any) -> Any:
+def _average_of(ema: Any) -> Any:
     if callable(getattr(ema, "update_parameters", None)):
         return ema.update_parameters
     if callable(getattr(ema, "update", None)):
@@ -549,26 +419,22 @@ def set_learning_rate(optimizer: Optimizer, rate: float, *, scheduler: Any = Non
     ConfigError where a scheduler was made for another rate: it would bring that one back.
     """
     default = optimizer.defaults.get("lr")
-    ours = [group for group in optimizer.param_groups if _initial(group) == _number(default)]
     if scheduler is not None and _number(default) != rate:
         raise ConfigError(
             f"learning_rate is {rate:g}, but the scheduler was made for an optimizer with "
             f"lr={_number(default):g}. Make the optimizer with lr=config.learning_rate."
         )
-    for group in ours if scheduler is None else ():
-        _write(group, rate)
+    for group in optimizer.param_groups if scheduler is None else ():
+        if _number(group.get("initial_lr", group["lr"])) == _number(default):
+            _set_rate(group, rate)
     optimizer.defaults["lr"] = default.fill_(rate) if isinstance(default, Tensor) else rate
-
-
-def _initial(group: dict[str, Any]) -> float:
-    return _number(group.get("initial_lr", group["lr"]))
 
 
 def _number(rate: Any) -> float:
     return math.nan if rate is None else float(rate)
 
 
-def _write(group: dict[str, Any], rate: float) -> None:
+def _set_rate(group: dict[str, Any], rate: float) -> None:
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -602,11 +468,7 @@ class LinearWarmup:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "updates": self.updates,
-            "length": self.length,
-            "base_lrs": list(self.base_lrs),
-        }
+        return {"updates": self.updates, "length": self.length, "base_lrs": list(self.base_lrs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates, self.length = state["updates"], state["length"]
@@ -618,4 +480,4 @@ class LinearWarmup:
             return
         part = (self.updates + 1) / self.length
         for group, rate in zip(self._optimizer.param_groups, self.base_lrs, strict=False):
-            _write(group, rate * part)
+            _set_rate(group, rate * part)

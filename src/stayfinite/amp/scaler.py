@@ -1,4 +1,9 @@
-"""DynamicLossScaler: a GradScaler with bounds, a second look, and a way out at the floor."""
+"""DynamicLossScaler: a GradScaler with bounds, a second look, and a way out at the floor.
+
+It goes by what torch's scaler keeps under private names (its scale, its growth tracker, what it
+has found for each optimizer): there is no public way to add to what was found, or to hold back
+a scale that is about to change. tests/amp/test_scaler_like_torch.py compares it with torch's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -24,107 +29,16 @@ from stayfinite.errors import ConfigError, RecordError, TrainingAbortedError
 from stayfinite.training import gradients_of
 
 HysteresisMode: TypeAlias = Literal["interval", "consecutive"]
-
-
-class CountingScaler(GradScaler):
-    """torch's scaler with two more counts, kept and saved as it keeps and saves its own.
-
-    `_tolerance` is how many overflows are left until one lowers the scale, `_at_floor` how many
-    in a row no lower scale could have prevented.
-    """
-
-    def __init__(
-        self,
-        device: str,
-        init_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        enabled: bool,
-        *,
-        hysteresis: int,
-        hysteresis_mode: HysteresisMode,
-    ) -> None:
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
-        self.hysteresis = hysteresis
-        self.hysteresis_mode = hysteresis_mode
-        self._init_tolerance, self._init_at_floor = hysteresis, 0
-        self._tolerance: Tensor | None = None
-        self._at_floor: Tensor | None = None
-        self._late: LateFlag | None = None
-
-    @property
-    def overflows_at_floor(self) -> int:
-        """Overflows in a row with the scale at min_scale; waits for the device."""
-        return self._init_at_floor if self._at_floor is None else int(self._at_floor.item())
-
-    def state_dict(self) -> dict[str, Any]:
-        """What torch's scaler saves, and our two counts; torch can load it. Empty if disabled."""
-        if not self._enabled:
-            return {}
-        left = self._init_tolerance if self._tolerance is None else int(self._tolerance.item())
-        ours = {"_hysteresis_tracker": left, "_overflows_at_floor": self.overflows_at_floor}
-        return {**super().state_dict(), **ours}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, ours or that of torch.amp.GradScaler."""
-        super().load_state_dict(state_dict)
-        left = state_dict.get("_hysteresis_tracker", self.hysteresis)
-        self._init_tolerance = min(left, self.hysteresis)
-        self._init_at_floor = state_dict.get("_overflows_at_floor", 0)
-        self._late = None
-        if self._tolerance is not None and self._at_floor is not None:
-            self._tolerance.fill_(self._init_tolerance)
-            self._at_floor.fill_(self._init_at_floor)
-
-    def __getstate__(self) -> dict[str, Any]:
-        counts = CountingScaler.state_dict(self)
-        return {
-            **super().__getstate__(),
-            "_init_tolerance": counts.get("_hysteresis_tracker", self.hysteresis),
-            "_init_at_floor": counts.get("_overflows_at_floor", 0),
-            "_tolerance": None,
-            "_at_floor": None,
-            "_late": None,
-        }
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._tolerance = torch.full((), self._init_tolerance, dtype=torch.int32, device=dev)
-        self._at_floor = torch.full((), self._init_at_floor, dtype=torch.int32, device=dev)
-
-    def _absorbs(self, is_bad: Tensor) -> Tensor:
-        """Whether this step was an overflow that leaves the scale alone; counts the step."""
-        left, growth_tracker = self._tolerance, self._growth_tracker
-        assert left is not None
-        left.sub_(is_bad.int()).clamp_(min=0)
-        is_absorbed = is_bad & (left > 0)
-        is_restored = is_bad.logical_not()
-        if self.hysteresis_mode == "interval":
-            is_restored &= growth_tracker == 0  # a whole interval has just been completed
-        left.masked_fill_(is_restored, self.hysteresis)
-        return is_absorbed
-
-    def _count_at_floor(self, is_overflow: Tensor) -> int:
-        """Count a step and give the count; off the cpu that of the step before, without waiting."""
-        count = self._at_floor
-        assert count is not None
-        count.add_(1).mul_(is_overflow)
-        if count.is_cpu:
-            return int(count.item())
-        known, self._late = self._late, LateFlag(count.clone())
-        return 0 if known is None else known.read()
-
-
 OnFloor: TypeAlias = "Literal['warn', 'abort'] | Callable[[DynamicLossScaler], None]"
 
 logger = logging.getLogger("stayfinite")
 _SAVED = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+# The inverses of these are ordinary float32 numbers too; torch divides by multiplying with them.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
 
 
-class DynamicLossScaler(CountingScaler):
+class DynamicLossScaler(GradScaler):
     """Loss scaling that stays finite, in the place of torch.amp.GradScaler.
 
     The scale never leaves [min_scale, max_scale]. With factors and an init_scale that are powers
@@ -173,29 +87,51 @@ class DynamicLossScaler(CountingScaler):
         floor_patience: int = 10,
         on_floor: OnFloor = "warn",
     ) -> None:
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            device = "cpu" if accelerator is None else accelerator
+        if not isinstance(device, (str, torch.device)):
+            raise ConfigError(f"device is {device!r}; it must be a device such as 'cuda', or None.")
         if enabled:
-            check_growth_factor(growth_factor)
-            check_backoff_factor(backoff_factor)
-            check_count("growth_interval", growth_interval)
+            check_growth(growth_factor, backoff_factor, growth_interval)
             check_count("hysteresis", hysteresis)
             check_count("floor_patience", floor_patience)
             check_bounds(init_scale, min_scale, max_scale)
-            check_choices(hysteresis_mode, on_floor)
+            if hysteresis_mode not in get_args(HysteresisMode):
+                choices = " or ".join(map(repr, get_args(HysteresisMode)))
+                raise ConfigError(f"hysteresis_mode is {hysteresis_mode!r}; it must be {choices}.")
+            if on_floor not in ("warn", "abort") and not callable(on_floor):
+                raise ConfigError(
+                    f"on_floor is {on_floor!r}; it must be 'warn', 'abort' or a callable."
+                )
         super().__init__(
-            device_type(device),
+            torch.device(device).type,
             init_scale,
             growth_factor,
             backoff_factor,
             growth_interval,
             enabled,
-            hysteresis=hysteresis,
-            hysteresis_mode=hysteresis_mode,
         )
-        steps = (init_scale, growth_factor, backoff_factor) if enabled else ()
-        self.min_scale, self.max_scale = narrowed(min_scale, max_scale, *steps)
+        if enabled and all(map(is_power_of_two, (init_scale, growth_factor, backoff_factor))):
+            self.min_scale = 2.0 ** math.ceil(math.log2(min_scale))
+            self.max_scale = 2.0 ** math.floor(math.log2(max_scale))
+        else:  # what a scale can be, a float32
+            self.min_scale = ctypes.c_float(min_scale).value
+            self.max_scale = ctypes.c_float(max_scale).value
         self._init_scale = self._within_bounds(init_scale) if enabled else init_scale
-        self.floor_patience = floor_patience
-        self.on_floor = on_floor
+        self.floor_patience, self.on_floor = floor_patience, on_floor
+        self.hysteresis, self.hysteresis_mode = hysteresis, hysteresis_mode
+        # Two more counts, kept as torch keeps its own: how many overflows are left until one
+        # lowers the scale, and how many in a row no lower scale could have prevented.
+        self._init_tolerance, self._init_at_floor = hysteresis, 0
+        self._tolerance: Tensor | None = None
+        self._at_floor: Tensor | None = None
+        self._late: LateFlag | None = None
+
+    @property
+    def overflows_at_floor(self) -> int:
+        """Overflows in a row with the scale at min_scale; waits for the device."""
+        return self._init_at_floor if self._at_floor is None else int(self._at_floor.item())
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients unless that is done, and update unless one of them is bad.
@@ -207,7 +143,10 @@ class DynamicLossScaler(CountingScaler):
             args, kwargs = args[1:], {**kwargs, "closure": args[0]}
         # Where these are false, torch does what is to be done, or says what is wrong.
         if self._enabled and self._scale is not None and "closure" not in kwargs:
-            self._look_again(optimizer)
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+                gradients = gradients_of(optimizer)
+                if not surely_finite(gradients, of=optimizer):
+                    self._note(optimizer, nonfinite(gradients, writable=True))
             if self._must_not_be_called(optimizer):
                 return self._skip(optimizer)
         try:
@@ -227,25 +166,37 @@ class DynamicLossScaler(CountingScaler):
             value = new_scale.detach() if isinstance(new_scale, Tensor) else new_scale
             super().update(self._within_bounds(value))  # host sync
             return
-        before = None if self._scale is None else self._scale.clone()
-        flags = self._flags()
+        if self._scale is None:
+            super().update()  # which says what is wrong
+            return
+        before = self._scale.clone()
+        flags = [
+            flag.to(before.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
         super().update()
-        if before is not None:
-            self._finish_update(before, torch.stack(flags).any())
+        is_bad = torch.stack(flags).any()
+        if self.hysteresis > 1:
+            self._scale.copy_(torch.where(self._absorbs(is_bad), before, self._scale))
+        self._scale.clamp_(self.min_scale, self.max_scale)
+        overflows = self._count_at_floor(is_bad & (before <= self.min_scale))
+        if overflows and overflows % self.floor_patience == 0:
+            self._escalate(overflows)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Change by how much the scale grows."""
-        check_growth_factor(new_factor)
+        check_growth(new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Change by how much the scale falls."""
-        check_backoff_factor(new_factor)
+        check_growth(backoff_factor=new_factor)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Change how many good steps in a row let the scale grow."""
-        check_count("growth_interval", new_interval)
+        check_growth(growth_interval=new_interval)
         super().set_growth_interval(new_interval)
         if self._enabled:
             # torch would never grow again if more good steps than that were counted.
@@ -253,15 +204,62 @@ class DynamicLossScaler(CountingScaler):
             if self._growth_tracker is not None:
                 self._growth_tracker.clamp_(max=new_interval - 1)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's scaler saves, and our two counts; torch can load it. Empty if disabled."""
+        if not self._enabled:
+            return {}
+        ours = {
+            "_hysteresis_tracker": self._tolerance_left(),
+            "_overflows_at_floor": self.overflows_at_floor,
+        }
+        return {**super().state_dict(), **ours}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, ours or that of torch.amp.GradScaler.
 
         A scale outside the bounds, such as the 0 of a collapsed run, is brought within them.
         """
         if self._enabled and state_dict:
-            state_dict = self._checked(state_dict)
+            state_dict = self._usable_state(state_dict)
             self._per_optimizer_states.clear()  # flags of steps that are being undone
         super().load_state_dict(state_dict)
+        left = state_dict.get("_hysteresis_tracker", self.hysteresis)
+        self._init_tolerance = min(left, self.hysteresis)
+        self._init_at_floor = state_dict.get("_overflows_at_floor", 0)
+        self._late = None
+        if self._tolerance is not None and self._at_floor is not None:
+            self._tolerance.fill_(self._init_tolerance)
+            self._at_floor.fill_(self._init_at_floor)
+
+    def _usable_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        missing = [key for key in _SAVED if key not in state]
+        if missing:
+            raise RecordError(f"this is no state of a loss scaler: {', '.join(missing)} missing.")
+        interval = state["growth_interval"]
+        check_growth(state["growth_factor"], state["backoff_factor"], interval)
+        return {
+            **state,
+            "scale": self._within_bounds(state["scale"]),
+            "_growth_tracker": min(state["_growth_tracker"], interval - 1),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_init_tolerance": self._tolerance_left(),
+            "_init_at_floor": self.overflows_at_floor,
+            "_tolerance": None,
+            "_at_floor": None,
+            "_late": None,
+        }
+
+    def _tolerance_left(self) -> int:
+        return self._init_tolerance if self._tolerance is None else int(self._tolerance.item())
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._tolerance = torch.full((), self._init_tolerance, dtype=torch.int32, device=dev)
+        self._at_floor = torch.full((), self._init_at_floor, dtype=torch.int32, device=dev)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -274,7 +272,8 @@ class DynamicLossScaler(CountingScaler):
         found = super()._check_inf_per_device(optimizer)
         gradients = [g for g in gradients_of(optimizer) if g.numel()]
         if self.min_scale < 1.0 and gradients and self._scale is not None:
-            # The fused kernel divides later, and by less than 1 what is finite may overflow.
+            # The fused kernel divides later, and by less than 1 what is finite may overflow. The
+            # private function is one kernel for all; the public norm would be one for each.
             norms = [n.to(self._scale) for n in torch._foreach_norm(gradients, math.inf)]
             self._note(optimizer, (torch.stack(norms) / self._scale).isfinite().all().logical_not())
         return found
@@ -285,16 +284,20 @@ class DynamicLossScaler(CountingScaler):
         # Never above 1: a fused kernel takes back as many steps as the flag says.
         flag.copy_(torch.maximum(flag, torch.as_tensor(is_bad).to(flag, non_blocking=True)))
 
-    def _look_again(self, optimizer: Optimizer) -> None:
-        if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
-            return
-        gradients = gradients_of(optimizer)
-        if not surely_finite(gradients, of=optimizer):
-            self._note(optimizer, nonfinite(gradients, writable=True))
-
     def _must_not_be_called(self, optimizer: Optimizer) -> bool:
+        """Whether torch would call it with a flag that says "bad", which it might not obey.
+
+        torch's own fused ones obey once all their state exists: before, SGD keeps an
+        uninitialised momentum buffer. One that takes the scaler itself, the older way, is left
+        to its own means.
+        """
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED or not is_called_when_bad(optimizer):
+        if (
+            state["stage"] is OptState.STEPPED
+            or not getattr(optimizer, "_step_supports_amp_scaling", False)
+            or "grad_scaler" in inspect.signature(optimizer.step).parameters
+            or (obeys_flag(optimizer) and is_ready(optimizer))
+        ):
             return False
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
@@ -306,22 +309,27 @@ class DynamicLossScaler(CountingScaler):
         tell_skipped(self, optimizer)
         return None
 
-    def _flags(self) -> list[Tensor]:
-        device = None if self._scale is None else self._scale.device
-        return [
-            flag.to(device, non_blocking=True)
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
+    def _absorbs(self, is_bad: Tensor) -> Tensor:
+        """Whether this step was an overflow that leaves the scale alone; counts the step."""
+        left, growth_tracker = self._tolerance, self._growth_tracker
+        assert left is not None
+        left.sub_(is_bad.int()).clamp_(min=0)
+        is_absorbed = is_bad & (left > 0)
+        is_restored = is_bad.logical_not()
+        if self.hysteresis_mode == "interval":
+            is_restored &= growth_tracker == 0  # a whole interval has just been completed
+        left.masked_fill_(is_restored, self.hysteresis)
+        return is_absorbed
 
-    def _finish_update(self, before: Tensor, is_bad: Tensor) -> None:
-        scale, _ = self._check_scale_growth_tracker("update")
-        if self.hysteresis > 1:
-            scale.copy_(torch.where(self._absorbs(is_bad), before, scale))
-        scale.clamp_(self.min_scale, self.max_scale)
-        overflows = self._count_at_floor(is_bad & (before <= self.min_scale))
-        if overflows and overflows % self.floor_patience == 0:
-            self._escalate(overflows)
+    def _count_at_floor(self, is_overflow: Tensor) -> int:
+        """Count a step and give the count; off the cpu that of the step before, without waiting."""
+        count = self._at_floor
+        assert count is not None
+        count.add_(1).mul_(is_overflow)
+        if count.is_cpu:
+            return int(count.item())
+        known, self._late = self._late, LateFlag(count.clone())
+        return 0 if known is None else known.read()
 
     def _escalate(self, overflows: int) -> None:
         message = (
@@ -341,42 +349,22 @@ class DynamicLossScaler(CountingScaler):
             raise ConfigError("the new loss scale is NaN; it must be a number above 0.")
         return min(max(float(scale), self.min_scale), self.max_scale)
 
-    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
-        missing = [key for key in _SAVED if key not in state]
-        if missing:
-            raise RecordError(f"this is no state of a loss scaler: {', '.join(missing)} missing.")
-        check_growth_factor(state["growth_factor"])
-        check_backoff_factor(state["backoff_factor"])
-        check_count("growth_interval", state["growth_interval"])
-        return {
-            **state,
-            "scale": self._within_bounds(state["scale"]),
-            "_growth_tracker": min(state["_growth_tracker"], state["growth_interval"] - 1),
-        }
 
-
-# The inverses of these are ordinary float32 numbers too; torch divides by multiplying with them.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-_MODES = ("interval", "consecutive")
-
-
-def check_growth_factor(factor: float) -> None:
-    """Raise ConfigError unless the scale grows by it."""
-    if not 1.0 < factor < math.inf:
+def check_growth(
+    growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 1
+) -> None:
+    """Raise ConfigError unless the scale can grow and fall by these, and stays above 0."""
+    if not 1.0 < growth_factor < math.inf:
         raise ConfigError(
-            f"growth_factor is {factor}; it must be a finite number above 1. "
+            f"growth_factor is {growth_factor}; it must be a finite number above 1. "
             "For a scale that never grows, set max_scale to init_scale."
         )
-
-
-def check_backoff_factor(factor: float) -> None:
-    """Raise ConfigError unless the scale falls by it and stays above 0."""
-    if not 0.0 < factor < 1.0:
+    if not 0.0 < backoff_factor < 1.0:
         raise ConfigError(
-            f"backoff_factor is {factor}; it must lie between 0 and 1. "
+            f"backoff_factor is {backoff_factor}; it must lie between 0 and 1. "
             "For a scale that never falls, set min_scale to init_scale."
         )
+    check_count("growth_interval", growth_interval)
 
 
 def check_count(name: str, count: int) -> None:
@@ -399,35 +387,6 @@ def check_bounds(init_scale: float, low: float, high: float) -> None:
         )
 
 
-def check_choices(hysteresis_mode: str, on_floor: object) -> None:
-    """Raise ConfigError unless both are known."""
-    if hysteresis_mode not in _MODES:
-        choices = " or ".join(map(repr, _MODES))
-        raise ConfigError(f"hysteresis_mode is {hysteresis_mode!r}; it must be {choices}.")
-    if on_floor not in ("warn", "abort") and not callable(on_floor):
-        raise ConfigError(f"on_floor is {on_floor!r}; it must be 'warn', 'abort' or a callable.")
-
-
-def device_type(device: str | torch.device | None) -> str:
-    """The kind of device; of None, the accelerator's if there is one."""
-    if device is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if found is None else found.type
-    if isinstance(device, (str, torch.device)):
-        return torch.device(device).type
-    raise ConfigError(f"device is {device!r}; it must be a device such as 'cuda', or None.")
-
-
-def narrowed(low: float, high: float, *steps: float) -> tuple[float, float]:
-    """The bounds, at powers of two if all of `steps` are: then a scale stays one that is one.
-
-    Else they are rounded to what a scale can be, a float32.
-    """
-    if steps and all(map(is_power_of_two, steps)):
-        return 2.0 ** math.ceil(math.log2(low)), 2.0 ** math.floor(math.log2(high))
-    return ctypes.c_float(low).value, ctypes.c_float(high).value
-
-
 def is_power_of_two(number: float) -> bool:
     """Whether it is 2**n for a whole n, of either sign."""
     return math.frexp(number)[0] == 0.5
@@ -446,7 +405,10 @@ def last_look(optimizer: Optimizer) -> Iterator[None]:
 
     Without such hooks, or with none but ours, nothing is attached and nothing is looked at.
     """
-    if not _has_hooks(optimizer):
+    # Nothing public lists the hooks of an optimizer; one that is not torch's kind has none.
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    hooks = [] if own is None else [*_global_optimizer_pre_hooks.values(), *own.values()]
+    if all(str(getattr(hook, "__module__", "")).startswith("stayfinite.") for hook in hooks):
         yield
         return
     handle = optimizer.register_step_pre_hook(_refuse)  # the last one registered runs last
@@ -467,31 +429,6 @@ def nothing_left_behind(optimizer: Optimizer) -> Iterator[None]:
             vars(optimizer).pop(key, None)
         vars(optimizer).update(before)
         raise
-
-
-def is_called_when_bad(optimizer: Optimizer) -> bool:
-    """Whether torch calls it with a flag that says "bad", and it might not obey.
-
-    torch's own fused ones obey once all their state exists: before, SGD keeps an uninitialised
-    momentum buffer. One that takes the scaler itself, the older way, is left to its own means.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        return False
-    return not (obeys_flag(optimizer) and is_ready(optimizer))
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    if own is None:  # not torch's kind of optimizer
-        return False
-    hooks = [*_global_optimizer_pre_hooks.values(), *own.values()]
-    return any(not _is_ours(hook) for hook in hooks)
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("stayfinite.")
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import logging
+import math
 import os
+import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,34 +18,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from stayfinite.amp.config import AMPConfig, NaNDetectionConfig
+from stayfinite.amp.config import AMPConfig
 from stayfinite.amp.loop import (
-    Epoch,
     EpochEvent,
     Evaluation,
     Followers,
+    ProgressBar,
     SchedulerEvery,
     Teller,
     evaluate,
     incident_line,
-    length_of,
-    run_epochs,
     set_learning_rate,
 )
 from stayfinite.amp.update import (
-    Accumulation,
-    Done,
-    Losses,
+    BatchResult,
     LossFunction,
-    Setup,
     Update,
-    autocast_for,
     bad_states,
     bad_weights,
-    losses_of,
     require_kinds,
     require_ready,
-    scaler_for,
 )
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint
 from stayfinite.detect.detector import NaNDetector
@@ -100,37 +93,30 @@ class AMPTrainer:
     ) -> None:
         require_kinds(config, model, optimizer)
         self.config, self.model, self.optimizer = config, model, optimizer
-        self.device = place(model, config.device)
+        if config.device is not None:
+            model.to(config.device)  # in place: an optimizer keeps its parameters
+        tensor = next(model.parameters(), next(model.buffers(), None))
+        self.device = torch.device("cpu") if tensor is None else tensor.device
         self.epoch = 0
         self.incidents: list[Incident] = []
         if config.learning_rate is not None:
             set_learning_rate(optimizer, config.learning_rate, scheduler=scheduler)
-        self.scaler = scaler_for(config, self.device)
-        self._loss_fn = loss_fn
-        self._window = Accumulation()
         self._followers = Followers(
             config, model, optimizer, scheduler=scheduler, every=scheduler_every, ema=ema
         )
         self._update = Update(
-            Setup(
-                config=config,
-                model=model,
-                optimizer=optimizer,
-                loss_fn=loss_fn,
-                device=self.device,
-                scaler=self.scaler,
-                window=self._window,
-                after_update=self._followers.after_update,
-                incidents=self.incidents,
-            )
-        )
-        self._teller = Teller(
-            callbacks,
-            optimizer=optimizer,
-            scaler=self.scaler,
-            bad_losses=self._update.bad_losses,
+            config,
+            model,
+            optimizer,
+            loss_fn,
+            device=self.device,
             incidents=self.incidents,
-            log=weakref.WeakMethod(self.log_nan_recovery),  # the guard must not keep us alive
+            after_update=self._followers.after_update,
+        )
+        self.scaler = self._update.scaler
+        # By a weak reference: the guard must not keep us alive.
+        self._teller = Teller(
+            callbacks, self._update, log=weakref.WeakMethod(self.log_nan_recovery)
         )
         checks = config.nan_detection
         self.nan_detector = NaNDetector(
@@ -153,7 +139,7 @@ class AMPTrainer:
     @property
     def step(self) -> int:
         """Updates that were made."""
-        return self._window.updates
+        return self._update.window.updates
 
     def training_step(self, batch: Any, *, batches_left: int | None = None) -> Tensor | None:
         """The loss of this batch, or None when the step was skipped or recovered from.
@@ -168,9 +154,12 @@ class AMPTrainer:
         TrainingAbortedError when recovery fails; the weights are then those of the last good step.
         """
         if not self._is_ready:
-            self._check_ready()
+            self._followers.require_length()
+            has_scheduler = self._followers.has_scheduler
+            require_ready(self.model, self.optimizer, has_scheduler=has_scheduler)
+            self._is_ready = True
         batch = on_device(batch, self.device)
-        if self._window.is_at_start:
+        if self._update.window.is_at_start:
             looks = self.guard is not None and self.guard.looks_at_loss
             size = self.config.accumulate_grad_batches
             size = size if batches_left is None else min(size, batches_left)
@@ -179,11 +168,11 @@ class AMPTrainer:
         done = self._run(batch)
         if self._teller.news or len(self._update.bad_losses) > bad:
             done = None
-        self._teller.batch_done(done, step=self.step, epoch=self.epoch)
+        self._teller.end_batch(done, epoch=self.epoch)
         every = self.config.checkpoint_every
         if every is not None and done is not None and done.was_update and self.step % every == 0:
             self._checkpoint()
-        return None if done is None else done.kept_loss
+        return None if done is None else done.loss
 
     def fit(self, loader: Iterable[Any], epochs: int = 1) -> list[EpochEvent]:
         """Train so many epochs on the loader, with a progress bar where there is a terminal.
@@ -191,16 +180,16 @@ class AMPTrainer:
         The last window of an epoch is a short one if need be; where the loader has no length, it
         goes on in the next epoch.
         """
-        events: list[EpochEvent] = []
-        length = length_of(loader)
+        length: int | None = None
+        with contextlib.suppress(TypeError):  # no __len__, or a DataLoader over a stream
+            length = len(loader)  # type: ignore[arg-type]
         if length is not None:
             self._followers.begin_warmup(length)
-        run_epochs(
-            lambda batch, left: self.training_step(batch, batches_left=left),
-            loader,
-            epochs,
-            after_epoch=lambda epoch: events.append(self._end_epoch(epoch)),
-        )
+        events: list[EpochEvent] = []
+        with ProgressBar(epochs=epochs) as bar:
+            for number in range(epochs):
+                bar.begin_epoch(number, length)
+                events.append(self._train_epoch(loader, length, bar))
         return events
 
     def evaluate(self, loader: Iterable[Any], *, model: nn.Module | None = None) -> Evaluation:
@@ -208,9 +197,10 @@ class AMPTrainer:
 
         Batches whose loss is not finite are named in the result and are in no mean.
         """
+        model = self.model if model is None else model
         batches = (on_device(batch, self.device) for batch in loader)
-        losses_of_batch = functools.partial(self._losses, model=model)
-        return evaluate(batches, model=model or self.model, losses_of_batch=losses_of_batch)
+        losses_of_batch = functools.partial(self._update.losses, model=model)
+        return evaluate(batches, model=model, losses_of_batch=losses_of_batch)
 
     def save(self, path: str | Path) -> None:
         """Write all of training to one file: what was there stays until the new one is complete.
@@ -219,16 +209,26 @@ class AMPTrainer:
         Gradients of a window that is under way are not saved: it begins again after `load`.
         """
         counts = {"epoch": self.epoch, "updates": self.step}
-        save(self._saved(), Path(path), counts=counts)
+        try:
+            save_checkpoint(path, **self._saved_parts(), step=self.step, extra={"counts": counts})
+        except NonFiniteError as error:
+            ema = self._followers.ema
+            bad = [*bad_weights(self.model), *bad_states(self.optimizer)]
+            bad += bad_weights(ema) if isinstance(ema, nn.Module) else []
+            error.report = bad[0] if bad else None
+            raise
 
     def load(self, path: str | Path) -> None:
         """Go on from a file that `save` wrote; CheckpointError if it cannot be used.
 
         All is checked before anything is changed. The file is read without running code in it.
         """
-        counts = load(self._saved(), Path(path))
-        self.epoch = counts["epoch"]
-        self._window.load_state_dict({"updates": counts["updates"], "batches": 0, "size": 1})
+        loaded = load_checkpoint(path, **self._saved_parts())
+        known = loaded.extra.get("counts", {}) if isinstance(loaded.extra, dict) else {}
+        # A file that a trainer did not write begins with its step, and with epoch 0.
+        self.epoch = known.get("epoch", 0)
+        updates = known.get("updates", loaded.step or 0)
+        self._update.window.load_state_dict({"updates": updates, "batches": 0, "size": 1})
         if self.guard is not None:  # a new one has no snapshots of what was left behind
             self._endings.pop()()
             self._watch()
@@ -254,24 +254,13 @@ class AMPTrainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_ready(self) -> None:
-        """Raise if training cannot begin."""
-        self._followers.require_length()
-        require_ready(self.model, self.optimizer, has_scheduler=self._followers.has_scheduler)
-        self._is_ready = True
-
-    def _losses(self, batch: Any, model: nn.Module | None = None) -> Losses:
-        model = self.model if model is None else model
-        with autocast_for(self.config, self.device):
-            return losses_of(batch, model=model, loss_fn=self._loss_fn)
-
-    def _run(self, batch: Any) -> Done | None:
+    def _run(self, batch: Any) -> BatchResult | None:
         guard = self.guard
         step, is_looking = (0, False) if guard is None else (guard.steps, guard.is_looking)
         try:
             return self._update(batch) if guard is None else guard.step(self._update, batch)
         except BaseException as error:
-            self._window.batches = 0  # half a window is worth nothing
+            self._update.window.batches = 0  # half a window is worth nothing
             if isinstance(error, TrainingAbortedError) and self._teller.news:
                 error.incident = self.incidents[-1]  # it names the terms of the loss too
             raise
@@ -280,13 +269,37 @@ class AMPTrainer:
                 found = [report for news in self._teller.news for report in news.reports]
                 self.nan_detector.record_check(step, found if is_looking else None)
 
-    def _end_epoch(self, epoch: Epoch) -> EpochEvent:
-        event = EpochEvent(epoch=self.epoch, step=self.step, **dataclasses.asdict(epoch))
-        self._followers.after_epoch(epoch.loss)
+    def _train_epoch(
+        self, loader: Iterable[Any], length: int | None, bar: ProgressBar
+    ) -> EpochEvent:
+        # The loader is asked for one batch at a time: asking ahead would change the order in which
+        # it and the model draw random numbers.
+        started, count, skipped = time.perf_counter(), 0, 0
+        total: Tensor | None = None
+        loss: Tensor | None = None
+        for batch in loader:
+            left = None if length is None else max(1, length - count)
+            loss = self.training_step(batch, batches_left=left)
+            count += 1
+            if loss is None:
+                skipped += 1
+            else:
+                total = loss.double() if total is None else total + loss
+            bar.advance(loss=loss, skipped=skipped)
+        bar.end_epoch(loss=loss, skipped=skipped)
+        event = EpochEvent(
+            epoch=self.epoch,
+            step=self.step,
+            loss=math.nan if total is None else float(total) / (count - skipped),  # host sync
+            batches=count,
+            skipped_batches=skipped,
+            seconds=time.perf_counter() - started,
+        )
+        self._followers.after_epoch(event.loss)
         self.epoch += 1
         if self.config.checkpoint_dir is not None:
             self._checkpoint()
-        self._teller.callbacks.tell("on_epoch", event)
+        self._teller.tell("on_epoch", event)
         return event
 
     def _checkpoint(self) -> None:
@@ -296,31 +309,43 @@ class AMPTrainer:
         except (NonFiniteError, CheckpointError) as error:
             logger.error("%s", error)
 
-    def _saved(self) -> Saved:
-        return Saved(
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=tuple(self._followers.all_schedulers()),
-            scaler=self.scaler,
-            ema=self._followers.ema,
-        )
+    def _saved_parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": tuple(self._followers.all_schedulers()),
+            "scaler": self.scaler,
+            "ema": self._followers.ema,
+        }
 
     def _watch(self) -> None:
         """Have all steps from now on watched; there is no guard when nothing is to be looked at."""
-        checks = self.config.nan_detection
+        checks, ema = self.config.nan_detection, self._followers.ema
         self.guard: Guard | None = None
-        if checks.check_loss or checks.check_gradients or checks.check_parameters:
-            self.guard = watch_chosen(
-                self.model,
-                self.optimizer,
-                checks,
-                scaler=self.scaler,
-                schedulers=[*self._followers.all_schedulers(), self._window],
-                ema=self._followers.ema,
-                on_incident=self._teller.noticed,
-            )
-            self.nan_recovery = self.guard.manager
-            self._endings.append(weakref.finalize(self, _let_go, self.guard))
+        if not (checks.check_loss or checks.check_gradients or checks.check_parameters):
+            return
+        settings = GuardSettings(
+            on_nan="recover",
+            folder=os.getcwd(),
+            check_loss=checks.check_loss,
+            check_gradients=checks.check_gradients,
+            check_parameters=checks.check_parameters,
+            check_every=checks.detection_interval,
+        )
+        parts = Parts(
+            optimizer=self.optimizer,
+            modules=(self.model,),
+            schedulers=(*self._followers.all_schedulers(), self._update.window),
+            scaler=self.scaler,
+            emas=() if ema is None else (ema,),
+        )
+        self.guard = guard = Guard(
+            settings, on_incident=self._teller.add_incident, only=self.optimizer
+        )
+        guard.add(Job(parts, checks.recovery, NaNRecoveryManager(checks.recovery)))
+        guard.attach()
+        self.nan_recovery = guard.manager
+        self._endings.append(weakref.finalize(self, _let_go, guard))
 
 
 def _let_go(guard: Guard) -> None:
@@ -328,88 +353,14 @@ def _let_go(guard: Guard) -> None:
     guard.manager.undo_raised_precision()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """Who has a state that is saved."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: tuple[Any, ...] = ()
-    scaler: Any = None
-    ema: Any = None
-
-    def first_bad(self) -> NaNReport | None:
-        bad = [*bad_weights(self.model), *bad_states(self.optimizer)]
-        bad += bad_weights(self.ema) if isinstance(self.ema, nn.Module) else []
-        return bad[0] if bad else None
-
-
-def save(saved: Saved, path: Path, *, counts: Mapping[str, int]) -> None:
-    """Write the state; NonFiniteError if it is bad, and then nothing is written."""
-    try:
-        save_checkpoint(path, **vars(saved), step=counts["updates"], extra={"counts": dict(counts)})
-    except NonFiniteError as error:
-        error.report = saved.first_bad()
-        raise
-
-
-def load(saved: Saved, path: Path) -> dict[str, int]:
-    """Load all that was saved, and give the counts; checked before anything is changed.
-
-    A file that a trainer did not write begins with its step, and with epoch 0.
-    """
-    loaded = load_checkpoint(path, **vars(saved))
-    known = loaded.extra.get("counts", {}) if isinstance(loaded.extra, dict) else {}
-    return {"epoch": 0, "updates": loaded.step or 0, **known}
-
-
-def watch_chosen(
-    model: nn.Module,
-    optimizer: Optimizer,
-    checks: NaNDetectionConfig,
-    *,
-    scaler: Any,
-    schedulers: Sequence[Any],
-    ema: Any,
-    on_incident: Callable[[Incident], None],
-) -> Guard:
-    """The guard, attached."""
-    settings = GuardSettings(
-        on_nan="recover",
-        folder=os.getcwd(),
-        check_loss=checks.check_loss,
-        check_gradients=checks.check_gradients,
-        check_parameters=checks.check_parameters,
-        check_every=checks.detection_interval,
-    )
-    guard = Guard(settings, on_incident=on_incident, only=optimizer)
-    parts = Parts(
-        optimizer=optimizer,
-        modules=(model,),
-        schedulers=tuple(schedulers),
-        scaler=scaler,
-        emas=() if ema is None else (ema,),
-    )
-    guard.add(Job(parts, checks.recovery, NaNRecoveryManager(checks.recovery)))
-    guard.attach()
-    return guard
-
-
-def place(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    """Where the model is, after it was moved to the device that is asked for, if any."""
-    if device is not None:
-        model.to(device)  # in place: an optimizer keeps its parameters
-    tensor = next(model.parameters(), next(model.buffers(), None))
-    return torch.device("cpu") if tensor is None else tensor.device
-
-
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch with all its tensors on the device; the batch itself if they are there."""
 
-    def moved(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device, non_blocking=True)
         # A batch of a library of its own, such as a BatchEncoding.
         return value.to(device) if callable(getattr(value, "to", None)) else value
 
-    return tree_map(moved, batch)
+    # torch has no public name for its own walk through nested batches.
+    return tree_map(move, batch)

@@ -6,10 +6,11 @@ With what is wrong before the first one, all of it at once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,11 @@ from stayfinite.detect.finite import all_finite, finite_number
 from stayfinite.errors import InputError, TrainingSetupError
 from stayfinite.nested import named_states, named_weights
 from stayfinite.records import Incident, NaNReport, NaNType
-from stayfinite.training import gradients_of
+from stayfinite.training import gradients_of, params_of
+
+logger = logging.getLogger("stayfinite")
+LossFunction = Callable[[Any, Any], Any]
+_MOST_NAMED = 5
 
 
 @dataclass(kw_only=True)
@@ -45,226 +50,198 @@ class Accumulation:
         return self.batches == 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self.updates, "batches": self.batches, "size": self.size}
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.updates, self.batches = state["updates"], state["batches"]
-        self.size = state["size"]
+        vars(self).update(state)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class BatchResult:
     """What came of a batch. `loss` is that of this batch alone, neither scaled nor divided.
 
-    An update that was attempted but is none was skipped by the scaler. The statistics are there
-    when they were due: before clipping, and after it.
+    It is None if the scaler skipped the update that it led to. The statistics are there when they
+    were due: before clipping, and after it.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     terms: dict[str, Tensor] = field(default_factory=dict)
-    was_attempted: bool = False
     was_update: bool = False
     before: GradientStatistics | None = None
     after: GradientStatistics | None = None
 
-    @property
-    def kept_loss(self) -> Tensor | None:
-        """The loss, unless the update that it led to was skipped."""
-        return None if self.was_attempted and not self.was_update else self.loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What an update works on; `after_update` is called when weights have moved.
-
-    `incidents` grows when the guard finds something bad, also in the middle of an update.
-    """
-
-    config: AMPConfig
-    model: nn.Module
-    optimizer: Optimizer
-    loss_fn: LossFunction | None
-    device: torch.device
-    scaler: DynamicLossScaler | None
-    window: Accumulation
-    after_update: Callable[[], None]
-    incidents: list[Incident]
-
 
 class Update:
-    """Called with each batch; at the last one of a window it updates the weights."""
+    """Called with each batch; at the last one of a window it updates the weights.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self.looks_at_loss = True
+    `incidents` grows when the guard finds something bad, also in the middle of an update;
+    `after_update` is called when weights have moved.
+    """
+
+    def __init__(
+        self,
+        config: AMPConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFunction | None,
+        *,
+        device: torch.device,
+        incidents: list[Incident],
+        after_update: Callable[[], None],
+    ) -> None:
+        self.optimizer, self.incidents = optimizer, incidents
+        self.scaler = scaler_for(config, device)
+        self.window = Accumulation()
         self.bad_losses: dict[str, Tensor] = {}  # of this window, also of runs that were undone
+        self._config, self._model, self._loss_fn, self._device = config, model, loss_fn, device
+        self._after_update = after_update
+        self._looks_at_loss = True
 
     def begin_window(self, size: int, *, looks_at_loss: bool) -> None:
         """A window of so many batches begins."""
-        self._setup.window.size = size
-        self.looks_at_loss = looks_at_loss
+        self.window.size = size
+        self._looks_at_loss = looks_at_loss
         self.bad_losses.clear()
 
-    def __call__(self, batch: Any) -> Done:
-        setup, window = self._setup, self._setup.window
+    def losses(self, batch: Any, *, model: nn.Module | None = None) -> BatchLosses:
+        """The loss of this batch, under autocast as configured."""
+        autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._config.precision != "fp32":  # there all is as without it
+            autocast = torch.autocast(self._device.type, dtype=self._config.dtype)
+        with autocast:
+            model = self._model if model is None else model
+            return losses_of(batch, model=model, loss_fn=self._loss_fn)
+
+    def __call__(self, batch: Any) -> BatchResult:
+        window = self.window
         if window.is_at_start:
-            setup.optimizer.zero_grad()
-        with autocast_for(setup.config, setup.device):
-            losses = losses_of(batch, model=setup.model, loss_fn=setup.loss_fn)
+            self.optimizer.zero_grad()
+        losses = self.losses(batch)
         note_terms(losses.terms)
-        self._look_at(losses.named())
-        self._backward(losses.total)
+        if self._looks_at_loss:
+            self._look_at(losses)
+        loss = losses.total if window.size == 1 else losses.total / window.size
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         window.batches += 1
         terms = {name: term.detach() for name, term in losses.terms.items()}
-        done = Done(loss=losses.total.detach(), terms=terms)
-        return self._updated(done) if window.batches >= window.size else done
+        done = BatchResult(loss=losses.total.detach(), terms=terms)
+        return done if window.batches < window.size else self._end_window(done)
 
-    def _look_at(self, named: list[tuple[str, Tensor]]) -> None:
+    def _look_at(self, losses: BatchLosses) -> None:
+        """Note what is bad: of the terms that have a part in the gradient, and the total.
+
+        A term without a gradient is a number to look at, such as an accuracy; it may be NaN.
+        """
+        terms = [(f"loss.{name}", t) for name, t in losses.terms.items() if t.requires_grad]
+        named = [*terms, ("loss", losses.total)]
         # A finite number on the CPU is known at once; all else is looked at properly.
-        doubtful = [item for item in named if finite_number(item[1]) is None]
-        if self.looks_at_loss and not all_finite(loss for _, loss in doubtful):
+        doubtful = [(name, loss) for name, loss in named if finite_number(loss) is None]
+        if not all_finite(loss for _, loss in doubtful):
             for name, loss in doubtful:
                 if not all_finite([loss]):
                     self.bad_losses.setdefault(name, loss.detach())
 
-    def _backward(self, loss: Tensor) -> None:
-        scaler, size = self._setup.scaler, self._setup.window.size
-        loss = loss if size == 1 else loss / size
-        (loss if scaler is None else scaler.scale(loss)).backward()
-
-    def _updated(self, done: Done) -> Done:
+    def _end_window(self, done: BatchResult) -> BatchResult:
         """Unscale, look, clip, step, update the scale, then whoever follows."""
-        setup = self._setup
-        if setup.scaler is not None:
-            setup.scaler.unscale_(setup.optimizer)
-        before, after = self._clipped()
-        was_update = self._stepped()
+        config, optimizer, window = self._config, self.optimizer, self.window
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        is_due = config.log_every > 0 and (window.updates + 1) % config.log_every == 0
+        before = after = gradient_statistics(self._model) if is_due else None
+        # What is bad must not be clipped away: the guard and the scaler judge it after this.
+        limit = config.gradient_clip_val
+        if limit is not None and all_finite(gradients_of(optimizer), writable=True):
+            clip_gradients(optimizer, limit)
+            after = gradient_statistics(self._model) if is_due else None
+        was_update = self._step()
         if was_update:
-            setup.window.updates += 1
-            setup.after_update()
-        setup.window.batches = 0
-        return dataclasses.replace(
-            done, was_attempted=True, was_update=was_update, before=before, after=after
+            window.updates += 1
+            self._after_update()
+        window.batches = 0
+        loss = done.loss if was_update else None
+        return BatchResult(
+            loss=loss, terms=done.terms, was_update=was_update, before=before, after=after
         )
 
-    def _clipped(self) -> tuple[GradientStatistics | None, GradientStatistics | None]:
-        """Statistics before and after clipping, if they are due."""
-        config, optimizer = self._setup.config, self._setup.optimizer
-        is_due = config.log_every > 0 and (self._setup.window.updates + 1) % config.log_every == 0
-        before = self._statistics() if is_due else None
-        if config.gradient_clip_val is None:
-            return before, before
-        # What is bad must not be clipped away: the guard and the scaler judge it after this.
-        if all_finite(gradients_of(optimizer), writable=True):
-            clip_gradients(optimizer, config.gradient_clip_val)
-        return before, self._statistics() if is_due else None
-
-    def _statistics(self) -> GradientStatistics:
-        return gradient_statistics(self._setup.model.named_parameters())
-
-    def _stepped(self) -> bool:
+    def _step(self) -> bool:
         """Whether weights have moved: neither the scaler nor the guard has taken that back."""
-        optimizer, scaler, seen = self._setup.optimizer, self._setup.scaler, self._incidents()
+        optimizer, scaler, seen = self.optimizer, self.scaler, len(self.incidents)
         if scaler is None:
             optimizer.step()
-            return self._incidents() == seen
+            return len(self.incidents) == seen
         scaler.step(optimizer)
-        if self._incidents() > seen:  # all is as in a snapshot, the scaler too
+        if len(self.incidents) > seen:  # all is as in a snapshot, the scaler too
             return False
+        # Nothing public says whether a step was skipped, and after update() nothing does.
         found = scaler._found_inf_per_device(optimizer).values()
         was_skipped = any(bool(flag) for flag in found)  # host sync
         scaler.update()
         return not was_skipped
 
-    def _incidents(self) -> int:
-        return len(self._setup.incidents)
 
-
-LossFunction = Callable[[Any, Any], Any]
+def scaler_for(config: AMPConfig, device: torch.device) -> DynamicLossScaler | None:
+    """The scaler that the config asks for; one that cannot move for a fixed scale."""
+    scale = config.loss_scale
+    if scale == "dynamic" or (scale is None and config.precision == "fp16"):
+        return DynamicLossScaler(device)
+    if scale is None:
+        return None
+    return DynamicLossScaler(device, scale, min_scale=scale, max_scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class BatchLosses:
     """The loss to descend on, and its named terms where it has some."""
 
     total: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        """What has to be finite: the terms that have a part in the gradient, then the total.
 
-        A term without a gradient is a number to look at, such as an accuracy; it may be NaN.
-        """
-        terms = [(f"loss.{name}", term) for name, term in self.terms.items() if term.requires_grad]
-        return [*terms, ("loss", self.total)]
-
-
-def losses_of(batch: Any, *, model: nn.Module, loss_fn: LossFunction | None) -> Losses:
+def losses_of(batch: Any, *, model: nn.Module, loss_fn: LossFunction | None) -> BatchLosses:
     """The loss of this batch; InputError when batch or result are of no known form."""
-    if loss_fn is None:
-        return _from_result(_called(model, batch), "the model")
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-        raise InputError(
-            f"the batch is a {type(batch).__name__}{size}; with a loss_fn it must be "
-            "(inputs, targets). Leave loss_fn out if the model computes its own loss."
-        )
-    inputs, targets = batch
-    return _from_result(loss_fn(model(inputs), targets), "loss_fn")
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
+    if loss_fn is not None:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+            raise InputError(
+                f"the batch is a {type(batch).__name__}{size}; with a loss_fn it must be "
+                "(inputs, targets). Leave loss_fn out if the model computes its own loss."
+            )
+        inputs, targets = batch
+        return _losses_in(loss_fn(model(inputs), targets), "loss_fn")
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return _losses_in(model(**batch), "the model")
+    args = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return _losses_in(model(*args), "the model")
 
 
-def _from_result(result: Any, maker: str) -> Losses:
-    if isinstance(result, Tensor):
-        return Losses(total=_one_number(result, maker))
-    if isinstance(result, Mapping):
-        return _from_terms(result, maker)
-    loss = getattr(result, "loss", None)
-    if isinstance(loss, Tensor):
-        return Losses(total=_one_number(loss, maker))
-    raise InputError(
-        f"{maker} returned a {type(result).__name__}; it must return a tensor, named terms in a "
-        'dict, or something with a "loss".'
-    )
-
-
-def _from_terms(result: Mapping[str, Any], maker: str) -> Losses:
-    terms = {name: value for name, value in result.items() if _is_term(value)}
-    total = result.get("loss")
+def _losses_in(result: Any, maker: str) -> BatchLosses:
+    named: Mapping[str, Any] = result if isinstance(result, Mapping) else {}
+    own = named.get("loss") if named else getattr(result, "loss", None)
+    total = result if isinstance(result, Tensor) else own
+    terms = {name: v for name, v in named.items() if name != "loss" and _is_term(v)}
     if isinstance(total, Tensor):
-        terms.pop("loss", None)
-        return Losses(total=_one_number(total, maker), terms=terms)
+        if not _is_term(total):
+            raise InputError(
+                f"{maker} returned a loss of shape {list(total.shape)} and {total.dtype}; it must "
+                "be one real number. Reduce it, such as with .mean()."
+            )
+        return BatchLosses(total=total, terms=terms)
+    if not isinstance(result, Mapping):
+        raise InputError(
+            f"{maker} returned a {type(result).__name__}; it must return a tensor, named terms in "
+            'a dict, or something with a "loss".'
+        )
     if not terms:
         names = ", ".join(map(str, result)) or "nothing"
         raise InputError(
             f'{maker} returned a mapping of {names}; it must have a "loss", or terms to add up '
             "that are tensors of one element. Does the batch lack its labels?"
         )
-    first, *others = terms.values()
-    for other in others:
-        first = first + other
-    return Losses(total=first, terms=terms)
+    return BatchLosses(total=functools.reduce(operator.add, terms.values()), terms=terms)
 
 
 def _is_term(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
-
-
-def _one_number(loss: Tensor, maker: str) -> Tensor:
-    if not _is_term(loss):
-        raise InputError(
-            f"{maker} returned a loss of shape {list(loss.shape)} and {loss.dtype}; it must be one "
-            "real number. Reduce it, such as with .mean()."
-        )
-    return loss
-
-
-Norms = list[tuple[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,54 +253,26 @@ class GradientStatistics:
 
 
 @torch.no_grad()
-def gradient_statistics(
-    named: Iterable[tuple[str, Tensor]], *, shown: int = 5
-) -> GradientStatistics:
-    """The statistics of these parameters' gradients; one host read for all of them.
+def gradient_statistics(model: nn.Module) -> GradientStatistics:
+    """The statistics of its parameters' gradients; one host read for all of them.
 
-    Norms are taken in float64, so that large finite gradients do not overflow.
+    Norms are taken in float64, so that large finite gradients do not overflow. A sparse one
+    counts by the numbers that it holds, added up by place.
     """
-    having = [(name, param.grad) for name, param in named if param.grad is not None]
-    norms = [torch.linalg.vector_norm(_dense(grad), dtype=_wide(grad)) for _, grad in having]
+    norms: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if (grad := param.grad) is not None:
+            widest = torch.float32 if grad.device.type == "mps" else torch.float64
+            held = grad.coalesce().values() if grad.is_sparse else grad
+            dtype = torch.promote_types(grad.dtype, widest)
+            norms[name] = torch.linalg.vector_norm(held, dtype=dtype)
     if not norms:
         return GradientStatistics(norm=0.0)
-    values = torch.stack([norm.to(norms[0].device) for norm in norms])
+    device = next(iter(norms.values())).device
+    values = torch.stack([norm.to(device) for norm in norms.values()])
     total, *each = torch.cat([torch.linalg.vector_norm(values)[None], values]).tolist()  # host sync
-    by_size = sorted(zip((name for name, _ in having), each, strict=True), key=lambda one: -one[1])
-    return GradientStatistics(norm=total, largest=tuple(by_size[:shown]))
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; of a sparse one those that it holds, added up by place."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _wide(gradient: Tensor) -> torch.dtype:
-    has_double = gradient.device.type != "mps"
-    return torch.promote_types(gradient.dtype, torch.float64 if has_double else torch.float32)
-
-
-def autocast_for(config: AMPConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast as configured; in fp32 nothing, so that all is as without it."""
-    if config.precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=config.dtype)
-
-
-def scaler_for(config: AMPConfig, device: torch.device) -> DynamicLossScaler | None:
-    """The scaler that the config asks for; one that cannot move for a fixed scale."""
-    scale = config.loss_scale
-    if scale is None:
-        scale = "dynamic" if config.precision == "fp16" else None
-    if scale is None:
-        return None
-    if scale == "dynamic":
-        return DynamicLossScaler(device)
-    return DynamicLossScaler(device, scale, min_scale=scale, max_scale=scale)
-
-
-logger = logging.getLogger("stayfinite")
-_MOST_NAMED = 5
+    by_size = sorted(zip(norms, each, strict=True), key=lambda one: -one[1])
+    return GradientStatistics(norm=total, largest=tuple(by_size[:_MOST_NAMED]))
 
 
 def require_kinds(config: Any, model: Any, optimizer: Any) -> None:
@@ -334,21 +283,51 @@ def require_kinds(config: Any, model: Any, optimizer: Any) -> None:
             raise InputError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}.")
 
 
-def require_ready(model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool = False) -> None:
+def require_ready(model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool) -> None:
     """TrainingSetupError with all that no recovery could mend; what is only odd is logged.
 
     The first batch is not looked at: a bad one is recovered from as any other.
     """
-    problems = [
-        *_said(bad_weights(model), "is in the model", "Load a good checkpoint, or initialise it."),
-        *_said(bad_states(optimizer), "is in the optimizer", "Load a good one, or make it anew."),
-        *_parameter_problems(model, optimizer),
-        *_rate_problems(optimizer, may_be_zero=has_scheduler),
-    ]
+    problems = list(_problems(model, optimizer, has_scheduler=has_scheduler))
     if problems:
         raise TrainingSetupError(problems)
-    for oddity in _oddities(model, optimizer):
-        logger.warning(oddity)
+    if not model.training:
+        logger.warning(
+            "the model is in eval mode; call model.train() if dropout and batch norm are to act."
+        )
+    held = set(map(id, params_of(optimizer)))
+    left_out = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if left_out:
+        names = ", ".join(left_out[:_MOST_NAMED]) + (", ..." if len(left_out) > _MOST_NAMED else "")
+        logger.warning(f"{len(left_out)} trainable parameters are not in the optimizer: {names}.")
+
+
+def _problems(model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool) -> Iterator[str]:
+    for bad, where, remedy in (
+        (bad_weights(model), "is in the model", "Load a good checkpoint, or initialise it."),
+        (bad_states(optimizer), "is in the optimizer", "Load a good one, or make it anew."),
+    ):
+        for report in bad[:_MOST_NAMED]:
+            yield f"{report.location}, which {where}, holds {report.nan_type.word}. {remedy}"
+        if len(bad) > _MOST_NAMED:
+            yield f"... and {len(bad) - _MOST_NAMED} more tensors, each of which {where}."
+    if isinstance(optimizer, LBFGS):
+        yield "LBFGS calls a closure several times in a step, which this trainer has not. Use Adam."
+    trainable = {id(param) for param in model.parameters() if param.requires_grad}
+    if not trainable:
+        yield "no parameter of the model requires a gradient. Call model.requires_grad_()."
+    elif trainable.isdisjoint(map(id, params_of(optimizer))):
+        yield (
+            "the optimizer holds none of the model's trainable parameters. "
+            "Make it from model.parameters(), after the model was replaced or converted."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        rate = float(group.get("lr", 1.0))
+        if not math.isfinite(rate) or rate < 0 or (rate == 0 and not has_scheduler):
+            yield (
+                f"the learning rate of group {number} is {rate:g}; it must be above 0. Give the "
+                "optimizer another lr, or a scheduler that raises it."
+            )
 
 
 def bad_weights(model: nn.Module) -> list[NaNReport]:
@@ -356,60 +335,20 @@ def bad_weights(model: nn.Module) -> list[NaNReport]:
 
     An Inf in a buffer is only bad in running statistics: masks and ranges hold it on purpose.
     """
-    bad = bad_reports(named_weights(model), described=0)
-    return [report for report in bad if not _is_on_purpose(report)]
+
+    def is_on_purpose(report: NaNReport) -> bool:
+        kind, _, name = report.location.partition(".")
+        is_statistic = name.rpartition(".")[2].startswith("running_")
+        return kind == "buffers" and report.nan_type is not NaNType.NAN and not is_statistic
+
+    return [
+        report
+        for report in bad_reports(named_weights(model), described=0)
+        if not is_on_purpose(report)
+    ]
 
 
 def bad_states(optimizer: Optimizer) -> list[NaNReport]:
     """Reports on what an optimizer keeps for each parameter; its rates are not looked at."""
     named = ((name, t) for name, t in named_states(optimizer) if ".param_groups." not in name)
     return bad_reports(named, described=0)
-
-
-def _is_on_purpose(report: NaNReport) -> bool:
-    is_statistic = report.location.rpartition(".")[2].startswith("running_")
-    is_buffer = report.location.startswith("buffers.")
-    return is_buffer and report.nan_type is not NaNType.NAN and not is_statistic
-
-
-def _said(bad: list[NaNReport], where: str, remedy: str) -> Iterator[str]:
-    for report in bad[:_MOST_NAMED]:
-        yield f"{report.location}, which {where}, holds {report.nan_type.word}. {remedy}"
-    if len(bad) > _MOST_NAMED:
-        yield f"... and {len(bad) - _MOST_NAMED} more tensors, each of which {where}."
-
-
-def _parameter_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    trainable = {id(param) for param in model.parameters() if param.requires_grad}
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if isinstance(optimizer, LBFGS):
-        yield "LBFGS calls a closure several times in a step, which this trainer has not. Use Adam."
-    if not trainable:
-        yield "no parameter of the model requires a gradient. Call model.requires_grad_()."
-    elif not trainable & held:
-        yield (
-            "the optimizer holds none of the model's trainable parameters. "
-            "Make it from model.parameters(), after the model was replaced or converted."
-        )
-
-
-def _rate_problems(optimizer: Optimizer, *, may_be_zero: bool) -> Iterator[str]:
-    for number, group in enumerate(optimizer.param_groups):
-        if "lr" not in group:
-            continue
-        rate = float(group["lr"])
-        if not math.isfinite(rate) or rate < 0 or (rate == 0 and not may_be_zero):
-            yield (
-                f"the learning rate of group {number} is {rate:g}; it must be above 0. Give the "
-                "optimizer another lr, or a scheduler that raises it."
-            )
-
-
-def _oddities(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    if not model.training:
-        yield "the model is in eval mode; call model.train() if dropout and batch norm are to act."
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    left_out = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if left_out:
-        names = ", ".join(left_out[:_MOST_NAMED]) + (", ..." if len(left_out) > _MOST_NAMED else "")
-        yield f"{len(left_out)} trainable parameters are not in the optimizer: {names}."

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from stayfinite.capsule import limits
 from stayfinite.checkpoint.values import Held, Tensors, decode, encode, with_tensors
 from stayfinite.errors import CapsuleError
 from stayfinite.records import Incident, NaNType, TensorSummary, from_data, to_data
 
 FORMAT = 1
+MIB = 1 << 20
+# How large a capsule may be: a reader refuses more, so that no file can fill the memory.
+MOST_FILES = 400
+LARGEST_SOURCE = 1 * MIB
 _STATE = "state/"  # before the names of its tensors
 _LONGEST, _DEEPEST = 240, 24
 _FORBIDDEN = set('\\:*?"<>|')
@@ -115,7 +118,7 @@ class Capsule:
     made: float = 0.0
 
 
-def packed(capsule: Capsule) -> tuple[dict[str, Any], Tensors]:
+def pack(capsule: Capsule) -> tuple[dict[str, Any], Tensors]:
     """The capsule as JSON, and its tensors by name."""
     tensors: Tensors = {}
     sources, birth, state = [], None, None
@@ -153,11 +156,11 @@ def packed(capsule: Capsule) -> tuple[dict[str, Any], Tensors]:
     return contents, tensors
 
 
-def unpacked(tree: Any, held: Mapping[str, Held]) -> Capsule:
+def capsule_of(tree: Any, held: Mapping[str, Held]) -> Capsule:
     """The capsule that was packed; what makes no sense is an error of any common kind."""
     code = from_data(CodeReference, tree["code"])
     check_folders([code.folder, *code.paths])
-    sources = tuple(_source(each, held) for each in _list(tree["sources"], limits.FILES))
+    sources = tuple(_source(each, held) for each in _list(tree["sources"], MOST_FILES))
     check_names((each.root, each.name) for each in sources)
     random = _value(tree["random"], held)
     return Capsule(
@@ -179,10 +182,10 @@ def unpacked(tree: Any, held: Mapping[str, Held]) -> Capsule:
 
 def _source(tree: Any, held: Mapping[str, Held]) -> SourceFile:
     content = _tensor(held[_as(str, tree["text"])])
-    if content.dtype is not torch.uint8 or content.dim() != 1 or len(content) > limits.SOURCE:
+    if content.dtype is not torch.uint8 or content.dim() != 1 or len(content) > LARGEST_SOURCE:
         raise CapsuleError("a source file in it is not text, or too long.")
     root = _as(int, tree["root"])
-    if not 0 <= root < limits.FILES:
+    if not 0 <= root < MOST_FILES:
         raise CapsuleError("a source file in it is in no folder.")
     return SourceFile(name=_as(str, tree["name"]), text=content.numpy().tobytes(), root=root)
 

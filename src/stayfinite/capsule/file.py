@@ -6,35 +6,38 @@ import json
 import os
 import stat
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from stayfinite.capsule import limits
 from stayfinite.capsule.contents import (
     FORMAT,
+    MIB,
     Capsule,
+    capsule_of,
     check_folders,
     check_names,
-    packed,
-    unpacked,
+    pack,
 )
 from stayfinite.checkpoint.folder import written_beside
-from stayfinite.checkpoint.format import sealed_pieces, tally
+from stayfinite.checkpoint.format import sealed_pieces, tally, without_repeats
 from stayfinite.checkpoint.save import storable
 from stayfinite.checkpoint.stream import (
     Reading,
     header_of,
     one_line_errors,
-    opened,
+    open_file,
     read_safetensors,
 )
-from stayfinite.checkpoint.values import Held, viewed
+from stayfinite.checkpoint.values import Held, view_held
 from stayfinite.errors import CapsuleError, CheckpointError
 
 VERSION, CONTENTS = "capsule", "contents"
 """The keys of a capsule in the metadata of its safetensors header."""
+LARGEST_FILE, LARGEST_HEADER = 160 * MIB, 4 * MIB
+MOST_TENSORS = 4_000
+MOST_CONTAINERS = 100_000  # brackets in the header: a million of them take seconds to parse
 # What data raise that is not as we write it. A tensor that cannot be viewed is a RuntimeError.
 _SENSELESS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -49,14 +52,14 @@ def write_capsule(path: str | os.PathLike[str], capsule: Capsule) -> Path:
     if (reason := why_not(target)) is not None:
         raise CapsuleError(reason)
     try:
-        tree, tensors = packed(capsule)
+        tree, tensors = pack(capsule)
         stored, views = storable(tensors)
         text = json.dumps({**tree, "views": views}, separators=(",", ":"), allow_nan=False)
-        size, most = sum(each.nbytes for each in stored.values()), limits.FILE - limits.HEADER
-        if len(text) > limits.HEADER // 2 or size > most:
+        size, most = sum(each.nbytes for each in stored.values()), LARGEST_FILE - LARGEST_HEADER
+        if len(text) > LARGEST_HEADER // 2 or size > most:
             raise CapsuleError(
                 f"the capsule would have {len(text):,} bytes of facts and {size:,} of tensors; "
-                f"{limits.HEADER // 2:,} and {most:,} are possible."
+                f"{LARGEST_HEADER // 2:,} and {most:,} are possible."
             )
         tallies = {name: tally(tensor) for name, tensor in tensors.items()}
         metadata = {VERSION: str(FORMAT), CONTENTS: text}
@@ -117,19 +120,19 @@ def _check_bounds(file: Path) -> None:
     facts = os.stat(file)
     if not stat.S_ISREG(facts.st_mode):
         raise CapsuleError("it is not a file.")
-    if facts.st_size > limits.FILE:
+    if facts.st_size > LARGEST_FILE:
         raise CapsuleError(
-            f"it has {facts.st_size:,} bytes, and a capsule has at most {limits.FILE:,}."
+            f"it has {facts.st_size:,} bytes, and a capsule has at most {LARGEST_FILE:,}."
         )
-    with opened(file) as source:
+    with open_file(file) as source:
         length = int.from_bytes(source.bytes(0, min(8, source.size)), "little")
-        if length > min(limits.HEADER, source.size - 8):
+        if length > min(LARGEST_HEADER, source.size - 8):
             raise CapsuleError("it has no header of a capsule, or was cut off.")
         header = source.bytes(8, 8 + length)
-    if header.count(b"[") + header.count(b"{") > limits.CONTAINERS:
-        raise CapsuleError(f"its header has more than {limits.CONTAINERS:,} brackets.")
-    if header.count(b"data_offsets") > limits.TENSORS:
-        raise CapsuleError(f"it has more than {limits.TENSORS:,} tensors.")
+    if header.count(b"[") + header.count(b"{") > MOST_CONTAINERS:
+        raise CapsuleError(f"its header has more than {MOST_CONTAINERS:,} brackets.")
+    if header.count(b"data_offsets") > MOST_TENSORS:
+        raise CapsuleError(f"it has more than {MOST_TENSORS:,} tensors.")
 
 
 def _read(file: Path) -> Capsule:
@@ -144,16 +147,9 @@ def _read(file: Path) -> Capsule:
             f"it has format {version[:20]!r}, and this version of stayfinite reads "
             f"{str(FORMAT)!r}. Update stayfinite."
         )
-    tree = json.loads(found.header.metadata[CONTENTS], object_pairs_hook=_without_repeats)
-    held: dict[str, Held] = {**found.held, **viewed(tree["views"], found.held)}
-    return unpacked(tree, held)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise CapsuleError("a name comes twice in it.")
-    return found
+    tree = json.loads(found.header.metadata[CONTENTS], object_pairs_hook=without_repeats)
+    held: dict[str, Held] = {**found.held, **view_held(tree["views"], found.held)}
+    return capsule_of(tree, held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,17 +169,13 @@ def unpack(capsule: Capsule, folder: Path) -> Unpacked:
     for home in homes.values():
         home.mkdir()
     for each in capsule.sources:
-        _write(homes[each.root] / each.name, each.text)
+        path = homes[each.root] / each.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:  # "x" follows no link
+            with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+                file.write(each.text)
+        except FileExistsError as error:
+            raise CapsuleError(f"{path} is there already.") from error
     own = [homes[0] / path for path in capsule.code.paths]
     others = [home for root, home in homes.items() if root]
     return Unpacked(project=homes[0], paths=(*own, *others))
-
-
-def _write(path: Path, text: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    try:
-        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise CapsuleError(f"{path} is there already.") from error

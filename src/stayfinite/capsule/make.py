@@ -11,29 +11,46 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stayfinite.capsule import limits
-from stayfinite.capsule.contents import Birth, Capsule, Operation, SourceFile, State, is_safe
+from stayfinite.capsule.contents import (
+    LARGEST_SOURCE,
+    MIB,
+    MOST_FILES,
+    Birth,
+    Capsule,
+    Operation,
+    SourceFile,
+    State,
+    is_safe,
+)
 from stayfinite.checkpoint.checks import judge
 from stayfinite.checkpoint.format import bytes_of, digest
-from stayfinite.checkpoint.modules import Members, canonical, put_in_place
+from stayfinite.checkpoint.modules import Members, canonical_name, put_in_place
 from stayfinite.checkpoint.problem import Rules, errors_in, refusal
 from stayfinite.checkpoint.save import collect
-from stayfinite.checkpoint.values import encode, hold, own_contents, part_name
+from stayfinite.checkpoint.values import encode, hold, named_parts, own_contents
+from stayfinite.detect.summary import summarize
 from stayfinite.errors import CapsuleError, CheckpointError
-from stayfinite.locate.capture import Kept, KeptCall, described
+from stayfinite.locate.capture import Kept, KeptCall
 from stayfinite.nested import children, is_container, named_tensors
 from stayfinite.records import Incident
 from stayfinite.report.html.notebook import without_source
+from stayfinite.report.store.writer import versions_of
 from stayfinite.snapshot import RandomState
 
 Redact = Callable[[Any], Any]
+
+LARGEST_BATCH = 32 * MIB
+_LARGEST_SOURCES = 8 * MIB
+_LARGEST_STATE = 96 * MIB  # a larger state before the step is only hashed
+_LARGEST_HASHED = 1024 * MIB  # of a larger one only names and shapes are noted
+_MOST_TENSORS = 3_000
+_RANDOM = "random."  # generators have a place of their own in a capsule
 
 
 def birth_of(kept: Kept | None, *, with_data: bool) -> Birth | None:
@@ -49,7 +66,7 @@ def _operation(call: KeptCall, with_data: bool) -> Operation:
     def shown(name: str, value: Any, is_open: bool) -> Any:
         if isinstance(value, list):
             return [shown(f"{name}[{n}]", item, is_open) for n, item in enumerate(value)]
-        return value if is_open or not isinstance(value, Tensor) else described(name, value)
+        return value if is_open or not isinstance(value, Tensor) else summarize(name, value)
 
     # These are left to their defaults.
     left_out = (torch.layout, torch.memory_format, torch.device, torch.Generator)
@@ -70,9 +87,9 @@ def batch_of(
     if redact is not None:
         batch = tuple(redact(each) for each in batch)
     size = batch_size(batch)
-    if size > limits.BATCH:
-        return (), f"the batch has {size:,} bytes, and is not in it: {limits.BATCH:,} are possible"
-    batch = tuple(copied(each) for each in batch)
+    if size > LARGEST_BATCH:
+        return (), f"the batch has {size:,} bytes, and is not in it: {LARGEST_BATCH:,} are possible"
+    batch = tuple(copy_of(each) for each in batch)
     try:
         encode(batch, "batch", {})
     except CheckpointError as error:
@@ -85,20 +102,20 @@ def batch_size(batch: tuple[Any, ...]) -> int:
     return sum(tensor.nbytes for _, tensor in named_tensors(batch, "batch"))
 
 
-def copied(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
     """The value with its own tensors, on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
+        return type(value)(copy_of(item) for item in value)
     if is_container(value) and (isinstance(value, dict) or hasattr(value, "keys")):
-        return {key: copied(item) for key, item in children(value)}
+        return {key: copy_of(item) for key, item in children(value)}
     return value
 
 
-def told(incident: Incident, *, with_source: bool) -> Incident:
+def incident_for_capsule(incident: Incident, *, with_source: bool) -> Incident:
     """The incident as the capsule tells it: without source it quotes no line, but says which."""
     if with_source or incident.origin is None:
         return incident
@@ -114,10 +131,6 @@ def check_redaction(redact: Redact | None, *, with_batch: bool) -> None:
         raise CapsuleError("redact is for the batch, which is only in it with with_batch=True.")
 
 
-_MOST_TENSORS = 3_000
-_RANDOM = "random."  # generators have a place of their own in a capsule
-
-
 @torch.no_grad()
 def state_of(
     members: Members, *, buffers: Sequence[Mapping[str, Tensor]] = ()
@@ -131,16 +144,15 @@ def state_of(
     except CheckpointError as error:
         return None, f"the state before the step is not in it: {error}"
     found = {name: each for name, each in tensors.items() if not name.startswith(_RANDOM)}
-    for number, older in enumerate(buffers):
-        part = part_name("model", number, len(members.models))
-        known = {f"{part}.{canonical(name)}": buffer for name, buffer in older.items()}
+    for (part, _), older in zip(named_parts("model", members.models), buffers, strict=False):
+        known = {f"{part}.{canonical_name(name)}": buffer for name, buffer in older.items()}
         found |= {name: buffer for name, buffer in known.items() if name in found}
     size = sum(each.nbytes for each in found.values())
     digests = {
-        name: digest(bytes_of(each).numpy()).hex() if size <= limits.HASHED else ""
+        name: digest(bytes_of(each).numpy()).hex() if size <= _LARGEST_HASHED else ""
         for name, each in found.items()
     }
-    if size > limits.STATE or len(found) > _MOST_TENSORS:
+    if size > _LARGEST_STATE or len(found) > _MOST_TENSORS:
         note = f"the state before the step has {size:,} bytes; only its hashes are in it"
         return State(tree=None, digests=digests), note
     copies = {name: each.detach().to("cpu", copy=True) for name, each in found.items()}
@@ -223,9 +235,9 @@ def own_code(root: str, *extra: str) -> OwnCode:
             continue
         text = None
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            text = file.read(limits.SOURCE + 1)
-        most = min(limits.SOURCE, limits.SOURCES - size)
-        if text is None or len(text) > most or len(found) == limits.FILES:
+            text = file.read(LARGEST_SOURCE + 1)
+        most = min(LARGEST_SOURCE, _LARGEST_SOURCES - size)
+        if text is None or len(text) > most or len(found) == MOST_FILES:
             left_out.append(place[1])
             continue
         size += len(text)
@@ -248,7 +260,7 @@ def with_files(capsule: Capsule, root: str) -> Capsule:
     names = {each.name for each in capsule.sources if not each.root}
     more = [each for each in own_code(root).sources if not each.root and each.name not in names]
     size = sum(len(each.text) for each in (*capsule.sources, *more))
-    if not more or size > limits.SOURCES or len(capsule.sources) + len(more) > limits.FILES:
+    if not more or size > _LARGEST_SOURCES or len(capsule.sources) + len(more) > MOST_FILES:
         return capsule
     digests = {**capsule.code.digests, **digests_of(more)}
     code = replace(capsule.code, digests=digests)
@@ -308,11 +320,8 @@ _VALUE = re.compile(r"[\w:,.-]{1,40}")
 def versions() -> dict[str, str]:
     """Of python, the system, torch and what is used with it."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {**found, "torch": torch.__version__, "device": device}
+    return {**found, **versions_of(_PACKAGES), "torch": torch.__version__, "device": device}
 
 
 def environment() -> dict[str, str]:

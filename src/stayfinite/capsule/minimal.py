@@ -245,12 +245,7 @@ class Experiment:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; members of a list have an index."""
         found: dict[str, Tensor] = {}
-
-        def note(name: str, tensor: Tensor) -> Tensor:
-            found[name] = tensor
-            return tensor
-
-        self.with_tensors(note)
+        self.with_tensors(found.setdefault)
         return found
 
     def with_tensors(self, change: Callable[[str, Tensor], Tensor]) -> Experiment:

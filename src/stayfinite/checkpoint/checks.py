@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stayfinite.checkpoint.fit import Fit, as_named_by, fit, is_narrower, name_of
-from stayfinite.checkpoint.modules import (
-    Members,
-    named_owners,
-    parameter_names,
-    place_tensors,
-    places,
-    slot_for,
-)
+from stayfinite.checkpoint.modules import Members, parameter_names, place_tensors
 from stayfinite.checkpoint.problem import Problem, Rules, error, errors_in, matches, warning
 from stayfinite.checkpoint.values import (
     Contents,
@@ -57,8 +51,8 @@ def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = 
         if asked and there != len(asked):
             message = f"the file has {there or 'none'}, and {len(asked)} shall be loaded."
             judged.problems.append(error("missing", part, message))
-    for (part, model), record in zip(named_parts("model", members.models), named, strict=False):
-        judged.fits.append((model, fit(record, model, part, rules)))
+    takers: list[tuple[tuple[str, nn.Module], ModuleRecord]]
+    takers = [*zip(named_parts("model", members.models), named, strict=False)]
     for (part, average), state in zip(
         named_parts("ema", members.averages), contents.averages, strict=False
     ):
@@ -68,12 +62,13 @@ def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = 
         if isinstance(state, dict) and all(isinstance(item, Held) for item in state.values()):
             state = ModuleRecord(tensors=state)
         if isinstance(state, ModuleRecord):
-            record = as_named_by(average, state, rules.ignore)
-            judged.fits.append((average, fit(record, average, part, rules)))
+            takers.append(((part, average), as_named_by(average, state, rules.ignore)))
         else:
             message = "is no state of a module, and shall be loaded into one."
             judged.problems.append(error("missing", part, message))
-    for _, found in judged.fits:
+    for (part, module), record in takers:
+        found = fit(record, module, part, rules)
+        judged.fits.append((module, found))
         judged.problems += found.problems
     for (part, optimizer), saved in zip(
         named_parts("optimizer", members.optimizers), contents.optimizers, strict=False
@@ -273,7 +268,7 @@ def forward_problems(model: nn.Module, fit: Fit, batch: Any) -> Iterator[Problem
     take proves nothing, and is a warning.
     """
     is_given = batch is not True
-    batch = batch if is_given else synthesised(model)
+    batch = batch if is_given else made_up_batch(model)
     if batch is None:
         message = "no batch could be made up for this model; give one as `forward`."
         yield warning("forward", "forward", message)
@@ -295,14 +290,10 @@ def forward_problems(model: nn.Module, fit: Fit, batch: Any) -> Iterator[Problem
 
 
 def _loaded_copy(model: nn.Module, fit: Fit) -> nn.Module:
-    other = copy.deepcopy(model)
-    own, owners = places(other), dict(named_owners(other))
-    moves = []
-    for place, held in fit.moves:
-        there = own.get(place.name) or slot_for(owners, place.name)
-        assert there is not None
-        moves.append((there, replace(held, is_private=False)))  # its values are still needed
-    place_tensors([], moves, other)
+    # Copied together, so that the places are those of the other model.
+    other, there = copy.deepcopy((model, [place for place, _ in fit.moves]))
+    loaded = [replace(held, is_private=False) for _, held in fit.moves]  # still needed
+    place_tensors([], zip(there, loaded, strict=True), other)
     return other.eval()
 
 
@@ -310,15 +301,12 @@ def _first_bad(model: nn.Module, batch: Any) -> str | None:
     """The name of the first module with a non-finite output; None when all are finite."""
     bad: list[str] = []
 
-    def look(name: str) -> Any:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not bad and not all_finite(tensor for _, tensor in named_tensors(output, "")):
-                bad.append(name)
-
-        return after
+    def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not bad and not all_finite(tensor for _, tensor in named_tensors(output, "")):
+            bad.append(name)
 
     for name, module in model.named_modules():
-        module.register_forward_hook(look(name))
+        module.register_forward_hook(partial(look, name))
     with torch.no_grad():
         if isinstance(batch, Mapping):
             model(**batch)
@@ -327,7 +315,7 @@ def _first_bad(model: nn.Module, batch: Any) -> str | None:
     return bad[0] if bad else None
 
 
-def synthesised(model: nn.Module) -> Tensor | None:
+def made_up_batch(model: nn.Module) -> Tensor | None:
     """A small random batch for the first layer whose input shape is known."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())

@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from stayfinite.checkpoint.format import tally
 from stayfinite.checkpoint.modules import (
     Place,
-    canonical,
+    canonical_name,
     is_derived,
-    joined,
+    join_names,
     named_owners,
     places,
     slot_for,
@@ -57,15 +57,12 @@ def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
                 message += (
                     f' It was a plain attribute; if nothing needs it, pass ignore=["{name}"].'
                 )
-            problem = error if rules.strict else warning
-            found.problems.append(problem("unexpected", f"{part}.{name}", message))
+            found.problems.append(rules.misfit("unexpected", f"{part}.{name}", message))
     found.problems += _dtype_problems(found.moves, part)
     found.problems += _conflicts(found.moves, part)
     missing = [p for p in _uncovered(own, record.tensors) if not matches(p.name, rules.ignore)]
-    found.problems += _missing_problems(
-        missing, part, strict=rules.strict, is_complete=record.is_complete
-    )
-    found.problems += _other_problems(record, model, part, strict=rules.strict)
+    found.problems += _missing_problems(missing, part, rules, is_complete=record.is_complete)
+    found.problems += _other_problems(record, model, part, rules)
     return found
 
 
@@ -99,13 +96,13 @@ def _plain_name(record: ModuleRecord, own: Mapping[str, Place]) -> Callable[[str
     """From a name in the file to the one in the model: without the prefix that most names have."""
     if record.is_complete:
         return lambda name: name
-    names = [canonical(name) for name in record.tensors]
+    names = [canonical_name(name) for name in record.tensors]
 
     def hits(prefix: str) -> int:
         return sum(name.removeprefix(prefix) in own for name in names if name.startswith(prefix))
 
     best = max(_PREFIXES, key=hits)
-    return lambda name: canonical(name).removeprefix(best)
+    return lambda name: canonical_name(name).removeprefix(best)
 
 
 def _misfits(place: Place, held: Held, key: str) -> Iterator[Problem]:
@@ -145,10 +142,9 @@ def _uncovered(own: Mapping[str, Place], wanted: Mapping[str, Held]) -> list[Pla
 
 
 def _other_problems(
-    record: ModuleRecord, model: nn.Module, part: str, *, strict: bool
+    record: ModuleRecord, model: nn.Module, part: str, rules: Rules
 ) -> Iterator[Problem]:
     """What is no tensor: states that modules set themselves, and what has no place at all."""
-    problem = error if strict else warning
     takers = {
         name
         for name, module in named_owners(model)
@@ -156,23 +152,24 @@ def _other_problems(
     }
     for name in record.extra_states:
         if name not in takers:
-            key = f"{part}.{joined(name, '_extra_state')}"
+            key = f"{part}.{join_names(name, '_extra_state')}"
             yield error("unexpected", key, "has no place in the model: no set_extra_state() there.")
     for name in takers - set(record.extra_states):
-        yield problem("missing", f"{part}.{joined(name, '_extra_state')}", "is not in the file.")
+        key = f"{part}.{join_names(name, '_extra_state')}"
+        yield rules.misfit("missing", key, "is not in the file.")
     for name in record.others:
         message = "is no tensor, so it has no place in the model."
-        yield problem("unexpected", f"{part}.{name}", message)
+        yield rules.misfit("unexpected", f"{part}.{name}", message)
 
 
 def _missing_problems(
-    missing: Sequence[Place], part: str, *, strict: bool, is_complete: bool
+    missing: Sequence[Place], part: str, rules: Rules, *, is_complete: bool
 ) -> Iterator[Problem]:
     """An error for each that should have been saved, and for each that is no usable value."""
     for place in missing:
         key = f"{part}.{place.name}"
         is_derived = place.is_made_anew and not is_complete
-        if strict and not is_derived:
+        if rules.strict and not is_derived:
             message = f"is not in the file, and the model has it as a {place.kind}."
             if place.kind == "attribute" and is_complete:
                 message = (

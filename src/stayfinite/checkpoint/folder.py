@@ -29,7 +29,7 @@ logger = logging.getLogger("stayfinite")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-def numbered(path: Path, number: int) -> Path:
+def generation_of(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
@@ -40,7 +40,7 @@ def generations(path: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     found = (re.fullmatch(re.escape(path.name) + r"(?:\.([1-9]\d*))?", name) for name in names)
-    return [numbered(path, n) for n in sorted(int(match[1] or 0) for match in found if match)]
+    return [generation_of(path, n) for n in sorted(int(match[1] or 0) for match in found if match)]
 
 
 def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path], bool]) -> None:
@@ -50,7 +50,7 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
     it pushes no good one out; what is there already stays, since it may be anything.
     """
     is_good = os.path.lexists(path) and is_whole(path)
-    older = numbered(path, 1) if is_good else Path(f"{path}.damaged")
+    older = generation_of(path, 1) if is_good else Path(f"{path}.damaged")
     with locked_folder(path.parent) as folder:
         if is_good:
             _make_room(path)
@@ -79,13 +79,13 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
 def _make_room(path: Path) -> None:
     """Free the name path.1 by moving up; a gap that an interrupted save left is filled."""
     with contextlib.suppress(OSError):
-        if os.path.samefile(path, numbered(path, 1)):  # an interrupted save got as far as this
+        if os.path.samefile(path, generation_of(path, 1)):  # an interrupted save got as far
             return
     last = 1
-    while os.path.lexists(numbered(path, last)):
+    while os.path.lexists(generation_of(path, last)):
         last += 1
     for number in range(last, 1, -1):
-        os.replace(numbered(path, number - 1), numbered(path, number))
+        os.replace(generation_of(path, number - 1), generation_of(path, number))
 
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".index.json")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stayfinite.checkpoint.modules import canonical
+from stayfinite.checkpoint.modules import canonical_name
 from stayfinite.checkpoint.problem import Problem, error
 from stayfinite.checkpoint.stream import Reading
 from stayfinite.checkpoint.values import Contents, Held, Layout, ModuleRecord, OptimizerRecord
@@ -175,7 +175,7 @@ def _optimizer_record(state_dict: dict[str, Any]) -> OptimizerRecord:
     has_names = ids and all(isinstance(each, str) and not each.isdigit() for each in ids)
     return OptimizerRecord(
         state_dict={**state_dict, "state": state},
-        names=tuple(map(canonical, ids)) if has_names else None,
+        names=tuple(map(canonical_name, ids)) if has_names else None,
     )
 
 
@@ -204,20 +204,18 @@ _FILES = {
 
 def folder_files(folder: Path) -> dict[str, Path]:
     """The files of a checkpoint folder by section; the first of each that is there."""
-    found: dict[str, Path] = {}
-    for section, names in _FILES.items():
-        for name in names:
-            if (folder / name).is_file():
-                found.setdefault(section, folder / name)
-    return found
+    there = {
+        section: [folder / name for name in names if (folder / name).is_file()]
+        for section, names in _FILES.items()
+    }
+    return {section: files[0] for section, files in there.items() if files}
 
 
 def step_of(folder: Path) -> int | None:
     """The step that transformers' Trainer noted, if it did."""
     try:
-        step = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))[
-            "global_step"
-        ]
+        text = (folder / "trainer_state.json").read_text(encoding="utf-8")
+        step = json.loads(text)["global_step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None

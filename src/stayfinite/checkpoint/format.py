@@ -92,7 +92,7 @@ def build(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Header:
 def parse(raw: bytes, size: int) -> Header:
     """The header in these bytes, of a file of this size; CheckpointError where it is not sound."""
     try:
-        described = json.loads(raw[8:].decode(), object_pairs_hook=_without_repeats)
+        described = json.loads(raw[8:].decode(), object_pairs_hook=without_repeats)
         metadata = dict(described.pop("__metadata__", None) or {})
         entries = [_entry(name, each, len(raw)) for name, each in described.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -109,7 +109,8 @@ def parse(raw: bytes, size: int) -> Header:
     return Header(raw=raw, metadata=metadata, entries=tuple(entries))
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError where a name comes twice in it."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name comes twice")
@@ -292,10 +293,10 @@ def tally(tensor: Tensor) -> Tally:
         else:  # piece by piece, so that there is never a copy of the whole
             each = (piece for _, piece in pieces(part, _AT_ONCE))
             found += (_of_reals(piece if is_direct else piece.float()) for piece in each)
-    return together(found)
+    return join_tallies(found)
 
 
-def together(tallies: Iterable[Tally]) -> Tally:
+def join_tallies(tallies: Iterable[Tally]) -> Tally:
     """The tally of all of them."""
     known = list(tallies)
     if len(known) == 1:

@@ -173,8 +173,8 @@ def _present(asked: Members, contents: Contents) -> Members:
         members = asked.parts[part]
         return members if len(contents.parts[part]) == len(members) else ()
 
-    return Members(
-        models=asked.models,
+    return replace(
+        asked,
         optimizers=kept("optimizer"),
         schedulers=kept("scheduler"),
         scaler=asked.scaler if contents.scaler else None,

@@ -83,8 +83,8 @@ def parameter_names(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> list
         above = f"{number}." if len(models) > 1 else ""
         for prefix, owner in named_owners(model):
             for name, parameter in owner._parameters.items():
-                if parameter is not None:
-                    names.setdefault(id(parameter), above + canonical(joined(prefix, name)))
+                full = above + canonical_name(join_names(prefix, name))
+                names.setdefault(id(parameter), full)
     return [names.get(id(param)) for param in params_of(optimizer)]
 
 
@@ -132,10 +132,10 @@ def named_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while isinstance(model, (DataParallel, DistributedDataParallel)):
         model = model.module
     for name, module in model.named_modules(remove_duplicate=False):
-        yield canonical(name), module
+        yield canonical_name(name), module
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The name as it is without torch.compile and other wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -149,13 +149,13 @@ def places(model: nn.Module) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for above, owner in named_owners(model):
         for kind, attribute, tensor in _tensors(owner):
-            name = joined(above, attribute)
+            name = join_names(above, attribute)
             place = Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=tensor)
             found.setdefault(name, place)
     return found
 
 
-def joined(above: str, attribute: str) -> str:
+def join_names(above: str, attribute: str) -> str:
     return f"{above}.{attribute}" if above else attribute
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -64,6 +64,11 @@ class Rules:
     strict: bool = True
     ignore: Sequence[str] = ()
     nonfinite_ok: Sequence[str] = ()
+
+    @property
+    def misfit(self) -> Callable[[Kind, str, str], Problem]:
+        """Makes the problem of what only one side has: an error, or a warning if not strict."""
+        return error if self.strict else warning
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

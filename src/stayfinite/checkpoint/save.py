@@ -20,7 +20,7 @@ from stayfinite.checkpoint.format import NAMES, bytes_of, sealed_pieces
 from stayfinite.checkpoint.load import is_whole, verify
 from stayfinite.checkpoint.modules import (
     Members,
-    canonical,
+    canonical_name,
     extra_states,
     gather,
     identity,
@@ -180,8 +180,8 @@ def _require_all_of_state_dict(
     """Modules may put anything into their state_dict; what we would miss is an error."""
     ours = {place.identity for place in found.values()}
     for name, value in model.state_dict().items():
-        plain = canonical(name.removeprefix("module."))
-        if plain in found or canonical(name) in found or name.endswith("_extra_state"):
+        plain = canonical_name(name.removeprefix("module."))
+        if plain in found or canonical_name(name) in found or name.endswith("_extra_state"):
             continue
         if matches(plain, ignore) or (isinstance(value, Tensor) and identity(value) in ours):
             continue

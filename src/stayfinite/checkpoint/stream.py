@@ -22,11 +22,11 @@ from stayfinite.checkpoint.format import (
     Entry,
     Header,
     Tally,
+    join_tallies,
     joint_digest,
     read_header,
     stored_stamps,
     tally,
-    together,
 )
 from stayfinite.checkpoint.problem import Problem, error
 from stayfinite.checkpoint.values import Held
@@ -69,7 +69,7 @@ def read_safetensors(path: Path, reading: Reading) -> SafeFile:
 
     With nothing to keep this needs a few MiB of memory, however large the file is.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         header, is_ours = read_header(file.bytes, file.size)
         reading.progress(len(header.raw))
         if not is_ours:
@@ -90,7 +90,7 @@ def read_safetensors(path: Path, reading: Reading) -> SafeFile:
 
 def header_of(path: Path) -> tuple[Header, bool]:
     """Only the header, unverified, and whether the file is ours."""
-    with opened(path) as file:
+    with open_file(path) as file:
         return read_header(file.bytes, file.size)
 
 
@@ -129,7 +129,7 @@ def _tensors(file: OpenFile, entries: Sequence[Entry], reading: Reading) -> list
                     key=entry.name,
                     dtype=entry.dtype,
                     shape=entry.shape,
-                    tally=together(tallies),
+                    tally=join_tallies(tallies),
                     tensor=None if data is None else data.view(entry.dtype).reshape(entry.shape),
                     digest=joint_digest(digests) if reading.digests else None,
                     is_private=True,
@@ -219,7 +219,7 @@ class OpenFile:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[OpenFile]:
+def open_file(path: Path) -> Iterator[OpenFile]:
     """The file, open within the block."""
     with one_line_errors(path):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))

@@ -91,14 +91,10 @@ class Contents(ByPart):
 Item = TypeVar("Item")
 
 
-def part_name(part: str, number: int, count: int) -> str:
-    """ "model" when there is one of them, else "model.0", ..."""
-    return part if count == 1 else f"{part}.{number}"
-
-
 def named_parts(part: str, items: Sequence[Item]) -> Iterator[tuple[str, Item]]:
-    """Each with its name."""
-    return ((part_name(part, i, len(items)), item) for i, item in enumerate(items))
+    """Each with its name: "model" when there is one of them, else "model.0", ..."""
+    for number, item in enumerate(items):
+        yield part if len(items) == 1 else f"{part}.{number}", item
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,7 +200,7 @@ def tree_of(metadata: Mapping[str, str]) -> Any:
 def own_contents(tree: Any, held: Mapping[str, Held]) -> Contents:
     """The contents that a JSON tree of ours describes."""
     try:
-        find = {**held, **viewed(tree["views"], held)}.__getitem__
+        find = {**held, **view_held(tree["views"], held)}.__getitem__
         return Contents(
             layout="stayfinite",
             models=tuple(_module(each, find) for each in tree["models"]),
@@ -244,7 +240,7 @@ def _module(tree: Any, find: Find) -> ModuleRecord:
     )
 
 
-def viewed(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
+def view_held(views: Mapping[str, Any], held: Mapping[str, Held]) -> dict[str, Held]:
     """Tensors of dtypes that safetensors does not have, which are stored as bytes."""
     found = {}
     for name, (dtype_name, shape) in views.items():

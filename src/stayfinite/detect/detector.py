@@ -71,9 +71,9 @@ class NaNDetector:
     def check_tensor(self, tensor: Tensor, name: str = "tensor") -> NaNReport:
         """What is wrong with this tensor, if anything; `name` is the location in the report."""
         require_tensor(tensor, "check_tensor")
-        known = name in self._names or len(self._names) < _MOST_NAMES
-        self._names[name if known else ""] += 1
-        return self._one(self._names[name if known else ""] - 1, name, tensor)
+        known = name if name in self._names or len(self._names) < _MOST_NAMES else ""
+        self._names[known] += 1
+        return self._one(self._names[known] - 1, name, tensor)
 
     def check_loss(self, loss: Tensor) -> NaNReport:
         """What is wrong with the loss, if anything."""
@@ -170,7 +170,11 @@ class NaNDetector:
         from stayfinite.locate.search import find_source
 
         origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
-        return None if origin is None else NaNSource(_name_of(origin), origin)
+        if origin is None:
+            return None
+        outside = "inputs" if origin.phase == "data" else "loss_fn"
+        inside = origin.module or origin.root or "model"
+        return NaNSource(outside if origin.module is None else inside, origin)
 
     def _due(self, key: Any, is_on: bool = True) -> int | None:
         """The step of this call, None if it is not to look."""
@@ -209,12 +213,6 @@ class NaNSource(str):
         return str(self), self.origin
 
 
-def _name_of(origin: Origin) -> str:
-    if origin.module is None:
-        return "inputs" if origin.phase == "data" else "loss_fn"
-    return origin.module or origin.root or "model"
-
-
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; it must be True or False.")
@@ -251,10 +249,8 @@ class CheckHistory:
         if step > self._step:
             self._streak_before = self.streak
             self._step, self._is_bad_step = step, False
-        if bad:
-            self._hit(step, bad)
-
-    def _hit(self, step: int, bad: Sequence[NaNReport]) -> None:
+        if not bad:
+            return
         self.hits += 1
         self.by_type.update(report.nan_type.value for report in bad)
         self.by_location.update(report.location for report in bad)
@@ -325,20 +321,16 @@ def bad_reports(named: Iterable[Named], *, described: int | None = None) -> list
 def _bad_report(location: str, tensor: Tensor, *, described: bool) -> NaNReport:
     stats: dict[str, Any] | None = to_data(summarize(location, tensor)) if described else None
     if stats is not None:
-        stats = {key: stats[key] for key in stats if key not in ("name", "shape")}
-    kind = classify(tensor)
+        del stats["name"], stats["shape"]
+    kind, action = classify(tensor), _ACTIONS.get(location.partition(".")[0], _OTHER)
     return NaNReport(
         has_nan=True,
         nan_type=kind,
         location=location,
         tensor_shape=shape_of(tensor),
         tensor_stats=stats,
-        suggested_action=f"{location} holds {kind.word}. {_action(location)}",
+        suggested_action=f"{location} holds {kind.word}. {action}",
     )
-
-
-def _action(location: str) -> str:
-    return _ACTIONS.get(location.partition(".")[0], _OTHER)
 
 
 def require_tensor(value: Any, call: str) -> Tensor:

@@ -20,8 +20,12 @@ from stayfinite.records import NaNType
 SMALL = 1 << 16
 """Up to so many elements the fused check over a list beats one sum for each tensor."""
 
+# Up to so many the fused check beats a sum in the middle of a step, though not in a loop of its
+# own: a sum that starts a second thread finds it asleep.
+_SMALL_PLAN = 1 << 18
+
 # A sum is the fastest pure read of these; it may overflow, so its alarm is confirmed.
-# fp16 sums overflow too easily.
+# fp16 sums overflow too easily. On the CPU the norm of other types is many times slower.
 _SUMMABLE = {torch.float32, torch.float64, torch.bfloat16}
 # The fused check writes back what it read; for 16-bit floats it changes the payload of a NaN.
 _FUSABLE = {torch.float32, torch.float64}
@@ -30,7 +34,11 @@ _NATIVE = _SUMMABLE | {torch.float16}
 _ZERO = undisturbed(torch.zeros)((), device="cpu")
 _ONE = undisturbed(torch.ones)((), device="cpu")
 _CPU = torch.device("cpu")
-_Parts = dict[torch.device, list[Tensor]]
+_PLAIN = {Tensor, nn.Parameter}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_AUTOGRAD = DispatchKey.AutogradFunctionality
+# Private, but what GradScaler itself calls: one pass over a whole list of tensors.
+_check = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 @undisturbed
@@ -49,7 +57,7 @@ def nonfinite(
     tensor(True)
     """
     flags = _flags(tensors, writable, exact_on_device)
-    return _joined(flags) if flags else torch.zeros((), dtype=torch.bool, device="cpu")
+    return _any_of(flags) if flags else torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 @undisturbed
@@ -60,13 +68,13 @@ def all_finite(tensors: Iterable[Any], *, writable: bool = False) -> bool:
     True
     """
     flags = _flags(tensors, writable, exact=False)
-    return not flags or not bool(flags[0] if len(flags) == 1 else _joined(flags))  # host sync
+    return not flags or not bool(flags[0] if len(flags) == 1 else _any_of(flags))  # host sync
 
 
 @undisturbed
 def classify(tensor: Tensor) -> NaNType:
     """The worst kind of non-finite value in the tensor: NAN before POS_INF before NEG_INF."""
-    found = [value for part in float_parts(tensor) for value in _extremes(part)]
+    found = _all_extremes(tensor)
     values = torch.stack(found).tolist() if found else []  # host sync
     if any(value != value for value in values):
         return NaNType.NAN
@@ -78,7 +86,7 @@ def classify(tensor: Tensor) -> NaNType:
 @undisturbed
 def largest(tensor: Tensor) -> float:
     """The largest magnitude in the tensor: NaN where there is one, 0 where nothing can be read."""
-    found = [value for part in float_parts(tensor) for value in _extremes(part)]
+    found = _all_extremes(tensor)
     return float(torch.stack(found).abs().max()) if found else 0.0  # host sync
 
 
@@ -86,13 +94,21 @@ def _flags(tensors: Iterable[Any], writable: bool, exact: bool) -> list[Tensor]:
     """0-d tensors, non-zero where something is bad; none when all is known to be finite."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ours = [t for t in tensors if _is_fusable(t)] if writable else []
-    found = _fused_check(ours) if ours else None
-    if found is None:
-        by_device = _by_device(tensors)
-    elif len(ours) == len(tensors):
-        return [found]
-    else:
-        by_device = _by_device(t for t in tensors if not _is_fusable(t))
+    found: Tensor | None = None
+    if ours:
+        try:
+            found = _ZERO.clone()
+            _check(ours, found, _ONE)
+        except RuntimeError:  # expanded, nested, or another layout it cannot write to
+            found = None
+    if found is not None:
+        if len(ours) == len(tensors):
+            return [found]
+        tensors = [t for t in tensors if not _is_fusable(t)]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        for part in float_parts(tensor):
+            by_device.setdefault(part.device, []).append(part)
     if not exact and not _cpu_alarm(by_device.get(_CPU, []), found):
         by_device.pop(_CPU, None)
         found = None
@@ -111,39 +127,20 @@ def _is_fusable(tensor: Any) -> bool:
     )
 
 
-def _fused_check(tensors: list[Tensor]) -> Tensor | None:
-    """1 where there is a bad value, else 0; None when torch refuses one of the tensors."""
-    found = _ZERO.clone()
-    try:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, _ONE)
-    except RuntimeError:  # expanded, nested, or another layout it cannot write to
-        return None
-    return found
-
-
-def _by_device(values: Iterable[Any]) -> _Parts:
-    parts: _Parts = {}
-    for value in values:
-        for part in float_parts(value):
-            parts.setdefault(part.device, []).append(part)
-    return parts
-
-
 def _cpu_alarm(parts: list[Tensor], found: Tensor | None) -> bool:
     """The fast test: never misses, but finite values may overflow a sum."""
-    values = [value for part in parts for value in _quick(part)]
+    values: list[Tensor] = []
+    for part in parts:
+        if part.dtype in _SUMMABLE:
+            # A lazily negated tensor would be copied; the sign does not matter here.
+            values.append(compact(part._neg_view() if part.is_neg() else part).sum())
+        else:
+            values += _extremes(part)
     if not values:
         return found is not None and bool(found)  # host sync
     total = values[0] if len(values) == 1 else torch.stack(values).sum(dtype=torch.float64)
     suspect = total - total  # NaN unless the total is finite
     return bool(suspect if found is None else suspect + found)  # host sync
-
-
-def _quick(part: Tensor) -> Iterable[Tensor]:
-    if part.dtype not in _SUMMABLE:
-        return _extremes(part)
-    # A lazily negated tensor would be copied; the sign does not matter here.
-    return (compact(part._neg_view() if part.is_neg() else part).sum(),)
 
 
 def _exact_flag(parts: list[Tensor]) -> Tensor:
@@ -162,6 +159,10 @@ def _largest(parts: list[Tensor]) -> list[Tensor]:
     return [value for group in groups for value in torch._foreach_norm(group, math.inf)]
 
 
+def _all_extremes(tensor: Tensor) -> list[Tensor]:
+    return [value for part in float_parts(tensor) for value in _extremes(part)]
+
+
 def _is_direct(part: Tensor) -> bool:
     """Whether torch reduces it without a copy."""
     return part.is_contiguous() and part.dtype in _NATIVE and not part.is_neg()
@@ -178,24 +179,13 @@ def _extremes(part: Tensor) -> Iterator[Tensor]:
         yield from piece.to(dtype).aminmax()
 
 
-def _joined(flags: list[Tensor]) -> Tensor:
+def _any_of(flags: list[Tensor]) -> Tensor:
     # The CPU last: bringing a flag to it would wait for the other device.
     flags = sorted(flags, key=lambda flag: flag.is_cpu)
     flag = flags[0].bool()
     for other in flags[1:]:
         flag = flag.logical_or(other.to(flag.device))
     return flag
-
-
-# Up to so many elements the fused check beats a sum in the middle of a step, though not in a loop
-# of its own: a sum that starts a second thread finds it asleep.
-_SMALL_PLAN = 1 << 18
-
-_CHECKED = {torch.float32, torch.float64}
-_PLAIN = {Tensor, nn.Parameter}
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_check = torch._amp_foreach_non_finite_check_and_unscale_
-_AUTOGRAD = DispatchKey.AutogradFunctionality
 
 
 class _Plan:
@@ -216,12 +206,11 @@ class _Plan:
 
 
 def _fits(tensor: Tensor) -> bool:
-    # 16-bit floats are left out: the fused check would change the payload of a NaN. In shared
-    # memory, what another process writes at the same time would be lost.
+    # In shared memory, what another process writes at the same time would be lost.
     return (
         type(tensor) in _PLAIN
         and tensor.is_cpu
-        and tensor.dtype in _CHECKED
+        and tensor.dtype in _FUSABLE
         and tensor.layout is torch.strided
         and not tensor.is_shared()
     )
@@ -238,7 +227,9 @@ def surely_finite(tensors: list[Tensor], *, of: object) -> bool:
     """
     plan = _plans.get(id(of))
     if plan is None or plan.count != len(tensors):
-        plan = _new_plan(tensors, of)
+        if len(_plans) > 1000:  # of owners that are long gone
+            _plans.clear()
+        plan = _plans[id(of)] = _Plan(tensors)
     if plan.count < 1 or type(tensors[0]) not in _PLAIN:
         return False
     if _len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_FAKE) is not None:
@@ -259,27 +250,13 @@ def _check_below_autograd(tensors: list[Tensor], plan: _Plan) -> None:
         raise RuntimeError("somebody else's guard is there already")
     _exclude(_AUTOGRAD, True)
     try:
-        _check(_with_sums(tensors, plan) if plan.large else tensors, plan.found, plan.one)
+        if plan.large:  # a bad value makes a bad sum
+            sums = torch.stack([tensors[i].sum() for i in plan.large])
+            large = set(plan.large)
+            tensors = [sums, *(tensor for i, tensor in enumerate(tensors) if i not in large)]
+        _check(tensors, plan.found, plan.one)
     finally:
         _exclude(_AUTOGRAD, False)
-
-
-def _new_plan(tensors: list[Tensor], owner: object) -> _Plan:
-    if len(_plans) > 1000:  # of owners that are long gone
-        _plans.clear()
-    plan = _plans[id(owner)] = _Plan(tensors)
-    return plan
-
-
-def _with_sums(tensors: list[Tensor], plan: _Plan) -> list[Tensor]:
-    """The small ones, and the sums of the large: a bad value makes a bad sum."""
-    sums = torch.stack([tensors[i].sum() for i in plan.large])
-    large = set(plan.large)
-    return [sums, *(tensor for i, tensor in enumerate(tensors) if i not in large)]
-
-
-# On the CPU the norm of other types is many times slower than a scan.
-_FAST = {torch.float32, torch.bfloat16, torch.float64}
 
 
 def finite_norm(gradients: list[Tensor]) -> float | None:
@@ -287,7 +264,8 @@ def finite_norm(gradients: list[Tensor]) -> float | None:
 
     None says nothing: squares overflow, and sparse, fp16 or far-away gradients are not tried.
     """
-    if not gradients or not _is_ordinary(gradients[0]):
+    first = gradients[0] if gradients else None
+    if type(first) is not Tensor or not first.is_cpu or first.dtype not in _SUMMABLE:
         return None
     try:
         with _AutoDispatchBelowAutograd():
@@ -296,10 +274,6 @@ def finite_norm(gradients: list[Tensor]) -> float | None:
     except (RuntimeError, NotImplementedError):  # sparse, or of several types or devices
         return None
     return total if math.isfinite(total) else None
-
-
-def _is_ordinary(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.is_cpu and gradient.dtype in _FAST
 
 
 def finite_number(loss: Tensor) -> float | None:
@@ -330,6 +304,7 @@ class _Note:
         self._marks = [_mark(gradient) for gradient in large]
         self._probes = _probes(large)
 
+    @undisturbed
     def fits(self, gradients: Sequence[Tensor]) -> bool:
         """Whether these are the same gradients, unchanged, but for the small ones."""
         large = [gradient for ref in self._gradients if (gradient := ref()) is not None]
@@ -374,15 +349,10 @@ def known_norm(gradients: Sequence[Tensor]) -> float | None:
     """
     global _last
     note, _last = _last, None
-    if note is None or not _is_as_noted(note, gradients):
+    if note is None or not note.fits(gradients):
         return None
     small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
     return note.norm if all_finite(small, writable=True) else None
-
-
-@undisturbed
-def _is_as_noted(note: _Note, gradients: Sequence[Tensor]) -> bool:
-    return note.fits(gradients)
 
 
 def _can_be_known(gradient: Tensor) -> bool:

@@ -14,22 +14,24 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import graph
 from torch.compiler import is_dynamo_compiling
-from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite, nonfinite, surely_finite
-from stayfinite.detect.veto import STEP_FAILED, WatchedOptimizer
+from stayfinite.detect.veto import STEP_FAILED, WatchedOptimizer, alone, is_muted
 from stayfinite.errors import InputError, TrainingAbortedError
 from stayfinite.safely import Safely
 from stayfinite.training import Pairs
@@ -55,6 +57,10 @@ class StepListener(Protocol):
         if surely_finite(gradients, of=optimizer):
             return False
         return not all_finite(gradients, writable=True)
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """A step that was given a closure begins; others are only judged."""
+        return
 
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad step was found. Return True to veto the update, False to let it happen.
@@ -124,16 +130,6 @@ def watch_steps(
     return Attachment(watch.remove, flush=watch.flush)
 
 
-@dataclass(slots=True)
-class _Seat:
-    """Our place at one optimizer; without `before`, the global hook stands in for it."""
-
-    optimizer: weakref.ref[Optimizer]
-    watched: WatchedOptimizer
-    after: RemovableHandle
-    before: RemovableHandle | None = None
-
-
 class _StepWatch:
     """A global hook that runs first and sees to it that we judge last.
 
@@ -145,77 +141,83 @@ class _StepWatch:
         self._only = None if only is None else weakref.ref(only)
         self._defer = defer
         self._safely = Safely(STEP_FAILED)
-        self._seats: dict[int, _Seat] = {}
+        self._watched: dict[int, WatchedOptimizer] = {}
         self._handle = register_optimizer_step_pre_hook(self._arrive)
 
     def _arrive(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return None
         try:
-            seat = self._seats.get(id(optimizer))
-            if seat is None:
-                seat = self._adopt(optimizer)
-            if seat is None:
+            watched = self._watched.get(id(optimizer)) or self._adopt(optimizer)
+            if watched is None:
                 return None
-            if len(optimizer._optimizer_step_post_hooks) > 1:
-                _put_first(optimizer, seat)
-            if optimizer._optimizer_step_pre_hooks or len(_global_optimizer_pre_hooks) > 1:
-                _put_last(optimizer, seat)
+            # Private, as torch has no order of hooks: ours is before those that look.
+            following: Any = optimizer._optimizer_step_post_hooks
+            if len(following) > 1 and next(iter(following)) != watched.after_handle.id:
+                following.move_to_end(watched.after_handle.id, last=False)
+            others: Any = optimizer._optimizer_step_pre_hooks
+            if others or len(_global_optimizer_pre_hooks) > 1:
+                watched.judge_last(optimizer)
                 return None
         except Exception as error:
             self._safely.note(error)
             return None
-        return seat.watched.judge(optimizer, args, kwargs)
+        return watched.judge(optimizer, args, kwargs)
 
-    def _adopt(self, optimizer: Optimizer) -> _Seat | None:
+    def _adopt(self, optimizer: Optimizer) -> WatchedOptimizer | None:
         if self._only is not None and self._only() is not optimizer:
             return None
-        watched = WatchedOptimizer(
-            optimizer, self._listener, defer=self._defer, safely=self._safely
+        known, key = self._watched, id(optimizer)
+        known[key] = WatchedOptimizer(
+            optimizer,
+            self._listener,
+            defer=self._defer,
+            safely=self._safely,
+            gone=lambda _: known.pop(key, None),
         )
-        seats, key = self._seats, id(optimizer)
-        seats[key] = _Seat(
-            weakref.ref(optimizer, lambda _: seats.pop(key, None)),
-            watched,
-            optimizer.register_step_post_hook(watched.after),
-        )
-        return seats[key]
+        return known[key]
 
     def flush(self) -> None:
-        for optimizer, seat in self._alive():
-            seat.watched.flush(optimizer)
+        for optimizer, watched in self._alive():
+            watched.flush(optimizer)
 
     def remove(self) -> None:
         self._handle.remove()
         alive = self._alive()
-        self._seats.clear()
-        for optimizer, seat in alive:
-            if seat.before is not None:
-                seat.before.remove()
-            seat.after.remove()
-            seat.watched.release(optimizer)
-        for optimizer, seat in alive:  # last, since a listener may abort
-            seat.watched.flush(optimizer)
+        self._watched.clear()
+        for optimizer, watched in alive:
+            watched.release(optimizer)
+        for optimizer, watched in alive:  # last, since a listener may abort
+            watched.flush(optimizer)
 
-    def _alive(self) -> list[tuple[Optimizer, _Seat]]:
-        seats = list(self._seats.values())
-        return [(optimizer, s) for s in seats if (optimizer := s.optimizer()) is not None]
+    def _alive(self) -> list[tuple[Optimizer, WatchedOptimizer]]:
+        known = list(self._watched.values())
+        return [(optimizer, w) for w in known if (optimizer := w.optimizer()) is not None]
 
 
-def _put_last(optimizer: Optimizer, seat: _Seat) -> None:
-    """Our pre-hook after those that clip."""
-    if seat.before is None:
-        seat.before = optimizer.register_step_pre_hook(seat.watched.before)
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    if next(reversed(hooks)) != seat.before.id:
-        hooks.move_to_end(seat.before.id)
+L = TypeVar("L")
 
 
-def _put_first(optimizer: Optimizer, seat: _Seat) -> None:
-    """Our post-hook before those that look."""
-    hooks: Any = optimizer._optimizer_step_post_hooks
-    if next(iter(hooks)) != seat.after.id:
-        hooks.move_to_end(seat.after.id, last=False)
+class _Listeners(Generic[L]):
+    """Those who share one wrapper, which is there as long as anybody listens."""
+
+    def __init__(self, attach: Callable[[], Attachment]) -> None:
+        self._attach = attach
+        self._attachment: Attachment | None = None
+        self.all: list[L] = []
+
+    def add(self, listener: L) -> Attachment:
+        self.all.append(listener)
+        if self._attachment is None:
+            self._attachment = self._attach()
+        return Attachment(functools.partial(self._drop, listener))
+
+    def _drop(self, listener: L) -> None:
+        if listener in self.all:
+            self.all.remove(listener)
+        if not self.all and self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
 
 
 def watch_scalers(listener: StepListener) -> Attachment:
@@ -223,91 +225,67 @@ def watch_scalers(listener: StepListener) -> Attachment:
 
     torch has no hook there, so this wraps GradScaler.step, once for all listeners.
     """
-    _ScalerWatch.listeners.append(listener)
-    if len(_ScalerWatch.listeners) == 1:
-        _ScalerWatch.attach()
-    return Attachment(functools.partial(_ScalerWatch.forget, listener))
+    return _scaler_listeners.add(listener)
 
 
 def tell_skipped(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Tell the listeners of a step that a scaler skipped in a way of its own."""
-    _ScalerWatch.tell(scaler, optimizer)
+    """Tell the listeners of a step that a scaler skipped, torch's or one in a way of its own."""
+    for listener in listeners():
+        if is_muted(listener):
+            continue
+        try:
+            listener.skipped_by_scaler(optimizer, scaler=scaler)
+            listener.stepped(optimizer, vetoed=False)
+        except TrainingAbortedError:
+            raise
+        except Exception as error:
+            _scalers_safely.note(error)
 
 
 def listeners() -> tuple[StepListener, ...]:
     """Everybody who listens in this process, oldest first."""
-    return tuple(_ScalerWatch.listeners)
+    return tuple(_scaler_listeners.all)
 
 
-class _ScalerWatch:
-    listeners: ClassVar[list[StepListener]] = []
-    original: ClassVar[Any] = None
-    wrapper: ClassVar[Any] = None
-    safely: ClassVar[Safely] = Safely(STEP_FAILED)
+def _attach_to_scalers() -> Attachment:
+    original = GradScaler.step
 
-    @classmethod
-    def attach(cls) -> None:
-        original = cls.original = GradScaler.step
+    @functools.wraps(original)
+    def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(optimizer, Optimizer):  # whose steps cannot be counted
+            return original(self, optimizer, *args, **kwargs)
+        calls: list[Optimizer] = []
+        handle = optimizer.register_step_pre_hook(lambda optimizer, *_: calls.append(optimizer))
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            handle.remove()
+        if not calls and self.is_enabled():
+            tell_skipped(self, optimizer)
+        return result
 
-        @functools.wraps(original)
-        def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            with _CallCount(optimizer) as calls:
-                result = original(self, optimizer, *args, **kwargs)
-            if not calls.count and self.is_enabled():
-                cls.tell(self, optimizer)
-            return result
+    def restore() -> None:
+        if GradScaler.step is step:
+            GradScaler.step = original  # type: ignore[method-assign]
 
-        cls.wrapper = GradScaler.step = step  # type: ignore[method-assign]
-
-    @classmethod
-    def tell(cls, scaler: GradScaler, optimizer: Optimizer) -> None:
-        for listener in tuple(cls.listeners):
-            try:
-                listener.skipped_by_scaler(optimizer, scaler=scaler)
-                listener.stepped(optimizer, vetoed=False)
-            except TrainingAbortedError:
-                raise
-            except Exception as error:
-                cls.safely.note(error)
-
-    @classmethod
-    def forget(cls, listener: StepListener) -> None:
-        cls.listeners.remove(listener)
-        if not cls.listeners and GradScaler.step is cls.wrapper:
-            GradScaler.step = cls.original  # type: ignore[method-assign]
+    GradScaler.step = step  # type: ignore[method-assign]
+    return Attachment(restore)
 
 
-class _CallCount:
-    """How often the optimizer's step was entered inside the `with` block."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.count = 0
-        self._handle = None
-        if isinstance(optimizer, Optimizer):
-            self._handle = optimizer.register_step_pre_hook(self._counted)
-        else:
-            self.count = 1  # one that cannot be counted is not said to be skipped
-
-    def _counted(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.count += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            self._handle.remove()
+_scalers_safely = Safely(STEP_FAILED)
+_scaler_listeners: _Listeners[StepListener] = _Listeners(_attach_to_scalers)
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def wrapped(owner: Any, name: str, wrap: Wrap) -> Attachment:
-    """Put `wrap(original)` in the place of `owner.name`; removal puts the original back.
+    """Put `wrap(original)` in the place of `owner.name`; removal leaves no trace of it.
 
     If somebody wrapped it again in the meantime, ours stays inside and does nothing more.
     """
     original = getattr(owner, name)
+    was_own = name in vars(owner)  # else it is a method of one object, found in its class
     active = [True]
     watching = wrap(original)
 
@@ -318,7 +296,10 @@ def wrapped(owner: Any, name: str, wrap: Wrap) -> Attachment:
     def remove() -> None:
         active[0] = False
         if getattr(owner, name) is call:
-            setattr(owner, name, original)
+            if was_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
 
     setattr(owner, name, call)
     return Attachment(remove)
@@ -366,6 +347,11 @@ def watch_backward(
 
         return run
 
+    return wrap_engine(wrap)
+
+
+def wrap_engine(wrap: Wrap) -> Attachment:
+    """Wrap what every backward pass goes through: torch has it under two names."""
     return together(
         wrapped(graph, "_engine_run_backward", wrap),
         wrapped(torch.autograd, "_engine_run_backward", wrap),
@@ -407,6 +393,44 @@ def watch_buffers(registered: Callable[[nn.Module, str, Tensor | None], None]) -
     return Attachment(register_module_buffer_registration_hook(registered).remove)
 
 
+@contextlib.contextmanager
+def listening_alone(listener: StepListener) -> Iterator[None]:
+    """A block in which no other listener of this process hears of steps and backward passes."""
+    alone.append(listener)
+    try:
+        yield
+    finally:
+        alone.remove(listener)
+
+
+def watch_first_call(entered: Callable[[FrameType], None]) -> Attachment:
+    """Call `entered(frame)` when the next module is called, and once after each new optimizer."""
+    handles: list[RemovableHandle] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if not is_dynamo_compiling():
+            stop_waiting()
+            entered(sys._getframe(1))
+
+    def wait() -> None:
+        if not handles:  # a hook on all modules costs time, so it stays for one call
+            handles.append(register_module_forward_pre_hook(enter))
+
+    def stop_waiting() -> None:
+        while handles:
+            handles.pop().remove()
+
+    def around_making(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            wait()
+
+        return init
+
+    wait()
+    return together(wrapped(Optimizer, "__init__", around_making), Attachment(stop_waiting))
+
+
 _RUNNING: ContextVar[bool] = ContextVar("stayfinite_run_again", default=False)
 
 
@@ -436,54 +460,44 @@ def watch_numbers(told: Told) -> Attachment:
     The host waits there anyway, so looking costs one call and no device wait. Formatting and
     printing a tensor of one element come through `item` too; `float(tensor)` does not.
     """
-    _Numbers.listeners.append(told)
-    if len(_Numbers.listeners) == 1:
-        _Numbers.attach()
-    return Attachment(functools.partial(_Numbers.forget, told))
+    return _number_listeners.add(told)
 
 
-class _Numbers:
-    listeners: ClassVar[list[Told]] = []
-    wrapper: ClassVar[Any] = None
-    above: ClassVar[Any] = None  # what was in its place, if anything was
+def _attach_to_item() -> Attachment:
+    original: Any = Tensor.item
+    before = Tensor.__dict__.get("item")  # None: it is inherited
 
-    @classmethod
-    def attach(cls) -> None:
-        original: Any = Tensor.item
+    def item(self: Tensor, /) -> Any:
+        value = original(self)
+        # A float that is not finite; an int is not, nor a symbol while a graph is exported.
+        if type(value) is float and value - value != 0:
+            _tell_number(self, value, sys._getframe(1))
+        return value
 
-        def item(self: Tensor, /) -> Any:
-            value = original(self)
-            # A float that is not finite; an int is not, nor a symbol while a graph is exported.
-            if type(value) is float and value - value != 0:
-                cls.tell(self, value, sys._getframe(1))
-            return value
-
-        _leave_to_interpreter(item.__code__)
-        functools.update_wrapper(item, original)
-        cls.above = Tensor.__dict__.get("item")
-        cls.wrapper = item
-        setattr(Tensor, "item", item)  # noqa: B010  mypy knows it as a method
-
-    @classmethod
-    def tell(cls, tensor: Tensor, value: float, frame: FrameType) -> None:
-        for told in tuple(cls.listeners):
-            try:
-                told(tensor, value, frame)
-            except Exception:  # our bug is never their crash
-                cls.listeners.remove(told)
-                logger.exception("stayfinite failed while a value was read; it looks no more")
-
-    @classmethod
-    def forget(cls, told: Told) -> None:
-        if told in cls.listeners:
-            cls.listeners.remove(told)
-        if cls.listeners or Tensor.__dict__.get("item") is not cls.wrapper:
+    def restore() -> None:
+        if Tensor.__dict__.get("item") is not item:
             return
-        if cls.above is None:
-            del Tensor.item  # it is inherited
+        if before is None:
+            del Tensor.item
         else:
-            setattr(Tensor, "item", cls.above)  # noqa: B010
-        cls.wrapper = cls.above = None
+            setattr(Tensor, "item", before)  # noqa: B010
+
+    _leave_to_interpreter(item.__code__)
+    functools.update_wrapper(item, original)
+    setattr(Tensor, "item", item)  # noqa: B010  mypy knows it as a method
+    return Attachment(restore)
+
+
+def _tell_number(tensor: Tensor, value: float, frame: FrameType) -> None:
+    for told in tuple(_number_listeners.all) if not alone else ():
+        try:
+            told(tensor, value, frame)
+        except Exception:  # our bug is never their crash
+            _number_listeners.all.remove(told)
+            logger.exception("stayfinite failed while a value was read; it looks no more")
+
+
+_number_listeners: _Listeners[Told] = _Listeners(_attach_to_item)
 
 
 def _leave_to_interpreter(code: Any) -> None:

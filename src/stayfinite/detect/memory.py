@@ -34,17 +34,16 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _functorch.peek_interpreter_stack() is None and _no_fake_mode():
+        is_real = (
+            torch._C._len_torch_dispatch_stack() == 0 or torch._C._get_dispatch_mode(_FAKE) is None
+        )
+        if is_real and _functorch.peek_interpreter_stack() is None:
             with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
                 return function(*args, **kwargs)
         with temporarily_clear_interpreter_stack(), unset_fake_temporarily():
             return inner(*args, **kwargs)
 
     return inner
-
-
-def _no_fake_mode() -> bool:
-    return torch._C._len_torch_dispatch_stack() == 0 or torch._C._get_dispatch_mode(_FAKE) is None
 
 
 def float_parts(value: Any) -> Iterator[Tensor]:
@@ -57,7 +56,12 @@ def float_parts(value: Any) -> Iterator[Tensor]:
     """
     for part in plain_parts(value):
         if part.is_complex():
-            yield from real_and_imaginary(part)
+            if not part.is_conj():
+                yield torch.view_as_real(part)
+                continue
+            both = torch.view_as_real(part.conj())
+            yield both[..., 0]
+            yield both[..., 1]._neg_view()
         elif part.is_floating_point() and is_readable(part.dtype):
             yield part
 
@@ -67,16 +71,6 @@ def is_readable(dtype: torch.dtype) -> bool:
     if dtype in _INTEGERS or dtype.is_complex:
         return True
     return dtype.is_floating_point and dtype not in _PACKED
-
-
-def real_and_imaginary(tensor: Tensor) -> Iterator[Tensor]:
-    """Real views of a complex tensor."""
-    if not tensor.is_conj():
-        yield torch.view_as_real(tensor)
-        return
-    both = torch.view_as_real(tensor.conj())
-    yield both[..., 0]
-    yield both[..., 1]._neg_view()
 
 
 def plain_parts(value: Any) -> Iterator[Tensor]:
@@ -103,20 +97,11 @@ def _is_ordinary(tensor: Tensor) -> bool:
     )
 
 
-def _is_absent(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) or is_lazy(tensor) or tensor.is_meta
-
-
 def _nested_tensors(tensor: Any) -> tuple[Tensor, ...]:
     # With lengths there are holes between the rows, and they may hold anything.
     if tensor.layout is torch.jagged and tensor._lengths is None:
         return (tensor._values,)
     return tuple(tensor.unbind())
-
-
-def _flattened(tensor: Any) -> list[Any]:
-    names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
 
 
 def _scales(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -125,19 +110,21 @@ def _scales(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor.q_per_channel_scales(),)
 
 
-def _valid_only(tensor: Any) -> tuple[Tensor, ...]:
-    # Masked-out elements may be non-finite; only a copy tells them apart.
-    return (tensor._masked_data.masked_fill(~tensor._masked_mask, 0),)
-
-
 _WRAPPERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
     (_functorch.is_functorch_wrapped_tensor, lambda t: (_functorch.get_unwrapped(t),)),
-    (_is_absent, lambda t: ()),
+    (lambda t: isinstance(t, FakeTensor) or is_lazy(t) or t.is_meta, lambda t: ()),
     # A collective that may still be under way.
     (lambda t: hasattr(t, "trigger_wait"), lambda t: (t.trigger_wait(),)),
     (lambda t: t.is_nested, _nested_tensors),
-    (lambda t: hasattr(t, "__tensor_flatten__"), _flattened),
-    (lambda t: hasattr(t, "_masked_data"), _valid_only),
+    (
+        lambda t: hasattr(t, "__tensor_flatten__"),
+        lambda t: [getattr(t, name) for name in t.__tensor_flatten__()[0]],
+    ),
+    # Masked-out elements may be non-finite; only a copy tells them apart.
+    (
+        lambda t: hasattr(t, "_masked_data"),
+        lambda t: (t._masked_data.masked_fill(~t._masked_mask, 0),),
+    ),
     (lambda t: t.layout is torch.sparse_coo, lambda t: (t._values(),)),
     # The packed memory of mkldnn cannot be read in place.
     (lambda t: t.is_mkldnn, lambda t: (t.to_dense(),)),

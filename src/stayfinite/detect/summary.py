@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ def summarize(name: str, tensor: Tensor) -> TensorSummary:
     laid out like the shape (compressed sparse, nested, shards).
     """
     parts = [part for part in plain_parts(tensor) if is_readable(part.dtype)]
-    tally = _tally(parts, scale=1.0)
+    tally = _Tally(parts, scale=1.0)
     if not math.isfinite(tally.squares):
-        tally = _tally(parts, scale=_SHRINK)
+        tally = _Tally(parts, scale=_SHRINK)
     return TensorSummary(
         name=name,
         shape=shape_of(tensor),
@@ -56,47 +56,41 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(size if type(size) is int else -1 for size in tensor.shape)
 
 
-def _no_counts() -> dict[str, int]:
-    kinds = ("nan_count", "pos_inf_count", "neg_inf_count", "zero_count", "negative_count")
-    return dict.fromkeys(kinds, 0)
-
-
-@dataclass
 class _Tally:
-    """What has been counted so far; mean and squares (about the mean) are in units of 1/scale."""
+    """What there is in the parts; mean and squares (about the mean) are in units of 1/scale."""
 
-    scale: float
-    counts: dict[str, int] = field(default_factory=_no_counts)
-    finite: int = 0
-    min: float = math.inf
-    max: float = -math.inf
-    mean: float = 0.0
-    squares: float = 0.0
-    first_bad: tuple[int, ...] | None = None
-    bins: Tensor | None = None
+    def __init__(self, parts: list[Tensor], *, scale: float) -> None:
+        self.scale = scale
+        self.counts: Counter[str] = Counter()
+        self.finite = 0
+        self.min, self.max, self.mean, self.squares = math.inf, -math.inf, 0.0, 0.0
+        self.first_bad: tuple[int, ...] | None = None
+        self.bins: Tensor | None = None
+        for part in parts:
+            for start, piece in pieces(part):
+                self._add(start, piece)
 
-    def add(self, start: tuple[int, ...], piece: Tensor) -> None:
-        values = _components(piece)
+    def _add(self, start: tuple[int, ...], piece: Tensor) -> None:
+        # On the host in double precision: one row for each element.
+        piece = piece.to("cpu")
+        is_complex = piece.is_complex()
+        real = torch.view_as_real(piece.resolve_conj()) if is_complex else piece.resolve_neg()
+        values = real.to(torch.float64).reshape(piece.numel(), -1)
         finite = values.isfinite()
-        self._count("zero_count", (values == 0).all(-1))
-        self._count("negative_count", (values < 0).any(-1))
+        masks = {"zero_count": (values == 0).all(-1), "negative_count": (values < 0).any(-1)}
         if not finite.all():
-            self._add_bad(values)
-            bad = int(finite.all(-1).logical_not().to(torch.uint8).argmax())
-            self.first_bad = self.first_bad or _index(start, piece, bad)
+            masks["nan_count"] = nan = values.isnan().any(-1)
+            masks["pos_inf_count"] = above = (values == math.inf).any(-1) & ~nan
+            masks["neg_inf_count"] = (values == -math.inf).any(-1) & ~nan & ~above
+            if self.first_bad is None:
+                bad = finite.all(-1).logical_not().to(torch.uint8).argmax()
+                index = [int(number) for number in torch.unravel_index(bad, piece.shape)]
+                padded = [0] * (len(start) - len(index)) + index
+                self.first_bad = tuple(map(sum, zip(start, padded, strict=True)))
             values = values[finite]
+        self.counts.update({kind: int(mask.sum()) for kind, mask in masks.items()})
         if values.numel():
             self._add_finite(values)
-
-    def _count(self, kind: str, mask: Tensor) -> None:
-        self.counts[kind] += int(mask.sum())
-
-    def _add_bad(self, values: Tensor) -> None:
-        nan = values.isnan().any(-1)
-        above = (values == math.inf).any(-1) & ~nan
-        self._count("nan_count", nan)
-        self._count("pos_inf_count", above)
-        self._count("neg_inf_count", (values == -math.inf).any(-1) & ~nan & ~above)
 
     def _add_finite(self, values: Tensor) -> None:
         low, high = values.aminmax()
@@ -143,30 +137,6 @@ def _limit(index: int) -> float:
         if distance < _MOST - _LEAST + 1
         else sys.float_info.max
     )
-
-
-def _tally(parts: list[Tensor], *, scale: float) -> _Tally:
-    tally = _Tally(scale=scale)
-    for part in parts:
-        for start, piece in pieces(part):
-            tally.add(start, piece)
-    return tally
-
-
-def _components(piece: Tensor) -> Tensor:
-    """The piece on the host in double precision: one row for each element."""
-    piece = piece.to("cpu")
-    real = torch.view_as_real(piece.resolve_conj()) if piece.is_complex() else piece.resolve_neg()
-    return real.to(torch.float64).reshape(piece.numel(), -1)
-
-
-def _index(start: tuple[int, ...], piece: Tensor, position: int) -> tuple[int, ...]:
-    inside: list[int] = []
-    for size in reversed(piece.shape):
-        position, remainder = divmod(position, size)
-        inside.insert(0, remainder)
-    padded = [0] * (len(start) - len(inside)) + inside
-    return tuple(first + more for first, more in zip(start, padded, strict=True))
 
 
 def _in_tensor(

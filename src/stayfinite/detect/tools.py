@@ -14,8 +14,9 @@ from stayfinite.detect.detector import bad_reports, report_on, require_model, re
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.summary import summarize
 from stayfinite.errors import InputError, NonFiniteError
-from stayfinite.nested import named_gradients, named_tensors
+from stayfinite.nested import Named, named_gradients, named_tensors
 from stayfinite.records import TensorSummary
+from stayfinite.safely import Safely
 
 logger = logging.getLogger("stayfinite")
 _MOST_NAMES = 5
@@ -33,7 +34,9 @@ def check_tensor(tensor: Tensor, name: str = "tensor") -> Tensor:
     report = report_on(name, require_tensor(tensor, "check_tensor"))
     if not report.has_nan:
         return tensor
-    raise NonFiniteError(_bad_text(summarize(name, tensor)), report=report)
+    summary = summarize(name, tensor)
+    text = f"{name} is not finite: {_counts_text(summary)}; {_shape_text(summary)}."
+    raise NonFiniteError(text, report=report)
 
 
 def check_gradients(model: nn.Module, name: str = "model") -> bool:
@@ -74,8 +77,7 @@ def attach_nan_hooks(
     stayfinite.errors.NonFiniteError: 0 (Linear): BAD, from finite input
     ...
     """
-    _require_module(model, "attach_nan_hooks")
-    return NaNHooks(model, verbose=verbose, file=file, raises=True)
+    return NaNHooks(model, "attach_nan_hooks", verbose=verbose, file=file, raises=True)
 
 
 def enable_nan_hooks(
@@ -94,25 +96,23 @@ def enable_nan_hooks(
     0 (Linear): BAD, from finite input
     ...
     """
-    _require_module(model, "enable_nan_hooks")
-    return NaNHooks(model, verbose=verbose, file=file, raises=False)
-
-
-def _require_module(model: Any, call: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{call} got a {type(model).__name__}; it accepts a torch.nn.Module.")
+    return NaNHooks(model, "enable_nan_hooks", verbose=verbose, file=file, raises=False)
 
 
 class NaNHooks:
     """The hooks on a model; a collection of their handles."""
 
     def __init__(
-        self, model: nn.Module, *, verbose: bool, file: TextIO | None, raises: bool
+        self, model: nn.Module, call: str, *, verbose: bool, file: TextIO | None, raises: bool
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"{call} got a {type(model).__name__}; it accepts a torch.nn.Module.")
         self._verbose = verbose
         self._file = file
         self._raises = raises
-        self._failed = False
+        self._safely = Safely(
+            "stayfinite failed inside a forward hook; the model goes on", passing=NonFiniteError
+        )
         self._inputs: dict[str, list[TensorSummary]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
@@ -139,29 +139,20 @@ class NaNHooks:
     def _attach(self, name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not is_compiling():
-                self._guarded(self._before, name, module, (args, kwargs))
+                with self._safely:
+                    self._before(name, module, _inputs(args, kwargs))
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not is_compiling():
-                self._guarded(self._after, name, module, (args, kwargs), output)
+                with self._safely:
+                    self._after(name, module, (args, kwargs), output)
 
         self._handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True),
         ]
 
-    def _guarded(self, function: Any, *args: Any) -> None:
-        try:
-            function(*args)
-        except NonFiniteError:
-            raise
-        except Exception:
-            if not self._failed:
-                logger.exception("stayfinite failed inside a forward hook; the model goes on")
-            self._failed = True
-
-    def _before(self, name: str, module: nn.Module, given: Any) -> None:
-        inputs = _inputs(given)
+    def _before(self, name: str, module: nn.Module, inputs: list[Named]) -> None:
         self._inputs.pop(name, None)
         # A layer that works in place changes its input, so it is described before.
         if self._verbose or getattr(module, "inplace", False) or not _finite(inputs):
@@ -173,30 +164,25 @@ class NaNHooks:
         is_finite = _finite(outputs)
         if is_finite and not self._verbose:
             return
-        inputs = _summaries(_inputs(given)) if described is None else described
+        inputs = _summaries(_inputs(*given)) if described is None else described
         text = _layer_text(name, module, inputs, _summaries(outputs))
         if self._verbose or not self._raises:
             print(text, file=self._file)
         if self._raises and not is_finite:
-            bad = bad_reports((_under(name, path), tensor) for path, tensor in outputs)
+            bad = bad_reports((f"{name}.{path}".lstrip("."), tensor) for path, tensor in outputs)
             raise NonFiniteError(text, report=bad[0])
 
 
-def _under(layer: str, path: str) -> str:
-    return f"{layer}.{path}" if layer else path
-
-
-def _inputs(given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Tensor]]:
-    args, kwargs = given
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Named]:
     named = [*named_tensors(args, "input"), *named_tensors(kwargs, "input")]
     return [("input", tensor) for _, tensor in named] if len(named) == 1 else named
 
 
-def _finite(named: Iterable[tuple[str, Tensor]]) -> bool:
+def _finite(named: Iterable[Named]) -> bool:
     return all_finite(tensor for _, tensor in named)
 
 
-def _summaries(named: Iterable[tuple[str, Tensor]]) -> list[TensorSummary]:
+def _summaries(named: Iterable[Named]) -> list[TensorSummary]:
     return [summarize(name, tensor) for name, tensor in named]
 
 
@@ -205,32 +191,22 @@ def _layer_text(
 ) -> str:
     kind = type(module).__name__
     title = f"{name} ({kind})" if name else f"the whole model ({kind})"
-    lines = [f"  {_range_text(summary)}" for summary in (*inputs, *outputs)]
-    return "\n".join([f"{title}: {_verdict(module, inputs, outputs)}", *lines])
-
-
-def _verdict(module: nn.Module, inputs: list[TensorSummary], outputs: list[TensorSummary]) -> str:
+    weights = module.named_parameters(recurse=False)
     if not any(summary.bad_count for summary in outputs):
-        return "output is finite"
-    own = [
-        name for name, weight in module.named_parameters(recurse=False) if not all_finite([weight])
-    ]
-    if any(summary.bad_count for summary in inputs):
-        return "BAD, and so was its input"
-    if own:
-        return f"BAD, because of its own {', '.join(own)}"
-    return "BAD, from finite input"
-
-
-def _range_text(summary: TensorSummary) -> str:
-    text = f"{summary.name} {_shape_text(summary)}"
-    if summary.min is not None and summary.max is not None:
-        text += f" from {summary.min:.4g} to {summary.max:.4g}"
-    return f"{text}; {_counts_text(summary)}" if summary.bad_count else text
-
-
-def _bad_text(summary: TensorSummary) -> str:
-    return f"{summary.name} is not finite: {_counts_text(summary)}; {_shape_text(summary)}."
+        verdict = "output is finite"
+    elif any(summary.bad_count for summary in inputs):
+        verdict = "BAD, and so was its input"
+    elif own := [weight_name for weight_name, weight in weights if not all_finite([weight])]:
+        verdict = f"BAD, because of its own {', '.join(own)}"
+    else:
+        verdict = "BAD, from finite input"
+    lines = [f"{title}: {verdict}"]
+    for summary in (*inputs, *outputs):
+        line = f"  {summary.name} {_shape_text(summary)}"
+        if summary.min is not None and summary.max is not None:
+            line += f" from {summary.min:.4g} to {summary.max:.4g}"
+        lines.append(f"{line}; {_counts_text(summary)}" if summary.bad_count else line)
+    return "\n".join(lines)
 
 
 def _shape_text(summary: TensorSummary) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite
 from stayfinite.errors import TrainingAbortedError
+from stayfinite.nested import named_tensors
 from stayfinite.safely import Safely
 from stayfinite.training import HiddenGradients, gradients_of, pairs_of, params_of
 
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
 
 Closure: TypeAlias = Callable[..., Any]
 
-logger = logging.getLogger("stayfinite")
+alone: list[StepListener] = []
+"""While a step is run again there is one listener for it, and no other hears of anything."""
+
+
+def is_muted(listener: object) -> bool:
+    """Whether another listener runs a step again just now."""
+    return bool(alone) and alone[-1] is not listener
 
 
 STEP_FAILED = "stayfinite failed inside a step; the step goes on without it"
@@ -32,12 +40,20 @@ STEP_FAILED = "stayfinite failed inside a step; the step goes on without it"
 class WatchedOptimizer:
     """The two hooks of one optimizer, and what they must remember between them.
 
-    It keeps no reference to the optimizer, so it does not keep it alive.
+    It does not keep the optimizer alive, and calls `gone` when that is no more. Without a
+    `before_handle`, a global hook judges in its place.
     """
 
     def __init__(
-        self, optimizer: Optimizer, listener: StepListener, *, defer: bool, safely: Safely
+        self,
+        optimizer: Optimizer,
+        listener: StepListener,
+        *,
+        defer: bool,
+        safely: Safely,
+        gone: Callable[[object], object],
     ) -> None:
+        self.optimizer = weakref.ref(optimizer, gone)
         self._listener = listener
         self._judge = listener.judge
         self._stepped = listener.stepped
@@ -52,12 +68,22 @@ class WatchedOptimizer:
         self._vetoed: bool | None = False
         self._unclean = False
         self._depth = 0
+        self.after_handle = optimizer.register_step_post_hook(self.after)
+        self.before_handle: RemovableHandle | None = None
+
+    def judge_last(self, optimizer: Optimizer) -> None:
+        """Have the pre-hook called, after all others: those that clip."""
+        if self.before_handle is None:
+            self.before_handle = optimizer.register_step_pre_hook(self.before)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        if next(reversed(hooks)) != self.before_handle.id:
+            hooks.move_to_end(self.before_handle.id)
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The pre-hook; it must come last, after hooks that clip."""
-        if is_dynamo_compiling():
+        """The pre-hook."""
+        if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return None
         return self.judge(optimizer, args, kwargs)
 
@@ -67,7 +93,10 @@ class WatchedOptimizer:
         """Look at the gradients of the step that is about to run, now or in its closure."""
         try:
             if self._depth and (above := _steps_above(optimizer)):
-                self._look_inside(optimizer, args, kwargs, depth=above + 1)
+                # A step() that calls super().step(), which torch has given the same hooks.
+                self._depth = above + 1
+                if not self._hidden and _closure(args, kwargs) is None:  # else it is wrapped
+                    self._look(optimizer)
                 return None
             if self._unclean:  # a raising step() skips the post-hook
                 self._clean(optimizer)
@@ -76,9 +105,12 @@ class WatchedOptimizer:
             self._vetoed = False
             self._depth = 1
             if len(args) > 1 or kwargs:
-                wrapped = self._with_closure(optimizer, args, kwargs)
-                if wrapped is not None:
-                    return wrapped
+                closure = _closure(args, kwargs)
+                if closure is not None:
+                    judged = self._wrap(optimizer, closure)
+                    if "closure" in kwargs:
+                        return args, {**kwargs, "closure": judged}
+                    return (args[0], judged, *args[2:]), kwargs
             self._look(optimizer)
         except TrainingAbortedError:
             raise
@@ -88,7 +120,7 @@ class WatchedOptimizer:
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The post-hook; it must come first, so that others find the gradients in place."""
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or (alone and is_muted(self._listener)):
             return
         self._depth -= 1
         if self._depth > 0:
@@ -118,6 +150,9 @@ class WatchedOptimizer:
 
     def release(self, optimizer: Optimizer) -> None:
         """Leave the optimizer as it would be without us; a late flag can still be read."""
+        if self.before_handle is not None:
+            self.before_handle.remove()
+        self.after_handle.remove()
         if self._unclean:
             self._clean(optimizer)
 
@@ -128,17 +163,11 @@ class WatchedOptimizer:
         elif self._judge(optimizer, gradients, on_device=False):
             self._answer(optimizer, BAD)
 
-    def _look_inside(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, depth: int
-    ) -> None:
-        """For a step() that calls super().step(), which torch has given the same hooks."""
-        self._depth = depth
-        if not self._hidden and _closure(args, kwargs) is None:  # else it is wrapped already
-            self._look(optimizer)
-
     def _look_on_device(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
         may_defer = self._defer and is_ready(optimizer)
-        may_read = not is_capturing(gradients)
+        # While a CUDA graph is recorded nothing may be read.
+        is_cuda = bool(gradients) and gradients[0].is_cuda
+        may_read = not (is_cuda and torch.cuda.is_current_stream_capturing())
         if not (may_defer or may_read):
             return
         flag = self._judge(optimizer, gradients, on_device=True)
@@ -146,18 +175,15 @@ class WatchedOptimizer:
             return
         flag = with_scaler(optimizer, torch.as_tensor(flag))
         if may_defer:
-            self._leave_to_device(optimizer, flag, read_late=may_read)
+            if self._installed is not None:
+                self._installed.take_away(optimizer)
+            self._installed = InstalledFlag(optimizer, flag)
+            self._unclean = True
+            if may_read:
+                self._late = LateFlag(flag)
+                self._vetoed = None
         elif answer := flag.item():  # host sync
             self._answer(optimizer, int(answer))
-
-    def _leave_to_device(self, optimizer: Optimizer, flag: Tensor, *, read_late: bool) -> None:
-        if self._installed is not None:
-            self._installed.take_away(optimizer)
-        self._installed = InstalledFlag(optimizer, flag)
-        self._unclean = True
-        if read_late:
-            self._late = LateFlag(flag)
-            self._vetoed = None
 
     def _answer(self, optimizer: Optimizer, answer: int) -> None:
         if answer != BAD:
@@ -194,34 +220,22 @@ class WatchedOptimizer:
         self._clean(optimizer)
         if copy is None:
             return
-        if self._vetoed or (copy.ends_badly(optimizer) and self._undo_refused(optimizer, copy)):
-            self._vetoed = True
-            copy.restore(optimizer)
-
-    def _undo_refused(self, optimizer: Optimizer, copy: LBFGSCopy) -> bool:
         try:
-            return self._is_refused(optimizer)
+            if not self._vetoed and copy.ends_badly(optimizer):
+                self._vetoed = self._is_refused(optimizer)
         except TrainingAbortedError:
             copy.restore(optimizer)
             raise
+        if self._vetoed:
+            copy.restore(optimizer)
 
     def _fail(self, error: Exception) -> None:
         self._safely.note(error)
         self._hidden.give_back()
 
-    def _with_closure(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = _closure(args, kwargs)
-        if closure is None:
-            return None
-        judged = self._wrap(optimizer, closure)
-        self._looked = False
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": judged}
-        return (args[0], judged, *args[2:]), kwargs
-
     def _wrap(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        self._listener.begins(optimizer)
+        self._looked = False
         if isinstance(optimizer, LBFGS):
             self._copy = LBFGSCopy(optimizer)
             self._unclean = True
@@ -234,16 +248,13 @@ class WatchedOptimizer:
 
         return judged
 
-    def _look_on_the_way(self, optimizer: Optimizer, copy: LBFGSCopy) -> None:
-        if self._judge(optimizer, gradients_of(optimizer), on_device=False):  # host sync
-            copy.note_bad_point(optimizer)
-
     def _after_closure(self, optimizer: Optimizer) -> None:
         try:
             if self._vetoed:  # refused at an earlier call in this same step
                 self._hide(optimizer)
             elif self._copy is not None and self._looked:
-                self._look_on_the_way(optimizer, self._copy)
+                if self._judge(optimizer, gradients_of(optimizer), on_device=False):  # host sync
+                    self._copy.note_bad_point(optimizer)
             else:
                 self._looked = True
                 self._look(optimizer)
@@ -295,19 +306,15 @@ def is_ready(optimizer: Optimizer) -> bool:
     on a first step fused SGD would keep an uninitialised momentum buffer.
     """
     for group in optimizer.param_groups:
-        if not group.get("fused") or not _has_state(optimizer.state, group):
+        if not group.get("fused"):
             return False
-    return True
-
-
-def _has_state(states: Any, group: dict[str, Any]) -> bool:
-    if group.get("momentum", 1) == 0:  # plain SGD keeps none
-        return True
-    for param in group["params"]:
-        if param.grad is not None:
-            state = states.get(param)
-            if not state or state.get("momentum_buffer", state) is None:
-                return False
+        if group.get("momentum", 1) == 0:  # plain SGD keeps no state
+            continue
+        for param in group["params"]:
+            if param.grad is not None:
+                state = optimizer.state.get(param)
+                if not state or state.get("momentum_buffer", state) is None:
+                    return False
     return True
 
 
@@ -371,11 +378,6 @@ class InstalledFlag:
             given["found_inf"] = self._before
 
 
-def is_capturing(tensors: list[Tensor]) -> bool:
-    """Whether a CUDA graph is being recorded, in which nothing may be read."""
-    return bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 class LBFGSCopy:
     """Parameters and state of an LBFGS, which moves through several points within one step.
 
@@ -397,9 +399,8 @@ class LBFGSCopy:
         params = params_of(optimizer)
         if any(all(map(torch.equal, params, point)) for point in self._bad_points):
             return True
-        values = [value for state in optimizer.state.values() for value in _flat(state.values())]
-        numbers = [torch.tensor(v) if isinstance(v, float) else v for v in values]
-        return not all_finite([*params, *numbers])  # host sync
+        states = (tensor for _, tensor in named_tensors(list(optimizer.state.values()), ""))
+        return not all_finite([*params, *states])  # host sync
 
     def restore(self, optimizer: Optimizer) -> None:
         with torch.no_grad():
@@ -411,16 +412,10 @@ class LBFGSCopy:
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors inside its lists are never written to, only replaced."""
-    return {key: _copy_value(value) for key, value in state.items()}
-
-
-def _copy_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return list(value) if isinstance(value, list) else value
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from value if isinstance(value, list) else [value]
+    copied = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            copied[key] = value.clone()
+        elif isinstance(value, list):  # the tensors inside are never written to, only replaced
+            copied[key] = list(value)
+    return copied

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from stayfinite.budget import Budget
 from stayfinite.causes import cause_of
+from stayfinite.domains import HALVES
 from stayfinite.explain.proof import is_seen_in_values
 from stayfinite.records import REPEATED, Diagnosis, NaNType, Origin
 from stayfinite.text import in_words
@@ -489,7 +490,6 @@ def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
     return [each for each in found if each is not None]
 
 
-_LOW = {"float16", "bfloat16"}
 _ROUNDS = 2  # with one, chance would be taken for proof once in thirty times
 OUT_OF_TIME = "there was no time for more experiments"
 
@@ -583,7 +583,7 @@ def _proves(finding: Finding, diagnosis: Diagnosis, origin: Origin, is_diverging
     if finding.experiment == "guarded":
         return not is_diverging and is_seen_in_values(diagnosis.cause, origin)
     dtypes = {each.dtype for each in origin.outputs}
-    is_low = bool(dtypes) and dtypes <= _LOW and cause_of(diagnosis.cause).cured_by_float32
+    is_low = bool(dtypes) and dtypes <= set(HALVES) and cause_of(diagnosis.cause).cured_by_float32
     return finding.experiment == "float32" and not is_diverging and is_low
 
 

@@ -8,12 +8,13 @@ import statistics
 from dataclasses import dataclass
 
 from stayfinite.causes import cause_of
+from stayfinite.domains import HALVES
 from stayfinite.records import Diagnosis, Incident, NaNType, Origin
+from stayfinite.text import count
 
 # Names that say what the operation was given: it must have been given that.
 _AT_ZERO = ("log_of_zero", "division_by_zero", "sqrt_grad_at_zero", "norm_grad_at_zero")
 _BELOW_ZERO = ("log_of_negative", "sqrt_of_negative", "pow_of_negative")
-_HALVES = ("float16", "bfloat16")
 _OF_HALVES = ("low_precision_overflow", "mask_value_overflow", "optimizer_eps")
 
 
@@ -24,7 +25,7 @@ def is_seen_in_values(cause: str, origin: Origin) -> bool:
     so that one holds proves nothing; and where several operations play together (0 * log 0, a norm
     under a where) it has several true names.
     """
-    if any(each.dtype in _HALVES for each in origin.inputs) and cause not in _OF_HALVES:
+    if any(each.dtype in HALVES for each in origin.inputs) and cause not in _OF_HALVES:
         return False  # it may be the precision
     if cause in _AT_ZERO and not any(each.zero_count for each in origin.inputs):
         return False
@@ -33,6 +34,7 @@ def is_seen_in_values(cause: str, origin: Origin) -> bool:
     return cause_of(cause).provable
 
 
+IN_PLACE = "With this change the same step is finite"
 _RUNS_AWAY = 10.0  # times all losses before it
 _SPIKE = 100.0
 _FEW = 5
@@ -98,7 +100,7 @@ def _calm(losses: list[float]) -> list[float]:
 def evidence_of(trial: Trial, what: str) -> str:
     """The verification in one sentence."""
     loss = f", loss {trial.losses[-1]:.3g}" if trial.losses else ""
-    steps = "1 step" if trial.steps == 1 else f"{trial.steps} steps"
+    steps = count(trial.steps, "step")
     is_whole = trial.exit_code == 0 and not trial.was_refused
     extent = f"all its {steps}" if is_whole else f"{steps} so far"
     return f"With this change: finite for {extent}{loss}. {what}"

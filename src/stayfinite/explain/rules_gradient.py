@@ -5,7 +5,7 @@ There a finite value has a derivative that is not, or would be finite in float32
 
 from __future__ import annotations
 
-from stayfinite.domains import ARCS, ARCS_OF_LARGE, LOGS, ROOTS
+from stayfinite.domains import ARCS, ARCS_OF_LARGE, HALVES, LOGS, ROOTS
 from stayfinite.explain.clue import Clue, diagnosis, number, rule
 from stayfinite.records import Diagnosis, NaNType
 
@@ -191,7 +191,7 @@ def overflow(clue: Clue) -> Diagnosis | None:
 
 def underflow(clue: Clue) -> Diagnosis | None:
     """A small number that is 0 in 16 bits and then divides or is logged."""
-    halves = [item for item in clue.origin.inputs if item.dtype in ("float16", "bfloat16")]
+    halves = [item for item in clue.origin.inputs if item.dtype in HALVES]
     if clue.op not in _DOMAIN or not any(item.zero_count for item in halves):
         return None
     if clue.dtype == "bfloat16":  # it has float32's range: a zero there is one, less a difference

@@ -54,7 +54,7 @@ def _divides_by_zero(clue: Clue) -> bool:
 
 # A hand-written optimizer that divides by zero.
 division_in_optimizer = rule(
-    lambda clue: _divides_by_zero(clue),
+    _divides_by_zero,
     "division_by_zero_optimizer",
     "The optimizer divided by zero in `{clue.expression}`.",
     "Keep that denominator away from 0: `x.clamp_min(1e-8)`, or take the other branch of the "

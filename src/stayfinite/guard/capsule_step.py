@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from stayfinite.capsule import limits
 from stayfinite.capsule.contents import Capsule, CodeReference, State
 from stayfinite.capsule.make import (
+    LARGEST_BATCH,
     Redact,
     batch_of,
     batch_size,
     birth_of,
-    copied,
+    copy_of,
     environment,
+    incident_for_capsule,
     own_code,
     state_of,
-    told,
     versions,
 )
 from stayfinite.checkpoint.modules import Members
@@ -89,13 +89,13 @@ def keep_step(job: Job, calls: list[Call], kept: Kept | None, *, step: int) -> K
     state, note = state_of(members_of(job))
     batch: tuple[Any, ...] = tuple(each for _, each in calls)
     size, too_large = batch_size(batch), None
-    if size > limits.BATCH:  # what is kept in memory is never large
-        batch, most = (), limits.BATCH
+    if size > LARGEST_BATCH:  # what is kept in memory is never large
+        batch, most = (), LARGEST_BATCH
         too_large = f"the batch has {size:,} bytes, and is not in it: {most:,} are possible"
     return KeptStep(
         step=step,
         function=calls[0][0],
-        batch=tuple(map(copied, batch)),
+        batch=tuple(map(copy_of, batch)),
         state=state,
         notes=tuple(each for each in (note, too_large) if each is not None),
         random=dict(vars(RandomState.capture())),
@@ -149,7 +149,7 @@ def _completed(made: Capsule, root: str, files: Iterable[str], *, with_source: b
     )
     return dataclasses.replace(
         made,
-        incident=told(made.incident, with_source=with_source),
+        incident=incident_for_capsule(made.incident, with_source=with_source),
         code=reference,
         sources=code.sources if with_source else (),
         versions=versions(),

@@ -162,9 +162,3 @@ class Post:
 def free_post() -> Post | None:
     """The post over this process, if there is one whose place can be taken."""
     return next((post for post in _open if post.is_free), None)
-
-
-class WithoutSnapshots(Job):
-    """A job that ends with its first bad step, and needs no memory for going back."""
-
-    takes_snapshots = False

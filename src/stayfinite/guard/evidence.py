@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.detector import bad_reports
 from stayfinite.detect.finite import all_finite, finite_norm, known_norm, largest, surely_finite
+from stayfinite.detect.memory import float_parts
 from stayfinite.distributed import rank, world_size
 from stayfinite.explain.clue import Context, History, OptimizerFacts, Ranges, weight_growth
 from stayfinite.living import Names, leaves_of, living, one_look, running_statistics
@@ -115,12 +116,11 @@ class Evidence:
         self.skips_in_a_row = 0
         self.bad_keys: list[str] = []
         self.bad_inputs: dict[str, Tensor] = {}
-        self._initial_weights: Ranges = {}
+        self._first_sizes: list[tuple[weakref.ref[Tensor], tuple[Tensor, Tensor]]] = []
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._normalisers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._bootstrap_steps = 0
-        self._twice_called_steps = 0
+        self._followed_steps = self._bootstrap_steps = self._twice_called_steps = 0
         self._latest: Callable[[], Optimizer | None] = lambda: None
         self._turns = 0  # how often another optimizer than the one before has stepped
 
@@ -190,10 +190,20 @@ class Evidence:
         return max(self._tallies, key=lambda tally: (tally.share, tally.count))
 
     def first_look(self, optimizer: Optimizer) -> None:
-        """Before an optimizer's first update: how large are its weights?"""
+        """Before an optimizer's first update: how large are its weights? Read only if needed."""
         if optimizer not in self._met:
             self._met.add(optimizer)
-            self._initial_weights.update(weight_ranges(params_of(optimizer)))
+            params = params_of(optimizer)
+            self._first_sizes += [(weakref.ref(p), s) for p in params if (s := _sizes(p))]
+
+    def _initial_ranges(self) -> Ranges:
+        """(largest magnitude, standard deviation) of the parameters before their first update."""
+        alive = [(param, sizes) for ref, sizes in self._first_sizes if (param := ref()) is not None]
+        names = Names()
+        return {
+            names.tensor(param) or f"parameter {number}": (float(sizes[0]), float(sizes[1]))
+            for number, (param, sizes) in enumerate(alive)  # host sync
+        }
 
     def registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         """A module gets a buffer: running statistics are looked at from time to time."""
@@ -265,10 +275,18 @@ class Evidence:
         self._most = max(self._most, updates.tally.count)
         self.grad_norm = self.bad_loss = None
         self.bad_inputs.clear()
-        if kinds := self._kinds:
-            self._bootstrap_steps += any(grad and (name, False) in kinds for name, grad in kinds)
-            self._twice_called_steps += any(n > 1 and grad for (_, grad), n in self._calls.items())
+        if self._kinds:
+            self._followed_steps += 1
+            self._bootstrap_steps += self._bootstraps()
+            self._twice_called_steps += self._calls_twice()
             self._calls, self._kinds = {}, {}
+
+    def _bootstraps(self) -> bool:
+        """Whether in this step one build of module was called with and without gradients."""
+        return any(grad and (name, False) in self._kinds for name, grad in self._kinds)
+
+    def _calls_twice(self) -> bool:
+        return any(count > 1 and grad for (_, grad), count in self._calls.items())
 
     def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A top-level module is called: remember how large its inputs are, and in which mode."""
@@ -298,10 +316,15 @@ class Evidence:
         # Before the first update, what the called modules have.
         params = [param for each in self._by_optimizer for param in params_of(each)]
         params = params or [param for module in self._called for param in module.parameters()]
-        weights = weight_ranges(params)
+        weights, initial = weight_ranges(params), self._initial_ranges()
         # Whether several optimizers step one after the other, again and again.
         fewest = min((each.tally.count for each in self._by_optimizer.values()), default=0)
         take_turns = self._turns > 2 + fewest
+        if self._followed_steps:
+            bootstraps = self._bootstrap_steps > steps // 2
+            calls_twice = self._twice_called_steps > steps // 2
+        else:  # only the step that is run again is followed
+            bootstraps, calls_twice = self._bootstraps(), self._calls_twice()
         return Context(
             step=step,
             locations=locations,
@@ -312,13 +335,20 @@ class Evidence:
             uses_scaler=self.uses_scaler,
             scale=self.scale,
             input_ranges={path: tuple(ring) for path, ring in self._inputs.items()},
-            initial_weights=self._initial_weights or weights,
-            weight_growth=weight_growth(self._initial_weights, weights),
+            initial_weights=initial or weights,
+            weight_growth=weight_growth(initial, weights),
             poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
             loaded_keys=tuple(self.bad_keys),
-            bootstraps=self._bootstrap_steps > steps // 2,
-            is_adversarial=take_turns and self._twice_called_steps > steps // 2,
+            bootstraps=bootstraps,
+            is_adversarial=take_turns and calls_twice,
         )
+
+    def recent_losses(self, optimizer: Optimizer | None) -> list[float]:
+        """The losses of the last steps; reads what is still on a device."""
+        chosen = optimizer if optimizer is not None else self.at_work()
+        updates = self._by_optimizer.get(chosen) if chosen is not None else None
+        history = updates.history if updates is not None else self._passes
+        return [step.loss for step in history.steps() if step.loss is not None]
 
     def at_work(self) -> Optimizer | None:
         """The one that stepped last; LBFGS may go wrong inside its first update."""
@@ -349,11 +379,18 @@ def weight_ranges(params: list[Tensor]) -> Ranges:
     names = Names()
     ranges: Ranges = {}
     for param in params:
-        if param.is_floating_point() and param.numel() and not param.is_meta:
-            values = param.detach()
+        if (sizes := _sizes(param)) is not None:
             name = names.tensor(param) or f"parameter {len(ranges)}"
-            ranges[name] = largest(values), values.float().std(correction=0).item()
+            ranges[name] = float(sizes[0]), float(sizes[1])  # host sync
     return ranges
+
+
+def _sizes(param: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Its largest magnitude and standard deviation, on its device; None if it has no values."""
+    values = next(iter(float_parts(param.detach())), None)  # of a DTensor, the local shard
+    if values is None or not values.numel():
+        return None
+    return values.abs().max(), values.float().std(correction=0)
 
 
 def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
@@ -377,6 +414,8 @@ class BadValues:
     _: dataclasses.KW_ONLY
     did: str = "nothing was changed"
     is_after_update: bool = False
+    is_in_turn: bool = False  # the turn of the loop in which it was made is not over
+    error: BaseException | None = None  # with which the script has ended itself
 
 
 def bad_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> BadValues:

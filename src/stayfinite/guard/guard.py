@@ -11,14 +11,18 @@ import itertools
 import math
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.finite import all_finite, classify, finite_number, nonfinite
@@ -28,11 +32,13 @@ from stayfinite.detect.hooks import (
     together,
     watch_backward,
     watch_buffers,
+    watch_first_call,
     watch_loading,
     watch_scalers,
     watch_scaling,
     watch_steps,
 )
+from stayfinite.detect.veto import is_muted
 from stayfinite.distributed import rank
 from stayfinite.errors import CapsuleError, ConfigError, TrainingAbortedError
 from stayfinite.guard.answers import ANSWERS, Answer
@@ -57,6 +63,8 @@ from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.replay.loop import loops_around
+from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
 from stayfinite.training import Pairs, params_of
@@ -65,6 +73,7 @@ from stayfinite.training import Pairs, params_of
 if TYPE_CHECKING:
     from stayfinite.capsule.make import Redact
     from stayfinite.guard.capsule_step import Call, KeptStep
+    from stayfinite.guard.loop_replay import LoopReplay
     from stayfinite.guard.replay import Replay
     from stayfinite.report.html.notebook import GuardReport
 
@@ -104,6 +113,9 @@ class Guard(StepListener):
         self._attachment: Attachment | None = None
         self._leaves: list[Tensor] | None = None
         self._kept_step: KeptStep | None = None
+        self._loop_replay: LoopReplay | None = None
+        self._passes = -1  # backward passes when the last batch was delivered
+        self._pending: Incident | None = None  # of a bad loss that was read, and may be left out
 
     @property
     def incidents(self) -> list[Incident]:
@@ -196,6 +208,8 @@ class Guard(StepListener):
 
     def begin_step(self, job: Job) -> None:
         """A step begins: mark its beginning."""
+        if is_muted(self):
+            return
         with self.past.aside:
             if not job.begin():
                 self._check_parameters([job.parts.optimizer], everything=True)
@@ -206,18 +220,83 @@ class Guard(StepListener):
         # A flag that is read one step late would come too late to undo that step.
         may_defer = self.settings.on_nan != "recover" and torch.accelerator.is_available()
         past = self.past
+        if self.notes_moments:
+            past.tracing.on_delivery = self._delivered
+            past.tracing.deliveries.on_left = self._loader_left
+            more = (*more, watch_first_call(past.moments.entered))
+            if self._only is not None:
+                more = (*more, Attachment(register_optimizer_step_post_hook(self._other).remove))
         self._attachment = together(
             *more,
             watch_backward(self._before_backward, self._after_backward),
             watch_scaling(self._after_scaling),
             watch_loading(self._before_loading),
             watch_scalers(self),
-            watch_buffers(past.evidence.registered),
+            watch_buffers(self._buffer_registered),
             past.tracing.watch_data(files=self.settings.hears_files),
             watch_steps(self, optimizer=self._only, defer=may_defer),
         )
         if self.settings.trace == "start" or self.settings.arm_at == 0:
             past.tracing.switch_on()
+
+    @property
+    def notes_moments(self) -> bool:
+        """Whether a bad step may be run again in place."""
+        return self.settings.again == "auto" and self.settings.trace == "never"
+
+    def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        self.past.evidence.registered(module, name, buffer)
+        if self.notes_moments:
+            self.past.moments.registered(module)
+
+    def _delivered(self, batch: Any, frame: FrameType | None) -> None:
+        with self.past.aside:
+            self._look_at_left_out(frame)
+            self.past.moments.delivered(batch, frame)
+
+    def saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
+        """The script reads a number that is not finite; if it is a loss, it may leave it out."""
+        is_loss = tensor.grad_fn is not None and torch.is_grad_enabled()
+        if not is_loss or is_muted(self) or self._pending is not None or self.past.stopped:
+            return
+        with self.past.aside:
+            finding = BadValues([("loss", tensor)], did="the script did not train on this loss")
+            incident = incident_of(finding, self.past.evidence, strategy="script")
+            self._pending = self._run_again(incident, finding, frame)
+
+    def _loader_left(self, frame: FrameType | None) -> None:
+        with self.past.aside:
+            for each in itertools.islice(user_frames(frame), 1):
+                loops = loops_around(each.f_code, each.f_lineno)
+                if any(loop.is_left_at(each.f_lineno) for loop in loops):
+                    self._look_at_left_out(frame)
+
+    def _look_at_left_out(self, frame: FrameType | None) -> None:
+        """A batch that no backward pass followed: had the script a bad loss, and went on?"""
+        evidence, moments = self.past.evidence, self.past.moments
+        newest = moments.newest
+        passes, self._passes = self._passes, evidence.backward_passes
+        if newest is None or newest.kind != "delivered" or passes != evidence.backward_passes:
+            return
+        if is_muted(self) or self.past.stopped or not torch.is_grad_enabled():
+            return
+        for each in itertools.islice(user_frames(frame), 3):
+            if newest.line_in(each) is not None and (bad := bad_losses_in(each)):
+                finding = BadValues(bad, did="the script did not train on this loss")
+                self.tell(finding, strategy="script")
+                return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.record(pending)
+        elif statistics := bad_statistics(evidence.statistics()):
+            found = bad_running_statistics(statistics, evidence.at_work())
+            self.answer.harmed(dataclasses.replace(found, is_in_turn=True))
+
+    def _other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Another optimizer than the one that is watched has made its update."""
+        if optimizer is not self._only and not is_muted(self) and not is_dynamo_compiling():
+            with self.past.aside:
+                self.past.moments.updated(optimizer, sys._getframe(1))
 
     def detach(self) -> None:
         """Leave torch as it was, with what is not finished yet left to another guard."""
@@ -247,6 +326,7 @@ class Guard(StepListener):
             with contextlib.suppress(TrainingAbortedError):
                 attachment.remove()
             past.tracing.switch_off()
+            past.moments.forget()
         for job in self.jobs.values():
             job.close()
 
@@ -315,7 +395,7 @@ class Guard(StepListener):
             if bad and (not past.tracing.is_on or past.tracing.was_computed(bad[0][1])):
                 past.crashed = True
                 did = f"the script ended itself with {type(error).__name__}"
-                self.tell(BadValues(bad, did=did), strategy="none")
+                self.tell(BadValues(bad, did=did, error=error), strategy="none")
 
     def judge_every_backward(self) -> None:
         """Look at all gradients after each backward pass, not only those an optimizer gets."""
@@ -328,6 +408,9 @@ class Guard(StepListener):
             self.answer.notice(BadValues(bad))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
+        if is_muted(self):
+            return
+        self._pending = None
         past = self.past
         if self.own_step is None:
             for job in self.jobs.values():
@@ -338,6 +421,8 @@ class Guard(StepListener):
             passes = past.evidence.backward_passes
             if not passes & (passes - 1):  # none so far, or a power of two
                 self._early_pass(roots)
+            if self.notes_moments and not past.moments.has_gradients:
+                past.moments.before_backward(past.evidence.optimizers())
             past.tracing.tick_for_backward(roots, arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)
@@ -356,6 +441,8 @@ class Guard(StepListener):
                 past.evidence.trained.update(dict.fromkeys(leaves_of(roots), True))
 
     def _after_backward(self, result: Any) -> None:
+        if is_muted(self):
+            return
         if self._leaves is not None:
             with self.past.aside:
                 gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
@@ -363,6 +450,9 @@ class Guard(StepListener):
                 if not all_finite(gradient for _, gradient in gradients):
                     self.answer.notice(bad_gradients(gradients, None))
         self.past.evidence.backward_passes += 1
+        if self.notes_moments:
+            with self.past.aside:
+                self.past.moments.passed(sys._getframe(1))
 
     def _judge_loss(self, root: Tensor) -> None:
         past = self.past
@@ -376,6 +466,8 @@ class Guard(StepListener):
             self.answer.bad_loss(bad)
 
     def _after_scaling(self, scaler: Any, losses: Any, scaled: Any) -> None:
+        if is_muted(self):
+            return
         with self.past.aside:
             if scaler.is_enabled():
                 self.past.evidence.scaler = scaler
@@ -389,6 +481,13 @@ class Guard(StepListener):
                     self.past.evidence.bad_keys.append(name)
                     self.past.tracing.label(tensor, name)
 
+    def begins(self, optimizer: Optimizer) -> None:
+        """A step with a closure begins; an optimizer of one's own may move the weights first."""
+        is_own = not type(optimizer).step.__module__.startswith("torch.optim")
+        if is_own and self.notes_moments:
+            with self.past.aside:
+                self.past.moments.keep_weights(optimizer)
+
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
     ) -> Tensor | None:
@@ -396,8 +495,7 @@ class Guard(StepListener):
         past = self.past
         with past.aside:
             past.tracing.tick(arm_at=self.settings.arm_at)
-            if past.tracing.is_on:
-                past.evidence.first_look(optimizer)
+            past.evidence.first_look(optimizer)
             if not self.settings.check_gradients or not self._is_due(optimizer):
                 gradients = []
             far, flag = past.losses.far_flags(), None
@@ -444,6 +542,8 @@ class Guard(StepListener):
                 if looks and not vetoed:
                     self._look_after_update(optimizer, job)
             past.was_skipped = False
+            if self.notes_moments:
+                past.moments.updated(optimizer, sys._getframe(1))
             if vetoed or (evidence.saw_bad and not past.has_trained()):
                 evidence.was_bad(optimizer)
             evidence.saw_bad = False
@@ -514,8 +614,28 @@ class Guard(StepListener):
             past.incident_clock = past.tracing.clock
         incident = incident_of(finding, past.evidence, strategy=strategy)
         with past.aside:
+            if (located := self._run_again(incident, finding, sys._getframe(1))) is not None:
+                return located
             return explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
         return incident
+
+    def _run_again(
+        self, incident: Incident, finding: BadValues, frame: FrameType | None
+    ) -> Incident | None:
+        """The incident as it shows when the running loop's body is run again; None if not."""
+        is_ours = self.own_step is not None or self.replay is not None
+        if not self.notes_moments or self.past.tracing.is_on or is_ours or incident.world > 1:
+            return None
+        from stayfinite.guard.loop_replay import LoopReplay, standing_at, standing_in
+
+        if self._loop_replay is None:
+            self._loop_replay = LoopReplay(self, self.past.moments)
+        is_over = finding.is_after_update and not self.past.moments.has_weights
+        if is_over and not finding.is_in_turn:
+            return self._loop_replay.locate_update(incident, finding)
+        error = finding.error
+        standing = standing_at(frame) if error is None else standing_in(error)
+        return self._loop_replay.locate(incident, finding, standing)
 
     def tell(self, finding: BadValues, *, strategy: str) -> Incident | None:
         """Make an incident of bad values and record it; None if there are very many already."""
@@ -652,6 +772,7 @@ class GuardPast:
         self.was_skipped = False  # the update that is under way, by a scaler
         self.incident_clock: int | None = None  # when the first was noticed
         self.evidence = Evidence(on_step)
+        self.moments = Moments()
         self.tracing = Tracing(self.evidence.entered)
         self.aside = Safely(
             "stayfinite failed inside a step; training goes on without it",
@@ -814,13 +935,17 @@ _MOST = 500
 def bad_values_of(error: BaseException) -> list[Named]:
     """NaN tensors in the variables around the error, innermost frame first; mostly none.
 
-    Only where the message speaks of one, or where the script left by sys.exit() with a NaN
-    number at hand: an ordinary bug beside NaN-padded data is no incident.
+    A loss, which is a number with a graph, counts whatever the message says. Else only where that
+    speaks of one, or where the script left by sys.exit() with a NaN number at hand: an ordinary
+    bug beside NaN-padded data is no incident.
     """
     left = isinstance(error, SystemExit)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    for frame in frames[:_FRAMES]:
+        if losses := bad_losses_in(frame):
+            return losses
     if not left and not _TELLING.search(str(error)):
         return []
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     for frame in frames[: 1 if left else _FRAMES]:
         held = itertools.chain.from_iterable(itertools.starmap(_inside, frame.f_locals.items()))
         found = [
@@ -832,6 +957,18 @@ def bad_values_of(error: BaseException) -> list[Named]:
         if found:
             return found
     return []
+
+
+def bad_losses_in(frame: FrameType) -> list[Named]:
+    """Variables of the frame that hold a single number with a graph which is not finite."""
+    return [
+        (name, value)
+        for name, value in list(frame.f_locals.items())
+        if isinstance(value, Tensor)
+        and value.grad_fn is not None
+        and value.numel() == 1
+        and not all_finite([value])  # host sync
+    ]
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:

@@ -45,8 +45,6 @@ class Job:
     forward and backward passes.
     """
 
-    takes_snapshots = True
-
     def __init__(
         self,
         parts: Parts,
@@ -54,9 +52,11 @@ class Job:
         manager: NaNRecoveryManager,
         *,
         look_around: Callable[[Parts], Parts] | None = None,
+        takes_snapshots: bool = True,
     ) -> None:
         self.parts, self.config, self.manager = parts, config, manager
         self._look_around = look_around
+        self._takes_snapshots = takes_snapshots  # one that stops needs no memory for going back
         self.trouble: BadValues | None = None
         self.replay: Replay | None = None  # of its steps; without, the guard may have one
         self.state = parts.state()
@@ -107,7 +107,7 @@ class Job:
         if self._held is not None:
             self.settle()
         is_sound = True
-        if self.takes_snapshots and self.good_steps >= self._next_snapshot:
+        if self._takes_snapshots and self.good_steps >= self._next_snapshot:
             self._next_snapshot = self.good_steps + self.config.snapshot_every
             try:
                 self.ring.take(step=self.good_steps)

@@ -33,6 +33,7 @@ def watch(
     sinks: Iterable[Sink] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     prove_seconds: float = 0.0,
+    again: Literal["auto", "never"] = "auto",
 ) -> Guard:
     """A guard over this model's training, until `close()` or the end of a `with` block.
 
@@ -56,7 +57,9 @@ def watch(
     (1, True)
     """
     _check(model, optimizer)
-    settings = GuardSettings(on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds)
+    settings = GuardSettings(
+        on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds, again=again
+    )
     tell = told_to(sinks)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
     guard = Guard(settings, on_incident=tell, only=optimizer)
@@ -64,6 +67,7 @@ def watch(
         tell = told_to([recorder.heard, tell])
         guard.past = GuardPast(on_incident=tell, on_step=recorder.stepped)
     guard.keep_operations()
+    guard.past.moments.watch_modules(model.modules())
     if on_nan == "recover":
         config = RecoveryConfig() if config is None else config
         parts = Parts(

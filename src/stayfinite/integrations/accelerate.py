@@ -18,10 +18,11 @@ from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
     RecordedCalls,
-    answered_by,
-    careful_step,
+    WatchOptions,
     guard_of,
     keep_bad_gradients,
+    step_carefully,
+    watch_options,
 )
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
@@ -67,42 +68,22 @@ def watch(
         model,
         optimizer,
         scheduler,
+        watch_options(config, on_nan, sinks, prove_seconds),
         ema=ema,
-        config=config,
-        on_nan=on_nan,
-        sinks=sinks,
-        prove_seconds=prove_seconds,
     )
     return AcceleratorGuard(guard, accelerator, model, optimizer, is_shared=shared is not None)
 
 
 def guard_over(
-    accelerator: Accelerator,
-    model: nn.Module,
+    accelerator: Any,
+    model: Any,
     optimizer: Optimizer,
     scheduler: Any,
+    options: WatchOptions,
     *,
     ema: Any = None,
-    config: RecoveryConfig | None,
-    on_nan: OnNaN,
-    sinks: Iterable[Sink] | None,
-    prove_seconds: float,
 ) -> Guard:
     """A guard over the parts of torch inside those of Accelerate; it is attached already."""
-    _check(accelerator, model)
-    return watch_loop(
-        model,
-        inner_optimizer(optimizer),
-        scaler=accelerator.scaler,
-        scheduler=inner_schedulers(scheduler),
-        ema=ema,
-        sinks=sinks,
-        prove_seconds=prove_seconds,
-        **answered_by(config, on_nan),
-    )
-
-
-def _check(accelerator: Any, model: Any) -> None:
     if not isinstance(accelerator, Accelerator):
         raise InputError(
             f"accelerator is a {type(accelerator).__name__}; it must be an accelerate.Accelerator."
@@ -112,8 +93,14 @@ def _check(accelerator: Any, model: Any) -> None:
         raise InputError(
             f"training is sharded by {kind}, whose updates cannot be vetoed from here."
         )
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    return watch_loop(
+        model,
+        inner_optimizer(optimizer),
+        scaler=accelerator.scaler,
+        scheduler=inner_schedulers(scheduler),
+        ema=ema,
+        **options,
+    )
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -178,13 +165,18 @@ class AcceleratorGuard:
         """
         if self._is_shared or not self._is_watching:
             return fn(batch)
-        counters = _Counters(self._accelerator)
+        # Where `accelerator.accumulate` is now.
+        accelerator, state = self._accelerator, self._accelerator.gradient_state
+        step, syncs, loader = accelerator.step, state.sync_gradients, state.active_dataloader
+        is_last = state.end_of_dataloader
 
-        def counted(given: Batch) -> Result:
-            counters.put_back()
+        def run_counted(given: Batch) -> Result:
+            accelerator.step, state.sync_gradients = step, syncs
+            if loader is not None:
+                loader.end_of_dataloader = is_last
             return fn(given)
 
-        result: Result | None = careful_step(self.guard, counted, batch, gives_up=self.close)
+        result: Result | None = step_carefully(self.guard, run_counted, batch, gives_up=self.close)
         return result
 
     def close(self) -> None:
@@ -202,38 +194,24 @@ class AcceleratorGuard:
 
 
 def tell_skips(optimizer: Optimizer, job: Job) -> Attachment:
-    """Let `step_was_skipped` be true after a vetoed update, so that no scheduler steps."""
+    """Let `step_was_skipped` be true after a vetoed update, so that no scheduler steps.
+
+    It can only be said by what Accelerate itself concludes it from, under private names.
+    """
     if not isinstance(optimizer, AcceleratedOptimizer):
         return Attachment(lambda: None)
 
-    def stepped(inner: Optimizer, args: Any, kwargs: Any) -> None:
+    def say_if_skipped(inner: Optimizer, args: Any, kwargs: Any) -> None:
         with harmless("telling of a skipped step"):
             if optimizer.scaler is None:
                 optimizer._is_overflow = not job.was_good
             elif not job.was_good:
-                optimizer._accelerate_step_called = False  # from which it is concluded there
+                optimizer._accelerate_step_called = False
 
     def forget() -> None:
         handle.remove()
         if optimizer.scaler is None:  # nobody else would ever take it back
             optimizer._is_overflow = False
 
-    handle = inner_optimizer(optimizer).register_step_post_hook(stepped)
+    handle = inner_optimizer(optimizer).register_step_post_hook(say_if_skipped)
     return Attachment(forget)
-
-
-class _Counters:
-    """Where `accelerator.accumulate` was."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._state = accelerator.gradient_state
-        self._step, self._syncs = accelerator.step, self._state.sync_gradients
-        self._loader = self._state.active_dataloader
-        self._is_last = self._state.end_of_dataloader
-
-    def put_back(self) -> None:
-        self._accelerator.step = self._step
-        self._state.sync_gradients = self._syncs
-        if self._loader is not None:
-            self._loader.end_of_dataloader = self._is_last

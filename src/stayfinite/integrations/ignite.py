@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.hooks import Attachment, together
+from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.errors import InputError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
@@ -17,11 +17,10 @@ from stayfinite.guard.watch import watch as watch_loop
 from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
-    answered_by,
-    careful_step,
     guard_of,
     keep_bad_gradients,
-    wrapped_method,
+    step_carefully,
+    watch_options,
 )
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
@@ -65,9 +64,7 @@ class StayFinite:
         self._options: dict[str, Any] = {
             "scheduler": scheduler,
             "ema": ema,
-            "sinks": None if sinks is None else list(sinks),
-            "prove_seconds": prove_seconds,
-            **answered_by(config, on_nan, prove_seconds=prove_seconds),
+            **watch_options(config, on_nan, sinks, prove_seconds),
         }
         self.guard: Guard | None = None
         self._past: list[Incident] = []
@@ -88,9 +85,9 @@ class StayFinite:
         if self._handles:
             raise InputError("this handler is attached already; detach() it first.")
         for event, handler in (
-            (Events.STARTED, self._started),
-            (Events.TERMINATE, self._ended),
-            (Events.COMPLETED, self._ended),
+            (Events.STARTED, self._begin_run),
+            (Events.TERMINATE, self._end_run),
+            (Events.COMPLETED, self._end_run),
         ):
             self._handles.append(engine.add_event_handler(event, handler))
         return self
@@ -99,7 +96,7 @@ class StayFinite:
         """Leave torch and the engine as they were."""
         while self._handles:
             self._handles.pop().remove()
-        self._ended()
+        self._end_run()
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +104,8 @@ class StayFinite:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def _started(self, engine: Engine) -> None:
-        self._ended()
+    def _begin_run(self, engine: Engine) -> None:
+        self._end_run()
         with harmless("attaching to an engine"):
             if guard_of(self._optimizer) is not None:
                 logger.warning("StayFinite does nothing here: this optimizer has a guard already")
@@ -117,9 +114,9 @@ class StayFinite:
             scaler = self._scaler if self._scaler is not None else found
             self.guard = watch_loop(self._model, self._optimizer, scaler=scaler, **self._options)
             for job in self.guard.jobs.values():
-                self._attachment = _around(engine, _Steps(self.guard, job, self._ended), job)
+                self._attachment = _Steps(self.guard, job, self._end_run).attach(engine)
 
-    def _ended(self) -> None:
+    def _end_run(self) -> None:
         guard, self.guard = self.guard, None
         if guard is None:
             return
@@ -127,20 +124,6 @@ class StayFinite:
             guard.close()
             self._attachment.remove()
         self._past += guard.incidents
-
-
-def _around(engine: Engine, steps: _Steps, job: Job) -> Attachment:
-    # Handlers that are added now come after those of the user.
-    handles = [
-        engine.add_event_handler(Events.ITERATION_COMPLETED, steps.iteration_ended),
-        engine.add_event_handler(Events.EPOCH_STARTED, steps.goes_on_from_here),
-        engine.add_event_handler(Events.EPOCH_COMPLETED, steps.goes_on_from_here),
-    ]
-    return together(
-        keep_bad_gradients(job.parts.optimizer),
-        wrapped_method(engine, "_process_function", steps.around_update),
-        *(Attachment(handle.remove) for handle in handles),
-    )
 
 
 class _Steps:
@@ -152,12 +135,26 @@ class _Steps:
         self._was_left_out = False
         self._has_failed = False
 
-    def around_update(self, original: Update) -> Update:
+    def attach(self, engine: Engine) -> Attachment:
+        # Handlers that are added now come after those of the user.
+        handles = [
+            engine.add_event_handler(Events.ITERATION_COMPLETED, self.end_iteration),
+            engine.add_event_handler(Events.EPOCH_STARTED, self._keep_what_follows),
+            engine.add_event_handler(Events.EPOCH_COMPLETED, self._keep_what_follows),
+        ]
+        return together(
+            keep_bad_gradients(self._job.parts.optimizer),
+            # Nothing public stands around one call of the update function.
+            wrapped(engine, "_process_function", self._around_update),
+            *(Attachment(handle.remove) for handle in handles),
+        )
+
+    def _around_update(self, original: Update) -> Update:
         def update(engine: Engine, batch: Any) -> Any:
             made: list[Any] = []
             iteration = engine.state.iteration
 
-            def at_its_time(given: Any) -> Any:
+            def update_at_its_time(given: Any) -> Any:
                 """The update as the engine called it first, which may be some iterations ago."""
                 now, engine.state.iteration = engine.state.iteration, iteration
                 try:
@@ -167,15 +164,18 @@ class _Steps:
                 return made[-1]
 
             try:
-                output = careful_step(self._guard, at_its_time, batch, gives_up=self._give_up)
+                output = step_carefully(
+                    self._guard, update_at_its_time, batch, gives_up=self._give_up
+                )
             except BaseException:
-                if Events.EXCEPTION_RAISED not in engine._event_handlers:  # as the engine asks
+                # As the engine asks itself: without such a handler the error ends the run.
+                if Events.EXCEPTION_RAISED not in engine._event_handlers:
                     self._fails()
                 raise
             if self._has_failed:
                 return output
             with harmless("ending an update"):
-                return self._told(output, made)
+                return self._output_after(output, made)
             return output
 
         return update
@@ -184,7 +184,7 @@ class _Steps:
         self._has_failed = True
         self._fails()
 
-    def _told(self, output: Any, made: list[Any]) -> Any:
+    def _output_after(self, output: Any, made: list[Any]) -> Any:
         """The output; of a step that is bad, that of the last good one."""
         job = self._job
         self._was_left_out = not job.has_begun and not job.was_good
@@ -195,14 +195,14 @@ class _Steps:
             return output
         return (self._outputs or made or [None])[0]
 
-    def iteration_ended(self) -> None:
+    def end_iteration(self) -> None:
         """What handlers did after a step that was left out is taken back."""
         if self._was_left_out:
             with harmless("ending an iteration"):
                 self._job.settle()
                 self._job.hold()
 
-    def goes_on_from_here(self) -> None:
+    def _keep_what_follows(self) -> None:
         """What handlers do at the end or the beginning of an epoch is to stay."""
         if self._was_left_out:
             with harmless("ending an epoch"):

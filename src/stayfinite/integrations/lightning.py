@@ -9,28 +9,22 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from importlib import metadata
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from stayfinite.detect.finite import all_finite
-from stayfinite.detect.hooks import Attachment, listeners, together
+from stayfinite.detect.detector import bad_reports
+from stayfinite.detect.hooks import Attachment, listeners, together, wrapped
 from stayfinite.detect.tools import NaNHooks, enable_nan_hooks
 from stayfinite.guard.discover import Post, free_post
 from stayfinite.guard.guard import Guard
-from stayfinite.integrations.lightning_guard import (
-    LightningGuard,
-    LightningJob,
-    StoppingJob,
-    UnattendedJob,
-    is_alone,
-)
+from stayfinite.integrations.lightning_guard import LightningGuard, LightningJob, is_alone
 from stayfinite.integrations.packages import check_package
-from stayfinite.integrations.shared import OnNaN, answered_by, keep_bad_gradients
-from stayfinite.nested import Named, named_tensors
+from stayfinite.integrations.shared import OnNaN, keep_bad_gradients, watch_options
+from stayfinite.nested import named_tensors
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, from_data, to_data
 from stayfinite.recover.config import RecoveryConfig
@@ -80,9 +74,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         replay: bool = True,
         prove_seconds: float = 0.0,
     ) -> None:
-        self._answer = answered_by(config, on_nan, prove_seconds=prove_seconds)
-        self._prove_seconds = prove_seconds
-        self._sinks = None if sinks is None else list(sinks)  # a list travels to other processes
+        self._options = watch_options(config, on_nan, sinks, prove_seconds)
         self._replays = replay
         self._guard: LightningGuard | None = None
         self._attached: Attachment | None = None
@@ -114,55 +106,64 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         savers = trainer.checkpoint_callbacks
         others = [each for each in trainer.callbacks if each is not self and each not in savers]
         trainer.callbacks = [*others, self, *savers]
-        self._key = self._free_key([each for each in others if isinstance(each, StayFinite)])
-
-    def _free_key(self, others: list[StayFinite]) -> str:
-        """By the order in which callbacks are set up: that is the same when training resumes."""
-        taken = {each._key for each in others}
-        keys = ["StayFinite", *(f"StayFinite {number}" for number in range(1, len(others) + 1))]
-        return next(key for key in keys if key not in taken)
+        # By the order in which callbacks are set up: that is the same when training resumes.
+        taken = [each._key for each in others if isinstance(each, StayFinite)]
+        keys = ["StayFinite", *(f"StayFinite {number}" for number in range(1, len(taken) + 1))]
+        self._key = next(key for key in keys if key not in taken)
 
     @harmless("attaching to a trainer")
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach, now that there are optimizers."""
-        optimizers = [each for each in trainer.optimizers if _is_known(each)]
+        optimizers = [
+            each
+            for each in trainer.optimizers
+            if isinstance(each, Optimizer) and not type(each).__name__.startswith("_Mock")
+        ]
         post = free_post() if is_alone(trainer) else None
         reason = _reason_to_stand_aside(trainer, optimizers, has_post=post is not None)
         if reason is not None:
-            self._says_no(reason)
+            self._stand_aside(reason)
             return
         self._earlier = self.incidents
-        if post is None:
-            self._attach(trainer, optimizers)
-        else:
-            self._join(post, trainer, optimizers)
+        self._attach(trainer, optimizers, post)
 
-    def _says_no(self, reason: str) -> None:
+    def _stand_aside(self, reason: str) -> None:
         logger.warning("the StayFinite callback does nothing here: %s", reason)
 
-    def _attach(self, trainer: Any, optimizers: list[Optimizer]) -> None:
-        on_nan, config = self._answer["on_nan"], self._answer["config"] or RecoveryConfig()
+    def _attach(self, trainer: Any, optimizers: list[Optimizer], post: Post | None) -> None:
+        """Watch, by ourselves or for the command that watches this process.
+
+        With a post it says what is done, and tells.
+        """
+        options = self._options
+        if post is None:
+            config = options["config"] or RecoveryConfig()
+            settings = GuardSettings(
+                on_nan=options["on_nan"],
+                folder=os.getcwd(),
+                prove_seconds=options["prove_seconds"],
+            )
+        else:
+            settings, config = post.settings, post.config
         guard = LightningGuard(
-            GuardSettings(on_nan=on_nan, folder=os.getcwd(), prove_seconds=self._prove_seconds),
+            settings,
             trainer,
-            on_incident=told_to(self._sinks),
-            only=optimizers[0] if len(optimizers) == 1 else None,
+            on_incident=told_to(options["sinks"]),
+            only=optimizers[0] if post is None and len(optimizers) == 1 else None,
             replays=self._replays,
         )
-        watched = optimizers if on_nan == "recover" else []
-        attached = _prepare(trainer, guard, [LightningJob(trainer, o, config) for o in watched])
-        guard.attach()
-        self._guard, self._first = guard, 0
-        self._attached = together(attached, Attachment(guard.close))
-
-    def _join(self, post: Post, trainer: Any, optimizers: list[Optimizer]) -> None:
-        """Watch for the command that watches this process; it says what is done, and tells."""
-        guard = LightningGuard(post.settings, trainer, replays=self._replays)
-        job = StoppingJob if post.stops else UnattendedJob
-        attached = _prepare(trainer, guard, [job(trainer, o, post.config) for o in optimizers])
-        relief = post.stand_in(guard)
+        if settings.on_nan == "recover":
+            for optimizer in optimizers:
+                guard.add(LightningJob(trainer, optimizer, config, post=post))
+        keeping = [keep_bad_gradients(job.parts.optimizer) for job in guard.jobs.values()]
+        attached = together(refuse_bad_checkpoints(trainer), *keeping)
+        if post is None:
+            guard.attach()
+            watching = Attachment(guard.close)
+        else:
+            watching = post.stand_in(guard)
         self._guard, self._first = guard, len(guard.incidents)
-        self._attached = together(attached, relief)
+        self._attached = together(attached, watching)
 
     @harmless("the beginning of a batch")
     def on_train_batch_start(
@@ -186,11 +187,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         if self._guard is not None:
             self._guard.settle_late()
 
-    @harmless("averages")
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """From here on averages must be right."""
-        if self._guard is not None:
-            self._guard.settle_late()
+    on_train_epoch_end = on_validation_start
 
     @harmless("saving a checkpoint")
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -227,15 +224,8 @@ class LentStayFinite(StayFinite):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def _says_no(self, reason: str) -> None:
+    def _stand_aside(self, reason: str) -> None:
         """Nothing: nobody asked for it, and the process is watched all the same."""
-
-
-def _prepare(trainer: Any, guard: LightningGuard, jobs: list[LightningJob]) -> Attachment:
-    for job in jobs:
-        guard.add(job)
-    keeping = [keep_bad_gradients(job.parts.optimizer) for job in jobs]
-    return together(refuse_bad_checkpoints(trainer), *keeping)
 
 
 def _reason_to_stand_aside(
@@ -249,64 +239,46 @@ def _reason_to_stand_aside(
     return None if optimizers else "there is no optimizer of torch"
 
 
-def _is_known(optimizer: Any) -> bool:
-    return isinstance(optimizer, Optimizer) and not type(optimizer).__name__.startswith("_Mock")
-
-
 _PARTS = ("state_dict", "current_model_state", "optimizer_states")
 
 
 def refuse_bad_checkpoints(trainer: Any) -> Attachment:
-    """Let no checkpoint of this trainer be written that is not finite."""
-    strategy = trainer.strategy
-    inner = strategy.checkpoint_io
-    outer = FiniteCheckpoints(inner, trainer.lightning_module)
-    strategy.checkpoint_io = outer
+    """Let no checkpoint of this trainer be written that is not finite, nor take another's place."""
+    weights = named_tensors(trainer.lightning_module.state_dict(), "")
+    # A mask may hold -inf on purpose.
+    meant = {report.location for report in bad_reports(weights, described=0)}
+    is_refusing = False
 
-    def remove() -> None:
-        if strategy.checkpoint_io is outer:
-            strategy.checkpoint_io = inner
+    def around_saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(checkpoint: dict[str, Any], path: Any, *args: Any, **more: Any) -> None:
+            nonlocal is_refusing
+            named = (
+                (name, tensor)
+                for part in _PARTS
+                for name, tensor in named_tensors(checkpoint.get(part), part)
+                if name.removeprefix(part) not in meant
+            )
+            bad = next((report.location for report in bad_reports(named, described=0)), None)
+            is_refusing = bad is not None
+            if bad is None:
+                original(checkpoint, path, *args, **more)
+            else:
+                logger.error("%s was not saved: %s is not finite; older files are kept", path, bad)
 
-    return Attachment(remove)
+        return save_checkpoint
 
+    def around_removal(original: Callable[..., Any]) -> Callable[..., Any]:
+        def remove_checkpoint(path: Any) -> None:
+            if not is_refusing:
+                original(path)
 
-class FiniteCheckpoints:
-    """Stands before a strategy's `checkpoint_io`, which does the writing."""
+        return remove_checkpoint
 
-    def __init__(self, inner: Any, module: nn.Module) -> None:
-        self._inner = inner
-        # A mask may hold -inf on purpose.
-        self._meant = {name for name, value in module.state_dict().items() if _is_bad(value)}
-        self._is_refusing = False
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, *args: Any, **more: Any
-    ) -> None:
-        """Write it, unless something in it is not finite."""
-        bad = next((name for name, value in self._named(checkpoint) if _is_bad(value)), None)
-        self._is_refusing = bad is not None
-        if bad is None:
-            self._inner.save_checkpoint(checkpoint, path, *args, **more)
-        else:
-            logger.error("%s was not saved: %s is not finite; older files are kept", path, bad)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove it, unless what was to take its place was refused."""
-        if not self._is_refusing:
-            self._inner.remove_checkpoint(path)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def _named(self, checkpoint: Mapping[str, Any]) -> Iterator[Named]:
-        for part in _PARTS:
-            for path, tensor in named_tensors(checkpoint.get(part), part):
-                if path.removeprefix(f"{part}.") not in self._meant:
-                    yield path, tensor
-
-
-def _is_bad(value: Any) -> bool:
-    return not all_finite([tensor for _, tensor in named_tensors(value, "")])
+    files = trainer.strategy.checkpoint_io
+    return together(
+        wrapped(files, "save_checkpoint", around_saving),
+        wrapped(files, "remove_checkpoint", around_removal),
+    )
 
 
 LIMIT = 1e4  # well inside of float16
@@ -330,7 +302,9 @@ class NaNTools:
     def enable_nan_hooks(self, *, verbose: bool = False, file: TextIO | None = None) -> None:
         """Print each layer whose output turns non-finite, or with `verbose` every layer."""
         self.disable_nan_hooks()
-        vars(self)["_nan_hooks"] = enable_nan_hooks(_module(self), verbose=verbose, file=file)
+        vars(self)["_nan_hooks"] = enable_nan_hooks(
+            cast(nn.Module, self), verbose=verbose, file=file
+        )
 
     def disable_nan_hooks(self) -> None:
         """Take the hooks off again."""
@@ -354,7 +328,7 @@ class NaNTools:
             clamp.remove()
         if limit is not False and limit is not None:
             most = LIMIT if limit is True else float(limit)
-            vars(self)["_activation_clamp"] = clamp_activations(_module(self), -most, most)
+            vars(self)["_activation_clamp"] = clamp_activations(cast(nn.Module, self), -most, most)
 
 
 def equip(module: Module) -> Module:
@@ -370,7 +344,3 @@ def equip(module: Module) -> Module:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         module.__class__ = type(kind.__name__, (NaNTools, kind), names)
     return module
-
-
-def _module(owner: Any) -> nn.Module:
-    return owner  # type: ignore[no-any-return]

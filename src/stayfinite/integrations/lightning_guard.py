@@ -1,6 +1,7 @@
 """A guard over the optimizers of one Lightning trainer, whose steps begin and end with batches.
 
-Needs no Lightning to be loaded, so that a watched script may load it later.
+Needs no Lightning to be loaded, so that a watched script may load it later. To run a step again,
+and to count one out, it must go by private names of Lightning's loops: nothing public does it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.errors import PackageError
 from stayfinite.explain.experiments import CannotReplayError
 from stayfinite.guard.answers import Recover
-from stayfinite.guard.discover import WithoutSnapshots, free_post
+from stayfinite.guard.discover import Post, free_post
 from stayfinite.guard.evidence import BadValues
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
@@ -37,14 +38,15 @@ from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
 from stayfinite.snapshot import Snapshot, TrainingState
-from stayfinite.training import Pairs, params_of
-
-Kept = list[tuple[Tensor, Tensor | None, Tensor | None]]
-"""Parameters, with their gradients and the values of these."""
+from stayfinite.training import Pairs, gradients_of, params_of
 
 
 class LightningJob(Job):
-    """One optimizer's training; keeps the batches of the step that is under way."""
+    """One optimizer's training; keeps the batches of the step that is under way.
+
+    With a `post` it belongs to a script whose author is not asked: its first bad step is the last,
+    or weights that are bad from the start are mended too.
+    """
 
     def __init__(
         self,
@@ -52,10 +54,16 @@ class LightningJob(Job):
         optimizer: Optimizer,
         config: RecoveryConfig,
         *,
-        look_around: Callable[[Parts], Parts] | None = None,
+        post: Post | None = None,
     ) -> None:
-        parts, manager = parts_of(trainer, optimizer), NaNRecoveryManager(config)
-        super().__init__(parts, config, manager, look_around=look_around)
+        is_unattended = post is not None and not post.stops
+        super().__init__(
+            parts_of(trainer, optimizer),
+            config,
+            NaNRecoveryManager(config),
+            look_around=(lambda _: parts_of(trainer, optimizer)) if is_unattended else None,
+            takes_snapshots=post is None or not post.stops,
+        )
         self._trainer = trainer
         self.batches: list[tuple[Any, int]] = []
         self.has_stepped = False  # in this batch
@@ -87,19 +95,6 @@ class LightningJob(Job):
         super().hold()
 
 
-class StoppingJob(WithoutSnapshots, LightningJob):
-    """Ends with its first bad step."""
-
-
-class UnattendedJob(LightningJob):
-    """Of a script whose author is not asked: weights that are bad from the start are mended too."""
-
-    def __init__(self, trainer: Any, optimizer: Optimizer, config: RecoveryConfig) -> None:
-        super().__init__(
-            trainer, optimizer, config, look_around=lambda _: parts_of(trainer, optimizer)
-        )
-
-
 class LightningGuard(Guard):
     """Knows the trainer: where its batches begin, and which of its updates were left out."""
 
@@ -119,8 +114,12 @@ class LightningGuard(Guard):
         self.trainer = trainer
         self.is_manual = not trainer.lightning_module.automatic_optimization
         self._loop = trainer.fit_loop.epoch_loop
-        self._late_averages = LateAverages(trainer.lightning_module)
-        self._logged: Logged | None = None
+        self._logged = LogState(trainer)
+        # Averages that belong to the module, which updates them after everybody else.
+        modules = trainer.lightning_module.modules()
+        averages = [each for each in modules if isinstance(each, AveragedModel)]
+        self._averages = TrainingState(None, ema=averages) if averages else None
+        self._held_averages: Snapshot | None = None
         self.answered: Job | None = None
         self._good = self._left_out = 0  # updates of this batch
         if replays:
@@ -136,7 +135,7 @@ class LightningGuard(Guard):
                 job.drop()
             job.has_stepped = False
         if not any(job.has_begun for job in jobs):
-            self._logged = Logged(self.trainer)
+            self._logged = LogState(self.trainer)
         for job in jobs:
             self.begin_step(job)
             job.batches.append((batch, number))
@@ -151,22 +150,14 @@ class LightningGuard(Guard):
             # The epoch is over all the same.
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if self._left_out and not self._good:
-            self._strike()
+            self._logged.put_back()
             self._loop._batches_that_stepped -= 1
-
-    def _strike(self) -> None:
-        if self._logged is not None:
-            self._logged.strike()
 
     def settle_late(self) -> None:
         """Take back what the module itself did after the batch."""
-        self._late_averages.settle()
-
-    def begin_answer(self, job: Job) -> None:
-        """A bad update of this job is about to be answered."""
-        self.answered = job
-        if not all_finite(params_of(job.parts.optimizer)):
-            job.undo()  # the state is put back from a snapshot, but not the random numbers
+        held, self._held_averages = self._held_averages, None
+        if held is not None and self._averages is not None:
+            self._averages.restore(held)
 
     def end_update(self, job: LightningJob, *, was_vetoed: bool) -> None:
         """An update was attempted: one that was left out is not counted, and not logged."""
@@ -174,10 +165,11 @@ class LightningGuard(Guard):
             self.answered = None
             self._left_out += 1
             job.hold()
-            self._late_averages.hold()
-            uncount(self.trainer)
+            if self._averages is not None and self._held_averages is None:
+                self._held_averages = self._averages.capture(parts=("ema",))
+            uncount_update(self.trainer)
             if not self.is_manual:
-                self._strike()
+                self._logged.put_back()
         else:
             self._good += 1
         if self.is_manual:
@@ -219,15 +211,13 @@ class LightningGuard(Guard):
 class _LightningRecover(Recover):
     """Recovers in the middle of what the trainer does: that goes on as if nothing had been."""
 
-    def __init__(self, guard: LightningGuard) -> None:
-        super().__init__(guard)
-        self._lightning = guard
+    _guard: LightningGuard
 
     def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
         with self._inside_of_step(optimizer):
             is_left_out = super().refused(optimizer, gradients)
         if not is_left_out:
-            self._lightning.answered = None
+            self._guard.answered = None
         return is_left_out
 
     def skipped(self, optimizer: Optimizer) -> None:
@@ -241,8 +231,8 @@ class _LightningRecover(Recover):
     def ended(self, job: Job, *, is_good: bool, was_vetoed: bool) -> None:
         super().ended(job, is_good=is_good, was_vetoed=was_vetoed)
         if isinstance(job, LightningJob):
-            with self._lightning.past.aside:
-                self._lightning.end_update(job, was_vetoed=was_vetoed)
+            with self._guard.past.aside:
+                self._guard.end_update(job, was_vetoed=was_vetoed)
 
     @contextlib.contextmanager
     def _inside_of_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -251,32 +241,40 @@ class _LightningRecover(Recover):
         The name of that hook stays. In manual optimization it has more to do, so gradients of
         other optimizers stay as well, and parameters that are switched off for a while.
         """
-        guard = self._lightning
+        guard = self._guard
         module, is_manual = guard.trainer.lightning_module, guard.is_manual
         names = ["_current_fx_name", *["_param_requires_grad_state"] * is_manual]
         kept = {name: vars(module)[name] for name in names if name in vars(module)}
         params = list(module.parameters()) if is_manual else []
         flags = [param.requires_grad for param in params]
-        gradients = _gradients(params, but=optimizer)
+        own = set(map(id, params_of(optimizer)))
+        others = [param for param in params if id(param) not in own]
+        gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in others]
         job = guard.jobs.get(id(optimizer))
         try:
             with self._inside_of_update():
                 if job is not None:
-                    guard.begin_answer(job)
+                    guard.answered = job
+                    if not all_finite(params_of(optimizer)):
+                        job.undo()  # a snapshot is put back later, but not the random numbers
                 yield
         finally:
             vars(module).update(kept)
             for param, flag in zip(params, flags, strict=True):
                 param.requires_grad = flag
-            _put_back(gradients)
+            for param, gradient, values in gradients:
+                param.grad = gradient
+                if gradient is not None and values is not None:
+                    gradient.detach().copy_(values)
 
     @contextlib.contextmanager
     def _inside_of_update(self) -> Iterator[None]:
         """A time in which state is put back while the scaler is still busy with the update."""
-        scaler = getattr(self._lightning.trainer.precision_plugin, "scaler", None)
+        scaler = getattr(self._guard.trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler):
             yield
             return
+        # What it has found in this step; it is not in its state_dict().
         noted, scale = dict(scaler._per_optimizer_states), scaler._scale
         try:
             yield
@@ -300,20 +298,6 @@ def parts_of(trainer: Any, optimizer: Optimizer) -> Parts:
     )
 
 
-def _gradients(params: list[Any], *, but: Optimizer) -> Kept:
-    own = {id(param) for param in params_of(but)} if params else set()
-    others = [param for param in params if id(param) not in own]
-    return [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in others]
-
-
-@torch.no_grad()
-def _put_back(gradients: Kept) -> None:
-    for param, gradient, values in gradients:
-        param.grad = gradient
-        if gradient is not None and values is not None:
-            gradient.copy_(values)
-
-
 Batches = Sequence[tuple[Any, int]]
 
 
@@ -327,11 +311,9 @@ def run_again(trainer: Any, optimizer: Optimizer, batches: Batches) -> None:
     Callbacks, loggers and the profiler hear nothing of it, what is logged is dropped, and no
     optimizer makes an update. Hooks of the module run, with clipping.
     """
-    with _unheard(trainer), torch.enable_grad():
-        if trainer.lightning_module.automatic_optimization:
-            _run_automatic(trainer, optimizer, batches)
-        else:
-            _run_manual(trainer, optimizer, batches)
+    run = _run_automatic if trainer.lightning_module.automatic_optimization else _run_manual
+    with _without_listeners(trainer), torch.enable_grad():
+        run(trainer, optimizer, batches)
 
 
 def can_run_again(trainer: Any) -> bool:
@@ -358,18 +340,11 @@ def _run_automatic(trainer: Any, optimizer: Optimizer, batches: Batches) -> None
         is_last = place == len(batches)
         with utilities._block_parallel_sync_behavior(strategy, block=not is_last):
             loop.automatic_optimization._make_closure(arguments, optimizer, number)()
-    _unscale(getattr(trainer.precision_plugin, "scaler", None), optimizer)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        for gradient in gradients_of(optimizer):  # the scaler itself would refuse to do it twice
+            gradient.div_(scaler.get_scale())
     trainer.precision_plugin._after_closure(trainer.lightning_module, optimizer)
-
-
-def _unscale(scaler: Any, optimizer: Optimizer) -> None:
-    """What the scaler does before the update; itself it would refuse to do it twice."""
-    if scaler is None or not scaler.is_enabled():
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                param.grad.div_(scaler.get_scale())
 
 
 def _run_manual(trainer: Any, optimizer: Optimizer, batches: Batches) -> None:
@@ -384,7 +359,7 @@ def _run_manual(trainer: Any, optimizer: Optimizer, batches: Batches) -> None:
 def _without_updates(trainer: Any, wanted: Optimizer) -> Iterator[None]:
     """No optimizer makes an update, and that of the wanted one ends the run."""
 
-    def instead(optimizer: Optimizer) -> Callable[..., None]:
+    def step_without_update(optimizer: Optimizer) -> Callable[..., None]:
         @functools.wraps(optimizer.step)  # by whose attributes schedulers know it
         def step(closure: Callable[[], Any] | None = None, **_: Any) -> None:
             if closure is not None:
@@ -396,37 +371,35 @@ def _without_updates(trainer: Any, wanted: Optimizer) -> Iterator[None]:
 
     with contextlib.ExitStack() as swaps:
         for outer in trainer.strategy._lightning_optimizers:
-            step = instead(outer.optimizer)
-            swaps.enter_context(swapped(outer, step=step))
-            swaps.enter_context(swapped(outer.optimizer, step=step))
+            step = step_without_update(outer.optimizer)
+            swaps.enter_context(swap_attributes(outer, step=step))
+            swaps.enter_context(swap_attributes(outer.optimizer, step=step))
         yield
 
 
 @contextlib.contextmanager
-def _unheard(trainer: Any) -> Iterator[None]:
+def _without_listeners(trainer: Any) -> Iterator[None]:
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop.automatic_optimization
-    library, name = library_of(trainer), module._current_fx_name
+    library = library_of(trainer)
     dummy = importlib.import_module(f"{library}.loggers.logger").DummyLogger
     profiler = importlib.import_module(f"{library}.profilers").PassThroughProfiler()
     loggers = [dummy() for _ in trainer.loggers]
+
+    def log_nothing(*_: Any, **__: Any) -> None:
+        """In the place of a function that logs."""
+
     with (
-        swapped(trainer, callbacks=[], _loggers=loggers, profiler=profiler),
-        swapped(module, log=_nothing, log_dict=_nothing),
-        swapped(loop, optim_progress=copy.deepcopy(loop.optim_progress)),
+        swap_attributes(trainer, callbacks=[], _loggers=loggers, profiler=profiler),
+        swap_attributes(
+            module, log=log_nothing, log_dict=log_nothing, _current_fx_name="training_step"
+        ),
+        swap_attributes(loop, optim_progress=copy.deepcopy(loop.optim_progress)),
     ):
-        module._current_fx_name = "training_step"
-        try:
-            yield
-        finally:
-            module._current_fx_name = name
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a function that logs."""
+        yield
 
 
 @contextlib.contextmanager
-def swapped(owner: Any, **values: Any) -> Iterator[None]:
+def swap_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Attributes of one object replaced for a while; those of its class show again after it."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
@@ -441,7 +414,7 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
 
 
-def uncount(trainer: Any) -> None:
+def uncount_update(trainer: Any) -> None:
     """Let `global_step` be as before the update that is running, if Lightning counts it."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
@@ -452,7 +425,7 @@ def uncount(trainer: Any) -> None:
         progress.increment_by(-1)
 
 
-class Logged:
+class LogState:
     """What `self.log` has gathered before a step, to go back to it."""
 
     def __init__(self, trainer: Any) -> None:
@@ -460,7 +433,7 @@ class Logged:
         # Values are replaced when they are updated, so the references are enough.
         self._kept = {name: dict(vars(metric)) for name, metric in self._results.items()}
 
-    def strike(self) -> None:
+    def put_back(self) -> None:
         """As if nothing had been logged since; nothing is shown or sent for this batch."""
         for name in [*self._results]:
             if name not in self._kept:
@@ -469,42 +442,19 @@ class Logged:
                 vars(self._results[name]).update(self._kept[name], _forward_cache=None)
 
 
-class LateAverages:
-    """Averages that belong to the module, which updates them after everybody else."""
-
-    def __init__(self, module: nn.Module) -> None:
-        found = [each for each in module.modules() if isinstance(each, AveragedModel)]
-        self._state = TrainingState(None, ema=found) if found else None
-        self._held: Snapshot | None = None
-
-    def hold(self) -> None:
-        if self._state is not None and self._held is None:
-            self._held = self._state.capture(parts=("ema",))
-
-    def settle(self) -> None:
-        held, self._held = self._held, None
-        if held is not None and self._state is not None:
-            self._state.restore(held)
-
-
 def averages_of(trainer: Any) -> tuple[Any, ...]:
     """Averages of the weights that callbacks hold: models, and dicts of tensors."""
+
+    def is_average(value: Any) -> bool:
+        if value is trainer.lightning_module or value is trainer.strategy.model:
+            return False
+        tensors = list(value.parameters()) if isinstance(value, nn.Module) else []
+        if isinstance(value, dict) and all(isinstance(each, Tensor) for each in value.values()):
+            tensors = list(value.values())
+        return bool(tensors) and all_finite(tensors)
+
     values = [value for callback in trainer.callbacks for value in vars(callback).values()]
-    return tuple(value for value in values if _is_average(value, trainer))
-
-
-def _is_average(value: Any, trainer: Any) -> bool:
-    if value is trainer.lightning_module or value is trainer.strategy.model:
-        return False
-    tensors = list(_tensors(value))
-    return bool(tensors) and all_finite(tensors)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, nn.Module):
-        yield from value.parameters()
-    elif isinstance(value, dict) and all(isinstance(each, Tensor) for each in value.values()):
-        yield from value.values()
+    return tuple(value for value in values if is_average(value))
 
 
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
@@ -513,11 +463,7 @@ _joined: set[type] = set()
 
 def join_trainers() -> Attachment:
     """Let each `fit` of the Trainers that are loaded lend its guard to the post of this process."""
-    known = [getattr(sys.modules.get(name), "Trainer", None) for name in _LIBRARIES]
-    return together(*(_join(each) for each in known if each is not None and each not in _joined))
 
-
-def _join(trainers: type) -> Attachment:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
             with _lent_callback(self):
@@ -525,14 +471,11 @@ def _join(trainers: type) -> Attachment:
 
         return fit
 
-    _joined.add(trainers)
-    attachment = wrapped(trainers, "fit", wrap)
-
-    def remove() -> None:
-        _joined.discard(trainers)
-        attachment.remove()
-
-    return Attachment(remove)
+    known = [getattr(sys.modules.get(name), "Trainer", None) for name in _LIBRARIES]
+    new = [each for each in known if each is not None and each not in _joined]
+    _joined.update(new)
+    forget = Attachment(lambda: _joined.difference_update(new))
+    return together(forget, *(wrapped(trainers, "fit", wrap) for trainers in new))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from importlib import metadata
 
@@ -19,18 +20,13 @@ def check_package(package: str, *, extra: str, like: str | None = None) -> None:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise PackageError(f"{package} is not installed: {command}") from None
-    least = _least(like or package)
+    wanted: list[str] = []
+    with contextlib.suppress(metadata.PackageNotFoundError):  # else it is run from its source
+        wanted = metadata.requires("stayfinite") or []
+    pattern = rf"{re.escape(like or package)}\s*>=\s*([\d.]+)"
+    least = next((match[1] for each in wanted if (match := re.match(pattern, each))), None)
     if least and _numbers(found) < _numbers(least):
         raise PackageError(f"{package} {found} is too old, {least} is needed: {command}")
-
-
-def _least(package: str) -> str | None:
-    try:
-        wanted = metadata.requires("stayfinite") or []
-    except metadata.PackageNotFoundError:  # run from its source
-        return None
-    found = (re.match(rf"{re.escape(package)}\s*>=\s*([\d.]+)", each) for each in wanted)
-    return next((each[1] for each in found if each), None)
 
 
 def _numbers(version: str) -> list[int]:

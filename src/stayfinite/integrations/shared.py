@@ -1,4 +1,4 @@
-"""What the integrations share: harm kept away, answers, clipping, and calls to run again."""
+"""What the integrations share: options, steps that cannot harm, clipping, calls to run again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from stayfinite.detect.finite import all_finite
-from stayfinite.detect.hooks import Attachment, Wrap, is_run_again, listeners, together, wrapped
+from stayfinite.detect.hooks import Attachment, is_run_again, listeners, together, wrapped
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.explain.experiments import CannotReplayError
 from stayfinite.guard.guard import Guard
@@ -26,6 +26,7 @@ from stayfinite.guard.replay import NO_BATCH
 from stayfinite.locate.source import Place, call_at, user_place
 from stayfinite.nested import named_tensors
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
 from stayfinite.training import params_of
@@ -33,7 +34,7 @@ from stayfinite.training import params_of
 logger = logging.getLogger("stayfinite")
 
 
-def careful_step(
+def step_carefully(
     guard: Guard, fn: Callable[[Any], Any], batch: Any, *, gives_up: Callable[[], None]
 ) -> Any:
     """`guard.step(fn, batch)`; should that fail by itself, what `fn` gives without a guard.
@@ -43,7 +44,7 @@ def careful_step(
     results: list[Any] = []
     theirs: list[BaseException] = []
 
-    def noted(given: Any) -> Any:
+    def run_and_note(given: Any) -> Any:
         try:
             results.append(fn(given))
         except BaseException as error:
@@ -52,7 +53,7 @@ def careful_step(
         return results[-1]
 
     try:
-        return guard.step(noted, batch)
+        return guard.step(run_and_note, batch)
     except TrainingAbortedError:
         raise
     except Exception as error:
@@ -63,44 +64,38 @@ def careful_step(
         return results[-1] if results else fn(batch)
 
 
-def wrapped_method(owner: Any, name: str, wrap: Wrap) -> Attachment:
-    """Put `wrap(method)` before a method of this one object; removal leaves no trace of it."""
-    original: Callable[..., Any] = getattr(owner, name)
-    was_own = name in vars(owner)
-    attachment = wrapped(owner, name, wrap)
-
-    def remove() -> None:
-        attachment.remove()
-        if not was_own and vars(owner).get(name) == original:
-            delattr(owner, name)
-
-    return Attachment(remove)
-
-
 OnNaN = Literal["recover", "stop", "warn"]
 
 
-class AnswerOptions(TypedDict):
-    """The two options of `stayfinite.watch` that decide what is done about a bad step."""
+class WatchOptions(TypedDict):
+    """The options of `stayfinite.watch` that every integration has."""
 
     config: RecoveryConfig | None
     on_nan: Literal["recover", "warn"]
+    sinks: list[Sink] | None
+    prove_seconds: float
 
 
-def answered_by(
-    config: RecoveryConfig | None, on_nan: OnNaN, *, prove_seconds: float = 0.0
-) -> AnswerOptions:
+def watch_options(
+    config: RecoveryConfig | None,
+    on_nan: OnNaN,
+    sinks: Iterable[Sink] | None,
+    prove_seconds: float,
+) -> WatchOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
     GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word
-    if on_nan == "warn":
-        return {"config": None, "on_nan": "warn"}
     if on_nan == "stop":
         abort = RecoveryStrategy.ABORT
         given = RecoveryConfig() if config is None else config
         config = dataclasses.replace(
             given, primary_strategy=abort, fallback_strategy=abort, ladder=()
         )
-    return {"config": config, "on_nan": "recover"}
+    return {
+        "config": None if on_nan == "warn" else config,
+        "on_nan": "warn" if on_nan == "warn" else "recover",
+        "sinks": None if sinks is None else list(sinks),  # a list travels to other processes
+        "prove_seconds": prove_seconds,
+    }
 
 
 def keep_bad_gradients(optimizer: Optimizer) -> Attachment:
@@ -119,7 +114,7 @@ def keep_bad_gradients(optimizer: Optimizer) -> Attachment:
 
         return clip
 
-    # clip_grad_norm_ calls the first; the second is the same under its public name.
+    # clip_grad_norm_ calls the first, which is private; the second is its public name.
     return together(
         wrapped(clip_grad, "_clip_grads_with_norm_", wrap),
         wrapped(utils, "clip_grads_with_norm_", wrap),
@@ -148,9 +143,6 @@ def guard_of(optimizer: Optimizer) -> Guard | None:
     return next((guard for guard in guards if id(optimizer) in guard.jobs), None)
 
 
-Backward = Callable[[Tensor], Any]
-
-
 class RecordedCalls:
     """What the model was called with in the step that is under way; by reference.
 
@@ -158,7 +150,7 @@ class RecordedCalls:
     made of that is not known here.
     """
 
-    def __init__(self, model: nn.Module, job: Job, backward: Backward) -> None:
+    def __init__(self, model: nn.Module, job: Job, backward: Callable[[Tensor], Any]) -> None:
         self._model, self._job, self._backward = model, job, backward
         self._calls: list[tuple[Place | None, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -204,11 +196,7 @@ def _loss(output: Any) -> Tensor | None:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor) and own.numel() == 1:
         return own
-    bad = next(_bad(output), None)
-    return None if bad is None else bad.sum()
-
-
-def _bad(output: Any) -> Iterator[Tensor]:
     for _, tensor in named_tensors(output, ""):
         if tensor.requires_grad and not all_finite([tensor]):
-            yield tensor
+            return tensor.sum()
+    return None

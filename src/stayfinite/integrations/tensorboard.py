@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 from stayfinite.integrations.packages import check_package
+from stayfinite.living import living
 from stayfinite.records import Incident, TensorSummary
 from stayfinite.report.sinks import guilty_tensor
 from stayfinite.report.terminal import as_text
@@ -56,7 +56,7 @@ _sinks: dict[int, TensorBoardSink] = {}
 
 def running() -> TensorBoardSink | None:
     """A sink for the writer that the script has opened last, if it is still open."""
-    writers: list[Any] = [each for each in gc.get_objects() if type(each) is SummaryWriter]
+    writers: list[Any] = living(SummaryWriter)
     open_ones = [writer for writer in writers if writer.all_writers]
     if not open_ones:
         return None

@@ -14,24 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from stayfinite.detect.detector import bad_reports
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.distributed import agree
 from stayfinite.errors import StayFiniteError
 from stayfinite.explain.experiments import CannotReplayError
-from stayfinite.guard.discover import Post, WithoutSnapshots, free_post
+from stayfinite.guard.discover import Post, free_post
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.replay import NO_BATCH, Replay
 from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
-    answered_by,
+    WatchOptions,
     guard_of,
     keep_bad_gradients,
-    wrapped_method,
+    watch_options,
 )
-from stayfinite.nested import named_tensors
+from stayfinite.nested import named_tensors, named_weights
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -75,12 +76,8 @@ class StayFiniteCallback(TrainerCallback):
         sinks: Iterable[Sink] | None = None,
         prove_seconds: float = 0.0,
     ) -> None:
-        # An error about them belongs here.
-        answered_by(config, on_nan, prove_seconds=prove_seconds)
-        self._config, self._on_nan, self._prove_seconds = config, on_nan, prove_seconds
-        self._sinks = None if sinks is None else list(sinks)
+        self._options = watch_options(config, on_nan, sinks, prove_seconds)
         self._watch: WatchedTrainer | None = None
-        self._trainer: Any = None
         self._past: list[Incident] = []
 
     @property
@@ -105,23 +102,14 @@ class StayFiniteCallback(TrainerCallback):
 
     def _attach(self, trainer: Any) -> None:
         try:
-            self._watch = WatchedTrainer(
-                trainer,
-                config=self._config,
-                on_nan=self._on_nan,
-                sinks=self._sinks,
-                prove_seconds=self._prove_seconds,
-            )
+            self._watch = WatchedTrainer(trainer, self._options)
         except StayFiniteError as error:
             logger.warning("StayFiniteCallback does nothing here: %s", error)
-            return
-        self._trainer = trainer
-        _watched.add(trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._watch is not None:
             with harmless("ending a step of the trainer"):
-                self._watch.step_ended()
+                self._watch.end_step()
         self._refuse_bad_save(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -139,8 +127,6 @@ class StayFiniteCallback(TrainerCallback):
         """Leave torch and the trainer as they were; the trainer does this at its end."""
         watch, self._watch = self._watch, None
         if watch is not None:
-            _watched.discard(self._trainer)
-            self._trainer = None
             with harmless("leaving a trainer"):
                 watch.close()
             self._past += watch.incidents
@@ -189,7 +175,6 @@ def _calling_trainer() -> Any:
 
 
 Method = Callable[..., Any]
-Named = tuple[str, Tensor]
 
 
 class WatchedTrainer:
@@ -199,53 +184,44 @@ class WatchedTrainer:
     is done and who is told.
 
     Four methods of the trainer are wrapped until `close()`: training_step, log,
-    _save_checkpoint, and _run_epoch where there is one.
+    _save_checkpoint, and _run_epoch where there is one. The last two are private, but no callback
+    comes before every save, and none after an error.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        *,
-        config: RecoveryConfig | None,
-        on_nan: OnNaN,
-        sinks: Iterable[Sink] | None,
-        prove_seconds: float,
-    ) -> None:
+    def __init__(self, trainer: Any, options: WatchOptions) -> None:
         self._trainer = trainer
         self._inner = inner_optimizer(trainer.optimizer)
         self._relief = stand_in(trainer)
         shared = guard_of(self._inner)
         self._is_shared = shared is not None
+        # The model, or what makes all ranks agree around it.
+        wrapper = trainer.model_wrapped
+        model = wrapper if isinstance(wrapper, DistributedDataParallel) else trainer.model
         self.guard = shared or guard_over(
-            trainer.accelerator,
-            _module_of(trainer),
-            trainer.optimizer,
-            trainer.lr_scheduler,
-            config=config,
-            on_nan=on_nan,
-            sinks=sinks,
-            prove_seconds=prove_seconds,
+            trainer.accelerator, model, trainer.optimizer, trainer.lr_scheduler, options
         )
         self._earlier = len(self.guard.incidents)
         self._job = self.guard.jobs.get(id(self._inner))
         self._calls: list[tuple[Method, tuple[Any, ...], dict[str, Any]]] = []
         self._losses = Losses()
-        # Masks and the like, which are meant to be so.
-        self._infinite = {name for name, tensor in self._fixed() if not all_finite([tensor])}
+        # Masks and the like are meant to be so; no update changes what needs no gradient.
+        weights = [each for each in named_weights(trainer.model) if not each[1].requires_grad]
+        self._meant = {name for name, tensor in weights if not all_finite([tensor])}
         self._attachment = together(*self._attachments())
         replay = Replay(self.guard, self._again, batch=self._batch)
         self.guard.replay_with(replay, only=self._job)
+        _watched.add(trainer)
 
     def _attachments(self) -> Iterable[Attachment]:
         trainer, job = self._trainer, self._job
         if job is not None:
             yield keep_bad_gradients(self._inner)
             yield tell_skips(trainer.optimizer, job)
-        yield wrapped_method(trainer, "training_step", self._around_training_step)
-        yield wrapped_method(trainer, "log", self._around_log)
-        yield wrapped_method(trainer, "_save_checkpoint", self._around_saving)
+        yield wrapped(trainer, "training_step", self._around_training_step)
+        yield wrapped(trainer, "log", self._around_log)
+        yield wrapped(trainer, "_save_checkpoint", self._around_saving)
         if hasattr(trainer, "_run_epoch"):
-            yield wrapped_method(trainer, "_run_epoch", self._around_epoch)
+            yield wrapped(trainer, "_run_epoch", self._around_epoch)
 
     @property
     def incidents(self) -> list[Incident]:
@@ -254,53 +230,36 @@ class WatchedTrainer:
 
     def close(self) -> None:
         """Leave torch and the trainer as they were; a guard that is somebody else's stays."""
+        _watched.discard(self._trainer)
         if not self._is_shared:
             self.guard.close()
         self._relief.remove()
         self._attachment.remove()
         self._calls.clear()
 
-    def step_ended(self) -> None:
+    def end_step(self) -> None:
         """Take back what followed a vetoed update, before anybody evaluates or saves."""
         if self._job is not None:
             self._job.settle()
         is_good = self._job is None or self._job.was_good
-        self._losses.step_ended(is_good=is_good)
+        self._losses.end_step(is_good=is_good)
         if not is_good:
             self._mend_sum(self._losses.sum)
 
     def may_save(self) -> bool:
         """Whether all that a checkpoint would hold is finite; says so if it is not."""
-        bad = self._bad_name()
+        weights = named_weights(self._trainer.model)
+        named = [
+            *((name, tensor) for name, tensor in weights if name not in self._meant),
+            *named_tensors(list(self._inner.state.values()), "optimizer"),
+        ]
+        bad = next((report.location for report in bad_reports(named, described=0)), None)
         if not agree(bad is not None):
             return True
         step = self._trainer.state.global_step
         where = f"{bad} is" if bad is not None else "a value of another rank is"
         logger.error("no checkpoint is saved at step %d: %s not finite", step, where)
         return False
-
-    def _bad_name(self) -> str | None:
-        named: list[Named] = [
-            *((f"parameters.{name}", param) for name, param in self._parameters(trained=True)),
-            *(each for each in self._fixed() if each[0] not in self._infinite),
-            *named_tensors(list(self._inner.state.values()), "optimizer"),
-        ]
-        if all_finite(tensor for _, tensor in named):
-            return None
-        return next((name for name, tensor in named if not all_finite([tensor])), None)
-
-    def _fixed(self) -> list[Named]:
-        """What no update changes: frozen parameters, and buffers."""
-        buffers = self._trainer.model.named_buffers()
-        frozen = self._parameters(trained=False)
-        return [
-            *((f"parameters.{name}", param) for name, param in frozen),
-            *((f"buffers.{name}", buffer) for name, buffer in buffers),
-        ]
-
-    def _parameters(self, *, trained: bool) -> list[Named]:
-        named = self._trainer.model.named_parameters()
-        return [(name, param) for name, param in named if param.requires_grad is trained]
 
     def _batch(self) -> Any:
         return self._calls[0][1][1] if len(self._calls) == 1 else NO_BATCH
@@ -318,7 +277,7 @@ class WatchedTrainer:
                 self._begin(original, (model, copy.copy(inputs), *args), kwargs)
             loss = original(model, inputs, *args, **kwargs)
             with harmless("looking at a loss of the trainer"):
-                self._losses.saw(loss)
+                self._losses.add(loss)
             return loss
 
         return training_step
@@ -335,7 +294,8 @@ class WatchedTrainer:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             with harmless("looking at a log of the trainer"):
                 if "loss" in logs:
-                    logs = self._losses.added_to(logs)
+                    logs = self._losses.completed_log(logs)
+                    self._losses = Losses()
                     self._mend_sum(0.0)
             return original(logs, *args, **kwargs)
 
@@ -368,50 +328,36 @@ class WatchedTrainer:
         return run_epoch
 
 
-def _module_of(trainer: Any) -> Any:
-    """The model, or what makes all ranks agree around it."""
-    wrapper = trainer.model_wrapped
-    return wrapper if isinstance(wrapper, DistributedDataParallel) else trainer.model
-
-
 class Losses:
     """The losses since the last log; the trainer's own mean of them is wrong if some are bad."""
 
     def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         self._seen = self._steps = self._skipped = 0
         self._bad: Any = 0
         self.sum: Any = 0.0  # of the good ones
 
-    def saw(self, loss: Tensor) -> None:
+    def add(self, loss: Tensor) -> None:
         """One of a micro-batch; nothing is read from the device here."""
         is_bad = ~torch.isfinite(loss)
         self._seen += 1
         self._bad = self._bad + is_bad
         self.sum = self.sum + loss.masked_fill(is_bad, 0.0)
 
-    def step_ended(self, *, is_good: bool) -> None:
+    def end_step(self, *, is_good: bool) -> None:
         self._steps += 1
         self._skipped += not is_good
 
-    def added_to(self, logs: dict[str, float]) -> dict[str, float]:
+    def completed_log(self, logs: dict[str, float]) -> dict[str, float]:
         """The log with what it hides; as it is when there was nothing bad."""
         more: dict[str, float] = {}
         if bad := int(self._bad):  # host sync
-            more["loss"] = self._mean(self._seen - bad)
+            more["loss"] = math.nan
+            if (good := self._seen - bad) and self._steps:  # the mean, for a whole step
+                more["loss"] = float(self.sum) / good * self._seen / self._steps
             more["nonfinite_losses"] = bad
         if self._skipped:
             more["skipped_steps"] = self._skipped
-        self._forget()
         return {**logs, **more}
-
-    def _mean(self, good: int) -> float:
-        """Of the good losses, for a whole step; NaN without any."""
-        if not good or not self._steps:
-            return math.nan
-        return float(self.sum) / good * self._seen / self._steps
 
 
 def post_for(trainer: Any) -> Post | None:
@@ -425,19 +371,19 @@ def stand_in(trainer: Any) -> Attachment:
     post = post_for(trainer)
     if post is None:
         return Attachment(lambda: None)
-    guard = Guard(post.settings)
-    guard.add(_job(post, trainer))
-    return post.stand_in(guard)
-
-
-def _job(post: Post, trainer: Any) -> Job:
     parts = Parts(
         optimizer=inner_optimizer(trainer.optimizer),
         modules=(trainer.model,),
         schedulers=tuple(inner_schedulers(trainer.lr_scheduler)),
         scaler=trainer.accelerator.scaler,
     )
-    manager = NaNRecoveryManager(post.config)
-    if post.stops:
-        return WithoutSnapshots(parts, post.config, manager)
-    return Job(parts, post.config, manager, look_around=lambda known: known)
+    job = Job(
+        parts,
+        post.config,
+        NaNRecoveryManager(post.config),
+        look_around=None if post.stops else lambda known: known,
+        takes_snapshots=not post.stops,
+    )
+    guard = Guard(post.settings)
+    guard.add(job)
+    return post.stand_in(guard)

@@ -1,9 +1,10 @@
-"""A tracer that keeps what bad operations were given, so that one of them can be run alone."""
+"""What bad operations were given, kept so that one of them can be run alone."""
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from stayfinite.detect.summary import summarize
-from stayfinite.locate.operators import Call, tensors_in, written_by
-from stayfinite.locate.provenance import Event
-from stayfinite.locate.tracer import Tracer
-from stayfinite.records import NaNType, TensorSummary
+from stayfinite.detect.veto import STEP_FAILED
+from stayfinite.locate.operators import Call, tensors_in
+from stayfinite.locate.provenance import Event, running_node
+from stayfinite.records import NaNType
+from stayfinite.safely import Safely
 from stayfinite.snapshot import RandomState
 
 ONE_CALL = 12 << 20  # bytes of tensors of an operation that are kept; more are only described
@@ -58,107 +60,63 @@ class Beginning:
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
 
-class KeepingTracer(Tracer):
-    """Traces, and keeps the inputs of the latest bad operations: at most 64 MB of them."""
+class KeptCalls:
+    """The inputs of the latest bad operations that a Tracer meets: at most 64 MB of them."""
 
-    def __enter__(self) -> KeepingTracer:
+    def __init__(self) -> None:
         self.beginning: Beginning | None = None
         self._begun_at = -1
         self._kept: OrderedDict[int, Kept] = OrderedDict()
         self._nbytes = 0
-        self._of_line: dict[Any, int] = {}
+        self._of_line: Counter[Any] = Counter()
         self._forward = _ForwardCalls()
         self._before: dict[int, Tensor] = {}
-        self._now: tuple[Call, Tensor] | None = None
-        super().__enter__()
-        return self
+        self._safely = Safely(STEP_FAILED)
 
-    def kept(self, event: Event) -> Kept | None:
+    def of(self, event: Event) -> Kept | None:
         """What the operation of the event was given; None when that was not kept."""
         return self._kept.get(event.order)
 
-    def next_step(self, clock: int) -> None:
+    def next_step(self) -> None:
         """The guard's clock has ticked."""
-        super().next_step(clock)
         self._of_line.clear()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if self.is_paused:
-            return func(*args, **(kwargs or {}))
-        try:
-            with self.paused():
-                self._before = self._copies_before(func, args, kwargs or {})
-        except Exception as error:
-            self._safely.note(error)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.nodes.latest_is_fresh():
-            self._forward.put(self.nodes.newest, Call(self._infos[func], args, kwargs or {}))
-        return out
+    def note_before(self, written: Sequence[Tensor]) -> None:
+        """The operation that comes reads these, and then overwrites them."""
+        self._before = {}
+        with self._safely:
+            ours = [tensor for tensor in written if _is_plain(tensor)]
+            if sum(tensor.nbytes for tensor in ours) <= _BEFORE:
+                self._before = {id(tensor): tensor.detach().clone() for tensor in ours}
 
-    def _copies_before(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[int, Tensor]:
-        """What the operation is about to overwrite, and reads too."""
-        info = self._infos[func]
-        if not info.written or info.overwrites or info.allocates:
-            return {}
-        written = written_by(Call(info, args, kwargs))
-        if sum(tensor.nbytes for tensor in written if _is_plain(tensor)) > _BEFORE:
-            return {}
-        return {id(t): t.detach().clone() for t in written if _is_plain(t)}
+    def note_forward(self, numbers: range, call: Call) -> None:
+        """The call has made the autograd nodes of these numbers."""
+        with self._safely:
+            self._forward.put(numbers, call)
 
-    def _record(
-        self, call: Call, bad: Tensor, written: tuple[Tensor, ...], before: tuple[Tensor, ...]
-    ) -> None:
-        self._now = call, bad
-        super()._record(call, bad, written, before)
-        self._now = None
+    def keep(self, event: Event, call: Call, bad: Tensor) -> None:
+        """The call of the event has just given this."""
+        with self._safely:
+            line = event.op, event.site.place, event.clock
+            self._of_line[line] += 1
+            if self._of_line[line] > _MOST_OF_A_LINE:  # the first is guilty, the others follow it
+                return
+            is_open = event.phase == "optimizer"
+            node = running_node()
+            kept = Kept(
+                call=_kept_call(call, _for_member(call, bad), is_open=is_open, before=self._before),
+                nan_type=event.nan_type,
+                forward=self._forward.get(node._sequence_nr()) if node is not None else None,
+            )
+            self._kept[event.order] = kept
+            self._nbytes += _size(kept)
+            while self._nbytes > _ALL_CALLS or len(self._kept) > _MOST_CALLS:
+                self._nbytes -= _size(self._kept.popitem(last=False)[1])
 
-    def _event(self, kind: Any, *details: Any) -> Event:
-        event = super()._event(kind, *details)
-        if kind in ("birth", "conversion") and self._now is not None:
-            try:
-                with self.paused():
-                    self._keep(event, *self._now)
-            except Exception as error:
-                self._safely.note(error)
-        return event
-
-    def _keep(self, event: Event, call: Call, bad: Tensor) -> None:
-        line = event.op, event.site.place, event.clock
-        self._of_line[line] = self._of_line.get(line, 0) + 1
-        if self._of_line[line] > _MOST_OF_A_LINE:  # the first is guilty, and the others follow it
-            return
-        arguments = _for_member(call, bad)
-        is_open = event.phase == "optimizer"
-        kept = Kept(
-            call=_kept_call(call, arguments, is_open=is_open, before=self._before),
-            nan_type=event.nan_type,
-            forward=self._forward_of(event),
-        )
-        self._kept[event.order] = kept
-        self._nbytes += _size(kept)
-        while self._nbytes > _ALL_CALLS or len(self._kept) > _MOST_CALLS:
-            self._nbytes -= _size(self._kept.popitem(last=False)[1])
-
-    def _forward_of(self, event: Event) -> KeptCall | None:
-        node = torch._C._current_autograd_node()
-        return self._forward.get(node._sequence_nr()) if node is not None else None
-
-    def _enter_root(self, module: nn.Module, args: Any) -> None:
-        super()._enter_root(module, args)
-        with self.paused():
-            self._begin(module, args)
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if self.beginning is None or self._begun_at != self.clock:
-            self._begun_at = self.clock
+    def begin(self, module: nn.Module, args: Any, clock: int) -> None:
+        """A top-level module is called with these arguments."""
+        if self.beginning is None or self._begun_at != clock:
+            self._begun_at = clock
             self.beginning = Beginning(random=RandomState.capture())
         entries, buffers = self.beginning.entries, self.beginning.buffers
         if len(entries) >= _MOST_ENTRIES:
@@ -218,37 +176,36 @@ def _kept_call(
     tensors = [(n, t) for n, value in arguments.items() for t in tensors_in([value])]
     size = sum(tensor.nbytes for _, tensor in tensors if _is_plain(tensor))
     is_small = size <= ONE_CALL
-    found = {name: _copied(name, v, is_small, before) for name, v in arguments.items()}
-    open_ones = {n for n, t in tensors if is_open or _is_parameter(t)}
+    found = {name: _copy_of(name, v, is_small, before) for name, v in arguments.items()}
+    open_ones = {n for n, t in tensors if is_open or is_parameter(t)}
     nbytes = size if is_small else 0
     return KeptCall(op=call.info.name, arguments=found, open=frozenset(open_ones), nbytes=nbytes)
 
 
-def _copied(name: str, value: Any, is_small: bool, before: dict[int, Tensor]) -> Any:
+def _copy_of(name: str, value: Any, is_small: bool, before: dict[int, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_copied(f"{name}[{n}]", item, is_small, before) for n, item in enumerate(value)]
+        return [_copy_of(f"{name}[{n}]", item, is_small, before) for n, item in enumerate(value)]
     if not isinstance(value, Tensor):
         return value
     value = before.get(id(value), value)
     if not is_small or not _is_plain(value):
-        return described(name, value)
+        return summarize(name, value)
     return value.detach().to("cpu", copy=True).contiguous()
-
-
-def described(name: str, tensor: Tensor) -> TensorSummary:
-    """What stands for a tensor that is not kept."""
-    return summarize(name, tensor)
 
 
 def _size(kept: Kept) -> int:
     return kept.call.nbytes + (kept.forward.nbytes if kept.forward else 0)
 
 
-def _is_parameter(tensor: Tensor) -> bool:
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether it is a parameter, or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    is_usual = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return is_usual and dense
+    return (
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _NOTHING = contextlib.nullcontext()
 _REMEMBERED = 1 << 16  # updates
+# The tick, the steps of the busiest optimizer, the id of the one that stepped, and its own steps.
+_Update = tuple[int, int, int, int]
 
 
 class Tracing:
@@ -35,13 +39,13 @@ class Tracing:
         self.clock = 0
         self._on_enter = on_enter
         self._tracer: Tracer | None = None
-        self._ticks: deque[int] = deque(maxlen=_REMEMBERED)
-        self._steps: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
+        self._updates: deque[_Update] = deque(maxlen=_REMEMBERED)
         self._stance: Any = None
         self.keeps = False
         """Whether the inputs of the guilty operation are kept, for a capsule."""
         self.kept: Kept | None = None
         self.beginning: Beginning | None = None
+        self.on_delivery: Callable[[Any, FrameType | None], None] | None = None
         self._reads = Reads()
         self.deliveries = Deliveries(self._delivered)
 
@@ -52,9 +56,11 @@ class Tracing:
         return together(Attachment(self._reads.stop), self.deliveries.watch())
 
     def _delivered(self, delivery: Delivery, batch: Any) -> None:
+        if self.on_delivery is not None:
+            self.on_delivery(batch, sys._getframe(1))
         if self._tracer is not None:
             tensors = [tensor for _, tensor in named_tensors(batch, "")]
-            self._tracer.delivered(delivery, tensors)
+            self._tracer.note_delivery(delivery, tensors)
 
     @property
     def nodes(self) -> NodeSites | None:
@@ -66,15 +72,15 @@ class Tracing:
         return self._tracer is not None
 
     def switch_on(self) -> None:
-        from stayfinite.locate.capture import KeepingTracer
+        from stayfinite.locate.capture import KeptCalls
         from stayfinite.locate.tracer import Tracer
 
         self.kept = self.beginning = None
-        make = KeepingTracer if self.keeps else Tracer
-        self._tracer = make(on_enter=self._on_enter, reads=self._reads)
+        calls = KeptCalls() if self.keeps else None
+        self._tracer = Tracer(on_enter=self._on_enter, reads=self._reads, kept=calls)
         self._tracer.clock = self.clock
         for delivery, tensors in self.deliveries.recent():
-            self._tracer.delivered(delivery, tensors)
+            self._tracer.note_delivery(delivery, tensors)
         # A dispatch mode sees nothing inside compiled code.
         self._stance = torch.compiler.set_stance("force_eager")
         self._tracer.__enter__()
@@ -105,12 +111,11 @@ class Tracing:
 
     def stepped(self, steps: int, *, of: Optimizer, count: int) -> None:
         """An update is over; the optimizer has attempted `count`, the busiest one `steps`."""
-        self._ticks.append(self.clock)
-        self._steps.append((steps, id(of), count))
+        self._updates.append((self.clock, steps, id(of), count))
 
     def clock_before(self, clock: int, *, steps: int) -> int:
         """The clock so many updates before."""
-        earlier = [tick for tick in self._ticks if tick < clock]
+        earlier = [tick for tick, *_ in self._updates if tick < clock]
         return earlier[-steps - 1] if len(earlier) > steps else 0
 
     def label(self, tensor: Tensor, text: str) -> None:
@@ -126,14 +131,16 @@ class Tracing:
         """
         if self._tracer is None:
             return None
-        from stayfinite.locate.capture import KeepingTracer
         from stayfinite.locate.origin import origin_of
 
         found = origin_of(self._tracer.events_of(tensors), folder=folder)
-        if found is not None and isinstance(self._tracer, KeepingTracer):
-            self.kept = self._tracer.kept(found[1])
-            self.beginning = self._tracer.beginning
-        return (found[0], self._step_of(found[1], of)) if found else None
+        if found is None:
+            return None
+        origin, event = found
+        if self._tracer.kept is not None:
+            self.kept = self._tracer.kept.of(event)
+            self.beginning = self._tracer.kept.beginning
+        return origin, self._step_of(event, of)
 
     def was_computed(self, tensor: Tensor) -> bool:
         """Whether the tensor is bad by a computation, and not because somebody wrote it so."""
@@ -149,10 +156,10 @@ class Tracing:
             return None
         # An update's own events carry the tick that it is booked under.
         find = bisect.bisect_left if event.phase == "optimizer" else bisect.bisect_right
-        index = find(self._ticks, event.clock)
-        if not self._ticks:  # no optimizer so far: the clock has ticked at backward passes only
+        index = find(self._updates, event.clock, key=itemgetter(0))
+        if not self._updates:  # no optimizer so far: the clock has ticked at backward passes only
             return max(0, event.clock - (event.phase == "backward"))
+        before = list(self._updates)[:index]
         if of is None:
-            return self._steps[index - 1][0] if index else 0
-        before = itertools.islice(reversed(self._steps), len(self._steps) - index, None)
-        return next((count for _, key, count in before if key == id(of)), 0)
+            return before[-1][1] if before else 0
+        return next((count for _, _, key, count in reversed(before) if key == id(of)), 0)

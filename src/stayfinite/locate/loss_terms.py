@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import graph
 
 from stayfinite.detect.finite import classify
-from stayfinite.detect.hooks import together, wrapped
+from stayfinite.detect.hooks import wrap_engine
 from stayfinite.locate.operators import Call, is_bad
-from stayfinite.locate.provenance import NodeSites
+from stayfinite.locate.provenance import NodeSites, running_node
 from stayfinite.locate.source import ENGINE, USER, Place, kind_of, positions
 from stayfinite.syntax import called, names_in
 from stayfinite.text import node_name
@@ -40,11 +40,7 @@ class Term(NamedTuple):
 def sum_facts(call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any] | None:
     """The terms of the sum that runs now, if the user's line is one; values of one number each,
     or of one for each sample."""
-    if (
-        call.info.base not in _SUM_NAMES
-        or bad.dim() > 1
-        or torch._C._current_autograd_node() is not None
-    ):
+    if call.info.base not in _SUM_NAMES or bad.dim() > 1 or running_node() is not None:
         return None
     user = _user_frame(frame)
     if user is None:
@@ -65,18 +61,18 @@ _LOOP = (0, 0)
 def _terms(node: Node, call: Call, frame: FrameType) -> list[Term]:
     if isinstance(node, ast.Call):
         return _of_call(node, call, frame)
+    sides = _sides(node)
+    return _of_loop(node, sides[1], call, frame) or _of_pair(sides, call, frame) if sides else []
+
+
+def _sides(node: Node | None) -> list[ast.expr]:
+    """a and b of `a + b` and `a += b`; none of anything else."""
     if isinstance(node, ast.AugAssign):
-        return _of_loop(node, node.value, call, frame) or _of_pair(
-            node.target, node.value, call, frame
-        )
-    if isinstance(node, ast.BinOp):
-        return _of_loop(node, node.right, call, frame) or _of_pair(
-            node.left, node.right, call, frame
-        )
-    return []
+        return [node.target, node.value]
+    return [node.left, node.right] if isinstance(node, ast.BinOp) else []
 
 
-def _of_pair(left: ast.expr, right: ast.expr, call: Call, frame: FrameType) -> list[Term]:
+def _of_pair(sides: list[ast.expr], call: Call, frame: FrameType) -> list[Term]:
     """a + b, where either may be a sum again."""
     operands = [*call.args, *call.kwargs.values()][:2]
     if len(operands) < 2:
@@ -84,7 +80,7 @@ def _of_pair(left: ast.expr, right: ast.expr, call: Call, frame: FrameType) -> l
     is_inplace = call.info.base.endswith("_")
     flags = [None if is_inplace else _flag(operands[0]), _flag(operands[1])]
     found = []
-    for side, flag in zip((left, right), flags, strict=True):
+    for side, flag in zip(sides, flags, strict=True):
         leaves = _leaves(side)
         for leaf in leaves:
             known = flag if len(leaves) == 1 or flag == "" else None
@@ -104,10 +100,11 @@ def _of_call(node: ast.Call, call: Call, frame: FrameType) -> list[Term]:
     given = call.args[0] if call.args and isinstance(call.args[0], (list, tuple)) else ()
     if len(given) == len(members):  # what was added up, and not what it was made of
         members = [(name, value) for (name, _), value in zip(members, given, strict=True)]
-    return [
-        Term(name, _flag(value), (node.lineno, number))
-        for number, (name, value) in enumerate(members)
-    ]
+    return _of_members(members, node.lineno)
+
+
+def _of_members(members: list[tuple[str, Any]], line: int) -> list[Term]:
+    return [Term(name, _flag(value), (line, n)) for n, (name, value) in enumerate(members)]
 
 
 def _of_loop(node: Node, value: ast.expr, call: Call, frame: FrameType) -> list[Term]:
@@ -117,10 +114,7 @@ def _of_loop(node: Node, value: ast.expr, call: Call, frame: FrameType) -> list[
         return []
     members = _members(loop.iter, frame)
     if len(members) > 1 and all(_flag(value) is not None for _, value in members):
-        return [
-            Term(name, _flag(value), (loop.lineno, number))
-            for number, (name, value) in enumerate(members)
-        ]
+        return _of_members(members, loop.lineno)
     other = call.args[1] if len(call.args) > 1 else None
     if not _flag(other):
         return []
@@ -143,7 +137,7 @@ def _adds_to_itself(node: Node, loop: ast.For) -> bool:
 
 def _begins_anew(node: Node, loop: ast.For) -> bool:
     """Whether the loop gives the sum a new value each time, so that it is not over the loop."""
-    target = node.target if isinstance(node, ast.AugAssign) else getattr(node, "left", None)
+    target = next(iter(_sides(node)), None)
     if not isinstance(target, ast.Name):
         return False
     return any(
@@ -171,7 +165,7 @@ def _members(node: ast.expr, frame: FrameType) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(str(key), item) for key, item in value.items() if isinstance(item, Tensor)]
     if isinstance(value, (list, tuple)):
-        return [(f"{_text(node)}[{number}]", item) for number, item in enumerate(value)]
+        return [(f"{ast.unparse(node)}[{number}]", item) for number, item in enumerate(value)]
     return []
 
 
@@ -186,15 +180,11 @@ def _inner(node: ast.expr, frame: FrameType | None) -> ast.expr:
     if isinstance(node, ast.UnaryOp):
         return _inner(node.operand, frame)
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
-        if _is_number(node.right, frame):
+        if isinstance(_value(node.right, frame), (int, float)):
             return _inner(node.left, frame)
-        if isinstance(node.op, ast.Mult) and _is_number(node.left, frame):
+        if isinstance(node.op, ast.Mult) and isinstance(_value(node.left, frame), (int, float)):
             return _inner(node.right, frame)
     return node
-
-
-def _is_number(node: ast.expr, frame: FrameType | None) -> bool:
-    return isinstance(_value(node, frame), (int, float))
 
 
 def _value(node: ast.expr, frame: FrameType | None) -> Any:
@@ -215,23 +205,15 @@ def _value(node: ast.expr, frame: FrameType | None) -> Any:
     return None
 
 
-def _name(node: ast.expr, frame: FrameType | None) -> str:
+def _name(node: ast.expr, frame: FrameType | None = None) -> str:
+    """The name of a term without its weight; without a frame, where that is a plain number."""
     inner = _inner(node, frame)
     if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
         key = inner.slice.value
         if isinstance(key, str):
             return key
-    text = _text(inner)
+    text = ast.unparse(inner)
     return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 3] + "..."
-
-
-def short_name(node: ast.expr) -> str:
-    """The name of a term without its weight, where that is a plain number."""
-    return _name(node, None)
-
-
-def _text(node: ast.expr) -> str:
-    return ast.unparse(node)
 
 
 def _flag(value: Any) -> str | None:
@@ -284,8 +266,7 @@ def _nodes(filename: str) -> dict[tuple[int, int, int, int], Node]:
     return found
 
 
-_SUM_NODES = ("Add", "Sub")
-_LISTS = ("Stack", "Cat")
+_SUM_NODES = ("Add", "Sub", "Stack", "Cat")
 # They do not change which terms there are: weights, means, casts and shapes.
 _AROUND = (
     "Mul", "Div", "Neg", "Mean", "Sum", "ToCopy", "View", "ReshapeAlias", "Squeeze", "Unsqueeze",
@@ -316,10 +297,10 @@ def loss_sum(roots: Iterable[Tensor], sites: NodeSites) -> LossSum | None:
     if len(edges) != 1:
         return None
     walk = _Walk(sites)
-    walk.visit(edges[0], "")
+    walk.visit(*edges[0], "")
     if walk.place is None or len(walk.terms) < 2:
         return None
-    terms = _renamed(walk.terms, walk.place)
+    terms = _with_names(walk.terms, walk.place)
     return LossSum(walk.place.code.co_filename, walk.place.line, terms)
 
 
@@ -346,54 +327,44 @@ class _Walk:
         self.place: Place | None = None
         self.terms: list[LossTerm] = []
 
-    def visit(self, edge: tuple[Any, int], name: str) -> None:
-        node, output = edge
+    def visit(self, node: Any, output: int, name: str) -> None:
         kind = node_name(node.name())
         after = [(number, each) for number, each in enumerate(node.next_functions) if each[0]]
-        place = self._place_of(node) if kind in (*_SUM_NODES, *_LISTS) else None
+        site = self._sites.get(node) if kind in _SUM_NODES else None
+        place = site.place if site is not None else None
+        if place is not None and self.place is not None:
+            is_same = place.code is self.place.code and place.line == self.place.line
+            place = place if is_same else None  # it belongs to another statement than the first
         if place is not None and len(after) > 1:
             self.place = self.place or place
             names = _names_at(place, len(node.next_functions))
-            for number, each in after:
-                self.visit(each, names[number])
+            for number, (following, its_output) in after:
+                self.visit(following, its_output, names[number])
         elif len(after) == 1 and (kind in _AROUND or place is not None):
-            self.visit(after[0][1], name)
+            _, (following, its_output) = after[0]
+            self.visit(following, its_output, name)
         else:
             self.terms.append(LossTerm(node, output, name))
-
-    def _place_of(self, node: Any) -> Place | None:
-        """Where the addition is, unless it belongs to another statement than the first one."""
-        site = self._sites.get(node)
-        place = site.place if site is not None else None
-        if place is None or self.place is None:
-            return place
-        is_same = place.code is self.place.code and place.line == self.place.line
-        return place if is_same else None
 
 
 def _names_at(place: Place, count: int) -> list[str]:
     node = node_at(place)
-    if isinstance(node, ast.BinOp):
-        sides: list[ast.expr] = [node.left, node.right]
-    elif isinstance(node, ast.AugAssign):
-        sides = [node.target, node.value]
-    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.List):
-        sides = list(node.args[0].elts)
-    else:
-        sides = []
-    return [short_name(side) for side in sides] if len(sides) == count else [""] * count
+    sides = _sides(node)
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.List):
+        sides = node.args[0].elts
+    return [_name(side) for side in sides] if len(sides) == count else [""] * count
 
 
-def _renamed(terms: list[LossTerm], place: Place) -> tuple[LossTerm, ...]:
+def _with_names(terms: list[LossTerm], place: Place) -> tuple[LossTerm, ...]:
     """With a number where a name is missing, or where several have the same one."""
     node = node_at(place)
     whole = ""
     if isinstance(node, ast.Call) and node.args:
         argument = node.args[0]
         if isinstance(argument, (ast.List, ast.Tuple)) and len(argument.elts) == len(terms):
-            names = [short_name(item) for item in argument.elts]
+            names = [_name(item) for item in argument.elts]
             return tuple(t._replace(name=n) for t, n in zip(terms, names, strict=True))
-        whole = f" of {short_name(argument)}"
+        whole = f" of {_name(argument)}"
     known = Counter(term.name for term in terms)
     return tuple(
         term
@@ -421,20 +392,12 @@ def only_term(number: int, sites: Callable[[], NodeSites | None]) -> Iterator[li
             term = found.terms[number]
             begun.append(term.name)
             edge = graph.GradientEdge(term.node, term.output)
-            return original((edge,), (_ones(term),), *args, **kwargs)
+            # Private: what the engine checks a given gradient against.
+            made = term.node._input_metadata[term.output]
+            ones = torch.ones(made.shape, dtype=made.dtype, device=made.device)
+            return original((edge,), (ones,), *args, **kwargs)
 
         return run
 
-    attachment = together(
-        wrapped(graph, "_engine_run_backward", wrap),
-        wrapped(torch.autograd, "_engine_run_backward", wrap),
-    )
-    try:
+    with wrap_engine(wrap):
         yield begun
-    finally:
-        attachment.remove()
-
-
-def _ones(term: LossTerm) -> Tensor:
-    made = term.node._input_metadata[term.output]
-    return torch.ones(made.shape, dtype=made.dtype, device=made.device)

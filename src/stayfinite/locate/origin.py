@@ -25,28 +25,24 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
         return None
     hops = path(event, following)
     phase, place, site = _meaning(event, hops)
-    span = resolve(place, folder=folder) if place else None
+    span = resolve(place, folder=folder)._asdict() if place else {}
+    expression = span.pop("expression", None)
     names = Names()
     root, module = _module(site, names)
     origin = Origin(
         phase=phase,
         op=event.op or None,
         node=event.node,
-        file=span.file if span else None,
-        line=span.line if span else None,
-        end_line=span.end_line if span else None,
-        columns=span.columns if span else None,
-        code=span.code if span else "",
-        function=span.function if span else None,
         module=module,
         root=root,
         inputs=event.inputs,
         outputs=event.outputs,
-        lineage=tuple(_hop(hop, names, folder) for hop in _shortened(hops)),
+        lineage=tuple(_hop(hop, names, folder) for hop in _both_ends(hops)),
         exact=True,
-        facts=_facts(event, hops, span.expression if span else None)
+        facts=_facts(event, hops, expression)
         | _data_facts(hops, folder)
         | _loss_facts(hops, following, folder),
+        **span,
     )
     return origin, event
 
@@ -58,24 +54,18 @@ def _meaning(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site
         return "init", event.site.place, user
     if event.kind != "foreign":
         return event.phase, event.site.place, event.site
-    if event.phase == "checkpoint" or _is_load(hops):
+    if event.phase == "checkpoint":
         return "checkpoint", event.site.place, Site(None)
     if event.facts.get("is_parameter"):
         return "init", event.site.place, event.site
     if event.phase != "data":  # computed, and changed by no operation
         return event.phase, event.site.place, event.site
-    entered = next((hop for hop in hops[1:] if hop.site.entry is not None), None)
-    if entered is not None and event.site.entry is None:
-        return "data", entered.site.entry, Site(None)
-    if event.site.entry is not None:
-        return "data", event.site.entry, Site(None)
+    entry = next((hop.site.entry for hop in hops if hop.site.entry is not None), None)
+    if entry is not None:
+        return "data", entry, Site(None)
     met = next((hop for hop in hops[1:] if hop.site.made_node), None)
     site = met.site if met is not None else event.site
     return "data", site.place, site
-
-
-def _is_load(hops: list[Event]) -> bool:
-    return any(hop.facts.get("loading") for hop in hops[:2])
 
 
 def _module(site: Site, names: Names) -> tuple[str | None, str | None]:
@@ -97,7 +87,7 @@ def _hop(event: Event, names: Names, folder: str | None) -> Hop:
     )
 
 
-def _shortened(hops: list[Event]) -> list[Event]:
+def _both_ends(hops: list[Event]) -> list[Event]:
     """At most _MOST_HOPS: both ends and the conversions between them."""
     if len(hops) <= _MOST_HOPS:
         return hops
@@ -107,9 +97,8 @@ def _shortened(hops: list[Event]) -> list[Event]:
 
 
 def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str, Any]:
-    facts = dict(event.facts)
-    for name in ("samples", "delivered", "sum", "term"):
-        facts.pop(name, None)
+    apart = ("samples", "delivered", "sum", "term")
+    facts = {name: fact for name, fact in event.facts.items() if name not in apart}
     facts["expression"] = expression
     facts["reached"] = [hop.op for hop in hops[1:9]]
     facts["through"] = [i for hop in hops[1:9] if (i := hop.facts.get("inside"))]
@@ -173,13 +162,13 @@ def sums_of_loss(hops: list[Event], events: Iterable[Event]) -> list[dict[str, A
     for hop in reversed(forward):
         here = hop.facts.get("sum")
         if here is not None and all(here["where"] != other["where"] for other in found):
-            found.append(_merged(here["where"], known))
+            found.append(_terms_at(here["where"], known))
         if bare_name(hop.op) not in _AFTER:
             break
-    return [each for each in found if _tells(each)][:2]
+    return [each for each in found if _is_telling(each)][:2]
 
 
-def _merged(where: list[Any], known: list[dict[str, Any]]) -> dict[str, Any]:
+def _terms_at(where: list[Any], known: list[dict[str, Any]]) -> dict[str, Any]:
     terms: dict[tuple[int, ...], list[Any]] = {}
     for facts in known:
         if facts["where"] == where:
@@ -190,7 +179,7 @@ def _merged(where: list[Any], known: list[dict[str, Any]]) -> dict[str, Any]:
     return {"where": where, "terms": [terms[at] for at in sorted(terms)]}
 
 
-def _tells(each: dict[str, Any]) -> bool:
+def _is_telling(each: dict[str, Any]) -> bool:
     """Whether some terms are bad, and others are not."""
     flags = [bad for _, bad in each["terms"]]
     return any(flags) and ("" in flags or len(flags) == 1)

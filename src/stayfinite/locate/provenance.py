@@ -6,8 +6,9 @@ What is known is kept by event, by memory and by autograd node.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -21,6 +22,11 @@ from stayfinite.locate.operators import OpInfo, tensors_in
 from stayfinite.locate.samples import Delivery
 from stayfinite.locate.source import ENGINE, Place, kind_of
 from stayfinite.records import HopKind, NaNType, Phase, TensorSummary
+
+# Private: torch has no public way to the node whose backward runs now, nor to the number that the
+# next node will get.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +82,11 @@ def guilty(events: Iterable[Event]) -> Event | None:
     first operation that turned it into something else is taken.
     """
     ordered = sorted(events, key=lambda event: event.order)
-    for event in ordered:
-        if event.kind in ("birth", "foreign", "allocation"):
-            return event
-    for event in ordered:
-        if event.kind == "conversion":
-            return event
-    for event in ordered:
-        if event.kind == "spread" and event.op.split(".")[1].startswith(_PICKERS):
-            return event
-    return ordered[0] if ordered else None
+    births = (event for event in ordered if event.kind in ("birth", "foreign", "allocation"))
+    turns = (event for event in ordered if event.kind == "conversion")
+    spreads = (event for event in ordered if event.kind == "spread")
+    picks = (event for event in spreads if event.op.split(".")[1].startswith(_PICKERS))
+    return next(chain(births, turns, picks, ordered), None)
 
 
 def path(event: Event, following: dict[Event, Event | None]) -> list[Event]:
@@ -128,7 +129,7 @@ class Provenance:
     def next_step(self) -> None:
         self._runs_before, self._runs = self._runs, {}
 
-    def ran(self, site: Site, op: str) -> None:
+    def note_run(self, site: Site, op: str) -> None:
         line = _line(site, op)
         self._runs[line] = self._runs.get(line, 0) + 1
 
@@ -137,26 +138,26 @@ class Provenance:
         line = _line(site, op)
         return max(self._runs.get(line, 0), self._runs_before.get(line, 0))
 
-    def entered(self, tensor: Tensor, path: str) -> None:
+    def note_entry(self, tensor: Tensor, path: str) -> None:
         """An input of a top-level module; it may have been put together by operations before."""
         made = self._made.get(tensor)
         self.names.put(tensor, path)
         ops, deliveries = (made.ops, made.deliveries) if made else (("",), ())
         self._made.put(tensor, Made(ops, True, deliveries))
 
-    def delivered(self, tensor: Tensor, delivery: Delivery) -> None:
+    def note_delivery(self, tensor: Tensor, delivery: Delivery) -> None:
         """A loader has handed the tensor over."""
         made = self._made.get(tensor)
         ops, from_batch = (made.ops, made.from_batch) if made else (("",), False)
         self._made.put(tensor, Made(ops, from_batch, (delivery,)))
 
-    def made(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
+    def note_result(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
         """Remember the operation behind a value, and those behind its inputs.
 
         One that a backward pass ran has "grad:" before its name.
         """
         given = [(tensor, self._made.get(tensor)) for tensor in tensors_in(args)]
-        base = info.base if torch._C._current_autograd_node() is None else f"grad:{info.base}"
+        base = info.base if running_node() is None else f"grad:{info.base}"
         ops = (base, *(made.ops[0] if made else "" for _, made in given[:8]))
         known = [made for _, made in given if made is not None]
         deliveries = dict.fromkeys(each for made in known for each in made.deliveries)
@@ -179,24 +180,21 @@ class Provenance:
         known = (self._made.get(tensor) for tensor in tensors)
         return list(dict.fromkeys(each for made in known if made for each in made.deliveries))
 
-    @property
-    def has_unwritten(self) -> bool:
-        return len(self._raw) > 0
-
-    def allocated(self, tensor: Tensor, site: Site) -> None:
+    def note_allocation(self, tensor: Tensor, site: Site) -> None:
         if tensor.is_floating_point() and tensor.numel():
             self._raw.put(tensor, Raw(site, tensor.numel()))
 
-    def written(self, tensor: Tensor) -> None:
+    def note_write(self, tensor: Tensor) -> None:
         raw = self._raw.get(tensor)
-        if raw is not None:
-            left = raw.left - tensor.numel()
-            if left > 0:
-                self._raw.put(tensor, Raw(raw.site, left))
-            else:
-                self._raw.drop(tensor)
+        if raw is None:
+            return
+        left = raw.left - tensor.numel()
+        if left > 0:
+            self._raw.put(tensor, Raw(raw.site, left))
+        else:
+            self._raw.drop(tensor)
 
-    def unwritten(self, tensor: Tensor) -> Site | None:
+    def site_of_unwritten(self, tensor: Tensor) -> Site | None:
         """Where the memory was allocated, if some of it was never written."""
         raw = self._raw.get(tensor)
         return raw.site if raw is not None else None
@@ -234,16 +232,13 @@ class StorageMap(Generic[Known]):
         memory = _memory(tensor)
         if memory is not None:
             if len(self._entries) >= 4096 and len(self._entries) & (len(self._entries) - 1) == 0:
-                self._sweep()
+                self._entries = {k: e for k, e in self._entries.items() if not e[0].expired()}
             self._entries[memory._cdata] = StorageWeakRef(memory), known
 
     def drop(self, tensor: Tensor) -> None:
         key = _key(tensor)
         if key is not None:
             self._entries.pop(key, None)
-
-    def _sweep(self) -> None:
-        self._entries = {k: e for k, e in self._entries.items() if not e[0].expired()}
 
 
 def covers_storage(tensor: Tensor) -> bool:
@@ -269,9 +264,6 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor._values().untyped_storage() if tensor.layout is torch.sparse_coo else None
 
 
-Arrival = tuple[Phase, Site]
-
-
 class Arrivals:
     """Tells values of a step's graph and gradients of parameters from what came in as data.
 
@@ -283,11 +275,11 @@ class Arrivals:
         self._nodes = nodes
         self._roots: WeakSet[nn.Module] = WeakSet()
 
-    def entered(self, root: nn.Module) -> None:
+    def note_root(self, root: nn.Module) -> None:
         """A top-level module is called: its parameters have gradients that may arrive."""
         self._roots.add(root)
 
-    def of(self, tensor: Tensor) -> Arrival | None:
+    def of(self, tensor: Tensor) -> tuple[Phase, Site] | None:
         """In which pass the value was computed, and where; None for what may be data."""
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
@@ -295,21 +287,16 @@ class Arrivals:
         if tensor.grad_fn is not None:
             site = self._nodes.get(tensor.grad_fn)
             return None if site is None else ("forward", site)
-        site = self._in_backward(torch._C._current_autograd_node()) or self._of_gradient(tensor)
-        return None if site is None else ("backward", site)
-
-    def _in_backward(self, node: Any) -> Site | None:
-        """What is first met there is a gradient: bad data were met in the forward pass."""
-        if node is None:
-            return None
+        # What is first met in a backward pass is a gradient: bad data were met in the forward.
+        node = running_node()
         variable = getattr(node, "variable", None)  # of AccumulateGrad
-        if variable is None:
-            return self._nodes.get(node)
-        return self._owner(lambda param: param is variable) or Site(None)
-
-    def _of_gradient(self, tensor: Tensor) -> Site | None:
+        if variable is not None:
+            return "backward", self._owner(lambda param: param is variable) or Site(None)
         address = tensor.data_ptr()
-        return self._owner(lambda param: param.grad is not None and _address(param.grad) == address)
+        site = (None if node is None else self._nodes.get(node)) or self._owner(
+            lambda param: param.grad is not None and _address(param.grad) == address
+        )
+        return None if site is None else ("backward", site)
 
     def _owner(self, is_it: Any) -> Site | None:
         """The module whose own parameter it is, as a site without a line."""
@@ -347,7 +334,11 @@ class NodeSites:
 
     def is_new(self) -> bool:
         """Whether the operation that runs now has made a node."""
-        self._remember_running()
+        node = running_node()
+        if node is not None and not (self._recent and self._recent[-1] is node):
+            self._recent.append(node)
+        elif node is None and self._recent:
+            self._recent.clear()  # do not keep a finished graph alive
         self._fresh = _number() > self._next
         return self._fresh
 
@@ -368,12 +359,11 @@ class NodeSites:
         number = node._sequence_nr()
         return self._sites.get(number) if number < _UNNUMBERED else None
 
-    def consumers(self, *, depth: int = 6) -> list[str]:
+    def consumers(self) -> list[str]:
         """Names of the nodes whose gradient came to the one running now, the nearest first."""
-        running = torch._C._current_autograd_node()
-        near: list[Any] = [running] if running is not None else []
+        near = [node] if (node := running_node()) is not None else []
         found: list[str] = []
-        for _ in range(depth):
+        for _ in range(6):  # so far away
             near = [
                 node
                 for node in self._recent
@@ -381,13 +371,6 @@ class NodeSites:
             ]
             found.extend(node.name() for node in near if node.name() not in found)
         return found
-
-    def _remember_running(self) -> None:
-        node = torch._C._current_autograd_node()
-        if node is not None and not (self._recent and self._recent[-1] is node):
-            self._recent.append(node)
-        elif node is None and self._recent:
-            self._recent.clear()  # do not keep a finished graph alive
 
     @staticmethod
     def is_recomputation(frame: FrameType | None) -> bool:
@@ -397,7 +380,3 @@ class NodeSites:
                 return True
             frame = frame.f_back
         return False
-
-
-def _number() -> int:
-    return int(torch._C._autograd._get_sequence_nr())

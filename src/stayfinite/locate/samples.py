@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import sysconfig
@@ -18,13 +17,14 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stayfinite.detect.hooks import Attachment, together, wrapped
-from stayfinite.locate.source import Place, user_places
+from stayfinite.locate.source import user_places
 from stayfinite.nested import named_tensors
+from stayfinite.safely import Safely
 
-logger = logging.getLogger("stayfinite")
 _REMEMBERED = 8
 _FETCH = fetch.__file__
 _SOURCE = "_stayfinite_source"  # on an iterator, and gone with it
+_LEFT = "_stayfinite_left"
 
 
 class Source:
@@ -90,7 +90,11 @@ class Deliveries:
     def __init__(self, heard: Callable[[Delivery, Any], None] | None = None) -> None:
         self._heard = heard
         self._recent: deque[Delivery] = deque(maxlen=_REMEMBERED)
-        self._has_failed = False
+        self._safely = Safely("the samples of a batch could not be told")
+        self.again: Callable[[], Any] | None = None
+        """Hands over the batches of a step that is run again, in the place of all loaders."""
+        self.on_left: Callable[[FrameType], None] | None = None
+        """Called when a loop has left a loader's iterator, before its end or there."""
 
     def watch(self) -> Attachment:
         """Listen to every loader; some microseconds for each batch."""
@@ -99,8 +103,12 @@ class Deliveries:
             wrapped(_BaseDataLoaderIter, "_reset", self._around_beginning),
             wrapped(_BaseDataLoaderIter, "_next_index", self._around_index),
             wrapped(_BaseDataLoaderIter, "__next__", self._around_next),
-            Attachment(self._recent.clear),
+            Attachment(self._forget),
         )
+
+    def _forget(self) -> None:
+        self._recent.clear()
+        self.on_left = None
 
     def recent(self) -> list[tuple[Delivery, list[Tensor]]]:
         """The last deliveries with those of their tensors that are still alive."""
@@ -125,6 +133,7 @@ class Deliveries:
     def _around_beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
             vars(iterator)[_SOURCE] = Source(loader.dataset, loader=loader)
+            vars(iterator)[_LEFT] = _Left(self)
             return original(iterator, loader, *args, **kwargs)
 
         return begin
@@ -132,52 +141,56 @@ class Deliveries:
     def _around_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def next_index(iterator: Any) -> Any:
             index = original(iterator)
-            _source(iterator).asked[_task(iterator)] = index
+            sent = getattr(iterator, "_send_idx", None)  # only where there are workers
+            task = int(iterator._num_yielded if sent is None else sent)
+            _source(iterator).asked[task] = index
             return index
 
         return next_index
 
     def _around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def advance(iterator: Any) -> Any:
+            if self.again is not None:
+                return self.again()
             batch = original(iterator)
             try:
-                self._delivered(iterator, batch)
-            except Exception:
-                if not self._has_failed:
-                    self._has_failed = True
-                    logger.warning("the samples of a batch could not be told", exc_info=True)
+                self._note(iterator, batch)
+            except Exception as error:
+                self._safely.note(error)
             return batch
 
         return advance
 
-    def _delivered(self, iterator: Any, batch: Any) -> None:
-        source = _source(iterator)
-        indices = source.asked.pop(_received(iterator), None)
-        delivery = Delivery(iterator._num_yielded - 1, indices, source, _outer_tensors(batch))
+    def _note(self, iterator: Any, batch: Any) -> None:
+        source, number = _source(iterator), int(iterator._num_yielded) - 1
+        received = getattr(iterator, "_rcvd_idx", None)  # only where there are workers
+        task = number if received is None else int(received) - 1
+        is_in_order = received is None or getattr(iterator, "_in_order", True)
+        indices = source.asked.pop(task, None) if is_in_order else None
+        delivery = Delivery(number, indices, source, _outer_tensors(batch))
         self._recent.append(delivery)
         if self._heard is not None:
             self._heard(delivery, batch)
 
 
+class _Left:
+    """Lives as long as an iterator does: a `for` lets go of it as it ends."""
+
+    def __init__(self, deliveries: Deliveries) -> None:
+        self._deliveries = weakref.ref(deliveries)
+
+    def __del__(self) -> None:
+        deliveries = self._deliveries()
+        if deliveries is not None and deliveries.on_left is not None:
+            deliveries.on_left(sys._getframe(1))
+
+
 def _source(iterator: Any) -> Source:
     """Of an iterator that was there before we were, less is known."""
-    known = vars(iterator)
-    if _SOURCE not in known:
-        known[_SOURCE] = Source(getattr(iterator, "_dataset", None))
-    source: Source = known[_SOURCE]
+    source: Source | None = vars(iterator).get(_SOURCE)
+    if source is None:
+        source = vars(iterator)[_SOURCE] = Source(getattr(iterator, "_dataset", None))
     return source
-
-
-def _task(iterator: Any) -> int:
-    sent = getattr(iterator, "_send_idx", None)  # only where there are workers
-    return int(iterator._num_yielded if sent is None else sent)
-
-
-def _received(iterator: Any) -> int:
-    received = getattr(iterator, "_rcvd_idx", None)
-    if received is None:
-        return int(iterator._num_yielded) - 1
-    return int(received) - 1 if getattr(iterator, "_in_order", True) else -1
 
 
 def _outer_tensors(batch: Any) -> list[Tensor]:
@@ -241,9 +254,11 @@ class Reads:
         if self in _listening:
             _listening.remove(self)
 
-    def opened(self, path: str) -> None:
+    def note(self, path: str) -> None:
         frame = sys._getframe(2)
-        place = next((p for p in user_places(frame) if not _is_of_package(p)), None)
+        # Installed packages read files for others, or for themselves.
+        places = (p for p in user_places(frame) if "-packages" not in p.code.co_filename)
+        place = next(places, None)
         if place is None:
             return  # nobody's data: a library at its own work
         if not self._last or self._last[-1].path != path:
@@ -274,19 +289,14 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         return
     try:
         path, _, flags = args
-        if flags & _WRITES or isinstance(path, int) or not isinstance(path, (str, bytes)):
+        if flags & _WRITES or not isinstance(path, (str, bytes)):
             return
         full = os.path.abspath(os.fsdecode(path))
         if _is_data(full):
             for reads in _listening:
-                reads.opened(full)
+                reads.note(full)
     except Exception:
         return  # an error here would be raised out of the user's own open()
-
-
-def _is_of_package(place: Place) -> bool:
-    """Whether it is in an installed package, such as one that reads files for others."""
-    return "-packages" in place.code.co_filename
 
 
 def _is_data(path: str) -> bool:

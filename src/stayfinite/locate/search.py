@@ -186,32 +186,35 @@ def find_first_bad_batch(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
-    _check_count(num_batches)
+    is_whole = isinstance(num_batches, int) and not isinstance(num_batches, bool)
+    if num_batches is not None and not (is_whole and num_batches >= 1):
+        by_name = " Give the loss function by name, loss_fn=..." if callable(num_batches) else ""
+        raise ConfigError(
+            f"num_batches is {num_batches!r}; it must be a whole number of at least 1, or None "
+            f"for all batches.{by_name}"
+        )
     search = _Search(model, loss_fn)
     looked_at = 0
     try:
-        stream = iter(islice(_shown(dataloader, num_batches), num_batches))
+        stream = iter(islice(_with_progress(dataloader, num_batches), num_batches))
         while batches := list(islice(stream, search.size)):
             number = search.first_bad(batches)
+            before, looked_at = looked_at, looked_at + len(batches)
             if number is not None:
-                index, batch = looked_at + number, batches[number]
-                counts = {"looked_at": looked_at + len(batches), "passes": search.passes}
-                return _described(index, batch, model, loss_fn, counts)
-            looked_at += len(batches)
+                reason, reports, origin = _reason(batches[number], model, loss_fn)
+                return BadBatch(
+                    before + number,
+                    batches[number],
+                    reason=reason,
+                    reports=reports,
+                    origin=origin,
+                    looked_at=looked_at,
+                    passes=search.passes,
+                )
     finally:
-        search.restore()
+        search.before.restore()
     reason = f"{looked_at} batches were looked at, and all are finite"
     return BadBatch(None, None, reason=reason, looked_at=looked_at, passes=search.passes)
-
-
-def _check_count(count: Any) -> None:
-    is_whole = isinstance(count, int) and not isinstance(count, bool)
-    if count is not None and not (is_whole and count >= 1):
-        by_name = " Give the loss function by name, loss_fn=..." if callable(count) else ""
-        raise ConfigError(
-            f"num_batches is {count!r}; it must be a whole number of at least 1, or None for all "
-            f"batches.{by_name}"
-        )
 
 
 class _Search:
@@ -226,13 +229,10 @@ class _Search:
         self.size = 1  # so many batches are wanted next
         self.passes = 0
         self._model, self._loss_fn = model, loss_fn
-        self._before = Snapshot([model])
+        self.before = Snapshot([model])
         self._reduction: Literal["mean", "sum"] | None = None  # of the loss of joined batches
         self._may_join = True
         self._last: tuple[Any, float] | None = None  # a good batch, and its loss
-
-    def restore(self) -> None:
-        self._before.restore()
 
     def first_bad(self, batches: Sequence[Any]) -> int | None:
         """The number of the first bad one of these; None when all are good."""
@@ -264,7 +264,7 @@ class _Search:
 
     def _are_good(self, batches: Sequence[Any]) -> bool | None:
         """Whether a pass with all of them is finite; None where they cannot share one."""
-        batch = _joined(batches) if len(batches) > 1 else batches[0]
+        batch = _one_batch(batches) if len(batches) > 1 else batches[0]
         if batch is None:
             return None
         weight = len(batches) if self._reduction == "mean" else 1  # gradients as large as alone
@@ -280,7 +280,7 @@ class _Search:
         """See whether the loss of two batches in one pass tells of each of them."""
         if math.isclose(first, second, rel_tol=10 * _SAME):
             return  # what depends on the whole batch would not show
-        both = _joined([one, other])
+        both = _one_batch([one, other])
         if both is None:
             return
         try:
@@ -308,53 +308,48 @@ class _Search:
             with torch.enable_grad():
                 loss, bad = one_pass(self._model, inputs, targets, self._loss_fn, weight=weight)
         finally:
-            self._before.restore()
+            self.before.restore()
         return None if bad else float(loss.detach())
 
 
-def _joined(batches: Sequence[Any]) -> Any:
+def _one_batch(batches: Sequence[Any]) -> Any:
     """One batch with the samples of all; None unless they have the same shapes."""
     flat = [tree_flatten(batch) for batch in batches]
     first, form = flat[0]
-    tensors = [leaf for leaf in first if isinstance(leaf, Tensor)]
-    rows = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
+    rows = {leaf.shape[0] if leaf.dim() else 0 for leaf in first if isinstance(leaf, Tensor)}
     if len(rows) != 1 or rows == {0} or any(other != form for _, other in flat[1:]):
         return None
     leaves = []
     for same in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not isinstance(same[0], Tensor):
-            if any(each is not same[0] and not _is_same(each, same[0]) for each in same):
-                return None
-            leaves.append(same[0])
-        elif all(_fits(each, same[0]) for each in same):
-            leaves.append(torch.cat(same))
-        else:
+        if not all(_fits(each, same[0]) for each in same):
             return None
+        leaves.append(torch.cat(same) if isinstance(same[0], Tensor) else same[0])
     return tree_unflatten(leaves, form)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Of what compares to a plain answer; an array does not."""
-    return isinstance(one, (str, int, float, bool)) and type(one) is type(other) and one == other
+def _fits(leaf: Any, other: Any) -> bool:
+    """Whether two leaves can be joined: tensors of one form, or else the same plain value."""
+    if isinstance(other, Tensor):
+        return type(leaf) is type(other) and (leaf.shape, leaf.dtype, leaf.device, leaf.layout) == (
+            other.shape,
+            other.dtype,
+            other.device,
+            torch.strided,
+        )
+    if leaf is other:
+        return True
+    # An array does not compare to a plain answer.
+    return isinstance(leaf, (str, int, float)) and type(leaf) is type(other) and leaf == other
 
 
-def _fits(tensor: Any, other: Tensor) -> bool:
-    return (
-        isinstance(tensor, Tensor)
-        and type(tensor) is type(other)
-        and (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
-        == (other.shape, other.dtype, other.device, torch.strided)
-    )
-
-
-def _shown(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
+def _with_progress(loader: Iterable[Any], total: int | None) -> Iterable[Any]:
     # Here, where random states are put back: importing rich draws a random number.
     from rich.console import Console
     from rich.progress import track
 
     console = Console(file=sys.stderr)
-    lengths = [len(loader)] if isinstance(loader, Sized) else []
-    lengths += [total] if total is not None else []
+    lengths = [total] if total is not None else []
+    lengths += [len(loader)] if isinstance(loader, Sized) else []
     return track(
         loader,
         "looking for a bad batch",
@@ -372,13 +367,10 @@ def inputs_and_targets(batch: Any, loss_fn: LossFunction | None) -> tuple[Any, A
     return batch, None
 
 
-def _described(
-    index: int,
-    batch: Any,
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    counts: dict[str, int],
-) -> BadBatch:
+def _reason(
+    batch: Any, model: nn.Module, loss_fn: LossFunction | None
+) -> tuple[str, tuple[NaNReport, ...], Origin | None]:
+    """Why a bad batch is bad, in a sentence; what is bad in itself; and where it goes wrong."""
     inputs, targets = inputs_and_targets(batch, loss_fn)
     origin = find_source(model, inputs, targets=targets, loss_fn=loss_fn)
     reports = tuple(bad_reports(named_tensors(batch, "inputs")))
@@ -388,4 +380,4 @@ def _described(
         reason = f"{origin.op or origin.phase} at {origin.file}:{origin.line} is not finite"
     else:
         reason = "its loss or a gradient is not finite"
-    return BadBatch(index, batch, reason=reason, reports=reports, origin=origin, **counts)
+    return reason, reports, origin

@@ -16,6 +16,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _FORMULAS = ("distributions/", "nn/", "functional.py", "_tensor.py", "optim/", "linalg/")
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INTERNAL = (_TORCH, _OURS, "<frozen ", "<__array_function__ internals>")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
 
@@ -49,19 +50,16 @@ def kind_of(code: CodeType) -> int:
     name = code.co_filename
     kind = _kind_of_file.get(name)
     if kind is None:
-        kind = _kind_of_file[name] = _classify_file(name)
+        is_package = name.startswith(_PACKAGES) or "-packages" in name
+        if name == autograd_graph.__file__:
+            kind = ENGINE
+        elif name.startswith(_INTERNAL) or (name.startswith(_STDLIB) and not is_package):
+            kind = INTERNAL
+        else:
+            kind = USER
+        _kind_of_file[name] = kind
     is_other = kind == ENGINE and code.co_name != "_engine_run_backward"
     return INTERNAL if is_other else kind
-
-
-def _classify_file(name: str) -> int:
-    if name.startswith(_TORCH):
-        return ENGINE if name == autograd_graph.__file__ else INTERNAL
-    if name.startswith((_OURS, "<frozen ")) or name in ("<__array_function__ internals>",):
-        return INTERNAL
-    if name.startswith(_STDLIB) and not name.startswith(_PACKAGES) and "-packages" not in name:
-        return INTERNAL
-    return USER
 
 
 def call_at(place: Place | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +138,7 @@ def relative(path: str, folder: str | None) -> str:
     """The path as the contract writes it."""
     if folder is None or path.startswith("<"):
         return path
-    full = os.path.realpath(path)
-    root = os.path.realpath(folder)
+    full, root = os.path.realpath(path), os.path.realpath(folder)
     return os.path.relpath(full, root) if full.startswith(root + os.sep) else os.path.abspath(path)
 
 

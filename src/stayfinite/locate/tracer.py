@@ -18,6 +18,7 @@ from stayfinite.detect.finite import classify
 from stayfinite.detect.memory import unwrapped
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
+from stayfinite.locate.capture import KeptCalls, is_parameter
 from stayfinite.locate.loss_terms import loss_sum, reaches, sum_facts
 from stayfinite.locate.operators import (
     Call,
@@ -42,6 +43,7 @@ from stayfinite.locate.provenance import (
     Site,
     StorageMap,
     covers_storage,
+    running_node,
 )
 from stayfinite.locate.samples import Delivery, Reads, sample_under_way
 from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
@@ -65,9 +67,11 @@ class Tracer(TorchDispatchMode):
         *,
         on_enter: Callable[[nn.Module, Any], None] | None = None,
         reads: Reads | None = None,
+        kept: KeptCalls | None = None,
     ) -> None:
         super().__init__()
         self.clock = 0
+        self.kept = kept
         self._on_enter = on_enter
         self.is_paused = False
         self.count = 0
@@ -101,13 +105,14 @@ class Tracer(TorchDispatchMode):
         for tensor in tensors:
             self._past.labels.put(tensor, text)
 
-    def delivered(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
+    def note_delivery(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
         """A loader has handed these over."""
         with self.paused():
             for tensor in map(unwrapped, tensors):
-                self._past.delivered(tensor, delivery)
+                self._past.note_delivery(tensor, delivery)
                 for event in self._bad.get(tensor) or () if is_bad(tensor) else ():
-                    event.facts["delivered"] = self.facts.of_delivery(tensor, delivery)
+                    with contextlib.suppress(Exception):
+                        event.facts["delivered"] = self.facts.of_delivery(delivery, tensor)
 
     def events_of(self, tensors: Iterable[Tensor]) -> list[Event]:
         """The latest events on the memory of those tensors that are bad now."""
@@ -137,13 +142,16 @@ class Tracer(TorchDispatchMode):
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         self._entry = user_place(sys._getframe(2))
-        self._arrivals.entered(module)
+        self._arrivals.note_root(module)
         with self.paused():
             for path, tensor in named_tensors(args, "inputs"):
-                self._past.entered(tensor, path)
-                self.facts.entered(tensor, path)
+                self._past.note_entry(tensor, path)
+                with contextlib.suppress(Exception):
+                    self.facts.enter(tensor, path)
             if self._on_enter is not None:
                 self._on_enter(module, args)
+            if self.kept is not None:
+                self.kept.begin(module, args, self.clock)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._modules and not torch.compiler.is_compiling():
@@ -168,22 +176,29 @@ class Tracer(TorchDispatchMode):
             if self.nodes.is_new():
                 site = self._site(made_node=True)
                 self.nodes.put(site)
-                self._past.ran(site, info.base)
+                self._past.note_run(site, info.base)
             call = Call(info, args, kwargs)
             written = written_by(call) if info.written else ()
             reads = written and not info.overwrites
             before = tuple(t for t in written if is_bad(t)) if reads else ()
+            if self.kept is not None:
+                self.kept.note_before(written if reads else ())
         except Exception as error:
             self._safely.note(error)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         try:
+            if self.kept is not None and self.nodes.latest_is_fresh():
+                self.kept.note_forward(self.nodes.newest, call)
             if info.allocates:
-                self._note_allocation(out)
+                site = self._site()
+                for tensor in tensors_in(out):
+                    self._bad.drop(tensor)
+                    self._past.note_allocation(tensor, site)
             elif not info.is_view:
                 self._look(call, out, written, before)
                 if info.overwrites or not info.written:
-                    self._past.made(info, args, out)
+                    self._past.note_result(info, args, out)
             elif info.name in _FRESH and is_bad(out):
                 self._sources(out, self._site())
         except Exception as error:
@@ -200,9 +215,8 @@ class Tracer(TorchDispatchMode):
                 self._record(call, tensor, written, before)
             elif written and self._bad and covers_storage(tensor):
                 self._bad.drop(tensor)
-        if self._past.has_unwritten:
-            for tensor in written:
-                self._past.written(tensor)
+        for tensor in written:
+            self._past.note_write(tensor)
 
     def _record(
         self, call: Call, bad: Tensor, written: tuple[Tensor, ...], before: tuple[Tensor, ...]
@@ -217,8 +231,9 @@ class Tracer(TorchDispatchMode):
         kind = kind_of_event(call, nan_type, types, site.place)
         event = self._event(kind, call.info.name, phase, site, nan_type, node, parents)
         if kind in ("birth", "conversion"):
-            frame = sys._getframe(2)
-            event.facts = self.facts.of_birth(call, given, bad, phase, site, frame)
+            if self.kept is not None:
+                self.kept.keep(event, call, bad)
+            event.facts = self.facts.of_birth(call, given, bad, phase, site, sys._getframe(2))
             event.inputs = tuple(
                 summarize(name, t) for name, t in given if t.numel() and not holds(written, t)
             )
@@ -259,7 +274,7 @@ class Tracer(TorchDispatchMode):
         known = self._bad.get(tensor)
         if known:
             return known
-        raw, label = self._past.unwritten(tensor), self._past.labels.get(tensor)
+        raw, label = self._past.site_of_unwritten(tensor), self._past.labels.get(tensor)
         kind: HopKind = "foreign" if raw is None else "allocation"
         phase: Phase = "init" if raw else "checkpoint" if label else "data"
         site = raw or site
@@ -279,16 +294,12 @@ class Tracer(TorchDispatchMode):
         self.clock = clock
         self._past.next_step()
         self.facts.roots = ()
-
-    def _note_allocation(self, out: Any) -> None:
-        site = self._site()
-        for tensor in tensors_in(out):
-            self._bad.drop(tensor)
-            self._past.allocated(tensor, site)
+        if self.kept is not None:
+            self.kept.next_step()
 
     def _site(self, *, made_node: bool = False) -> Site:
         place = user_place(sys._getframe(2))
-        if place is None and (node := torch._C._current_autograd_node()) is not None:
+        if place is None and (node := running_node()) is not None:
             known = self.nodes.get(node)
             if known is not None:
                 return dataclasses.replace(known, made_in=known.made_in or node.name())
@@ -299,7 +310,7 @@ class Tracer(TorchDispatchMode):
         """Site, phase and autograd node of the operation that runs now."""
         made_node = self.nodes.latest_is_fresh()
         frame = sys._getframe(3)
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is None:
             phase: Phase = "distributed" if info.is_collective else "forward"
             phase = "optimizer" if in_optimizer(frame) else phase
@@ -317,12 +328,19 @@ class Tracer(TorchDispatchMode):
         return forward, "backward", node.name()
 
 
+_MOST = 16
+
+
 class Facts:
-    """Collects facts for events; what cannot be found out is left out."""
+    """Plain values that say more of an event; what cannot be found out is left out.
+
+    Among them is which samples of a dataset are in a bad tensor, and which files they are from.
+    """
 
     def __init__(self, past: Provenance, nodes: NodeSites, reads: Reads | None) -> None:
         self._past, self._nodes = past, nodes
-        self._rows = Rows(past, reads if reads is not None else Reads())
+        self._reads = reads if reads is not None else Reads()
+        self._largest: dict[str, dict[str, Any]] = {}
         self.roots: Sequence[Tensor] = ()
         """Of the backward pass that runs now."""
 
@@ -342,8 +360,7 @@ class Facts:
             "made_by": {n: made for n, t in given if (made := self._past.made_by(t))},
             "repeats": self._past.runs(site, call.info.base),
             "from_batch": [n for n, t in given if self._past.is_from_batch(t)],
-            "inside": library_place(frame),
-            "uninitialised": [n for n, t in given if self._past.unwritten(t) is not None],
+            "uninitialised": [n for n, t in given if self._past.site_of_unwritten(t) is not None],
             "empty": [n for n, t in given if t.numel() == 0],
         }
         if phase == "backward":
@@ -351,116 +368,30 @@ class Facts:
             with contextlib.suppress(Exception):
                 facts["term"] = self._guilty_terms()
         with contextlib.suppress(Exception):
-            facts["samples"] = self._rows.of_birth(bad, [t for _, t in given], frame)
-            facts["largest_input"] = self._rows.largest_input()
-        return self._with_terms(facts, call, bad, frame)
+            deliveries = self._past.deliveries(t for _, t in given)
+            of_one = deliveries if len(deliveries) == 1 else []
+            facts["samples"] = self._samples(of_one, bad, frame)
+            facts["largest_input"] = max(
+                self._largest.values(), key=lambda found: found["value"], default=None
+            )
+        return _known(facts) | self.of_spread(call, bad, frame)
 
     def of_spread(self, call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any]:
         """Facts of an operation that was given a bad value."""
-        return self._with_terms({"inside": library_place(frame)}, call, bad, frame)
+        facts: dict[str, Any] = {"inside": library_place(frame)}
+        with contextlib.suppress(Exception):
+            facts["sum"] = sum_facts(call, bad, frame)
+        return _known(facts)
 
     def of_foreign(
         self, tensor: Tensor, site: Site, label: str | None, frame: FrameType | None
     ) -> dict[str, Any]:
         """Facts of a bad value that no operation made, as far as was seen."""
-        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        facts: dict[str, Any] = {"is_parameter": is_parameter, "label": label}
+        facts: dict[str, Any] = {"is_parameter": is_parameter(tensor), "label": label}
         with contextlib.suppress(Exception):
-            samples = self._rows.of_foreign(tensor, site.place, frame)
-            facts |= {} if is_parameter or label or not samples else {"samples": samples}
+            if not (facts["is_parameter"] or label):
+                facts |= {"samples": self._samples_of_table(tensor, site.place, frame)}
         return facts
-
-    def entered(self, tensor: Tensor, path: str) -> None:
-        """An input of a top-level module."""
-        with contextlib.suppress(Exception):
-            self._rows.entered(tensor, path)
-
-    def of_delivery(self, tensor: Tensor, delivery: Delivery) -> dict[str, Any] | None:
-        """Which rows of a batch are bad that a loader hands over."""
-        with contextlib.suppress(Exception):
-            return self._rows.of_delivery(delivery, tensor)
-        return None
-
-    def _guilty_terms(self) -> dict[str, Any] | None:
-        """The terms of the loss whose backward pass comes to the node that runs now."""
-        node, found = torch._C._current_autograd_node(), loss_sum(self.roots, self._nodes)
-        if node is None or found is None:
-            return None
-        terms = [[term.name, reaches(term, node)] for term in found.terms]
-        return {"where": [found.file, found.line], "terms": terms}
-
-    def _with_terms(
-        self, facts: dict[str, Any], call: Call, bad: Tensor, frame: FrameType | None
-    ) -> dict[str, Any]:
-        with contextlib.suppress(Exception):
-            facts["sum"] = sum_facts(call, bad, frame)
-        return {name: value for name, value in facts.items() if value not in (None, [], {})}
-
-
-_MOST = 16
-
-
-class Rows:
-    """Says of bad tensors, in plain values for the facts of an origin, which samples they hold."""
-
-    def __init__(self, past: Provenance, reads: Reads) -> None:
-        self._past, self._reads = past, reads
-        self._largest: dict[str, dict[str, Any]] = {}
-
-    def of_birth(
-        self, bad: Tensor, given: list[Tensor], frame: FrameType | None
-    ) -> dict[str, Any] | None:
-        """A value was computed from these to be bad."""
-        sample = sample_under_way(frame)
-        if sample is not None:
-            return self._while_read(sample)
-        deliveries = self._past.deliveries(given)
-        if len(deliveries) != 1:
-            return None
-        return self.of_delivery(deliveries[0], bad) | self._last_file()
-
-    def of_foreign(
-        self, bad: Tensor, place: Place | None, frame: FrameType | None
-    ) -> dict[str, Any] | None:
-        """A value is bad that nobody computed here."""
-        sample = sample_under_way(frame)
-        if sample is not None:
-            return self._while_read(sample)
-        deliveries = self._past.deliveries([bad])
-        if deliveries:
-            return self.of_delivery(deliveries[0], bad) | self._last_file()
-        found: dict[str, Any] = {"table": list(bad.shape)} | _bad_rows(bad, 0)
-        found |= _in_whole_table(bad, found.get("rows", []))
-        own = self._reads.by(place.code) if place is not None else None
-        return found | ({"files": [own]} if own is not None else self._last_file())
-
-    def entered(self, tensor: Tensor, path: str) -> None:
-        """A top-level module is given this: where is its largest value?"""
-        is_plain = tensor.layout is torch.strided and tensor.is_floating_point()
-        if not is_plain or not tensor.numel() or tensor.requires_grad:
-            return
-        sizes = tensor.detach().abs()
-        place = torch.unravel_index(sizes.argmax(), sizes.shape)
-        index = [int(number) for number in place]
-        found: dict[str, Any] = {"path": path, "index": index, "value": float(sizes.max())}
-        deliveries = self._past.deliveries([tensor])
-        samples = deliveries[0].indices if len(deliveries) == 1 else None
-        if samples is not None and index and len(samples) == tensor.shape[0]:
-            found |= {"sample": _plain(samples[index[0]]), "dataset": deliveries[0].dataset}
-        self._largest[path] = found
-
-    def largest_input(self) -> dict[str, Any] | None:
-        """Where the largest value is in what the top-level modules were given last."""
-        return max(self._largest.values(), key=lambda found: found["value"], default=None)
-
-    def _while_read(self, sample: Any) -> dict[str, Any]:
-        files = self._reads.for_sample(sample)
-        found: dict[str, Any] = {"reading": _plain(sample)}
-        return found | ({"files": files[-2:]} if files else self._last_file())
-
-    def _last_file(self) -> dict[str, Any]:
-        last = self._reads.latest()
-        return {} if last is None else {"last_file": last, "only_file": self._reads.count == 1}
 
     def of_delivery(self, delivery: Delivery, bad: Tensor) -> dict[str, Any]:
         """The rows of a loader's batch in which the tensor is bad, and their samples."""
@@ -475,14 +406,64 @@ class Rows:
         if samples is not None:
             rows = found.get("rows") or range(len(samples))
             found["samples"] = [_plain(samples[row]) for row in rows[:_MOST]]
-            self._add_files(found)
+            if found.get("row_count") == 1:
+                files = self._reads.for_sample(found["samples"][0])
+                found |= {"files": files[-2:]} if files else {}
         return found
 
-    def _add_files(self, found: dict[str, Any]) -> None:
-        if found.get("row_count") == 1:
-            files = self._reads.for_sample(found["samples"][0])
-            if files:
-                found["files"] = files[-2:]
+    def enter(self, tensor: Tensor, path: str) -> None:
+        """A top-level module is given this: where is its largest value?"""
+        is_plain = tensor.layout is torch.strided and tensor.is_floating_point()
+        if not is_plain or not tensor.numel() or tensor.requires_grad:
+            return
+        sizes = tensor.detach().abs()
+        place = torch.unravel_index(sizes.argmax(), sizes.shape)
+        index = [int(number) for number in place]
+        found: dict[str, Any] = {"path": path, "index": index, "value": float(sizes.max())}
+        deliveries = self._past.deliveries([tensor])
+        samples = deliveries[0].indices if len(deliveries) == 1 else None
+        if samples is not None and index and len(samples) == tensor.shape[0]:
+            found |= {"sample": _plain(samples[index[0]]), "dataset": deliveries[0].dataset}
+        self._largest[path] = found
+
+    def _guilty_terms(self) -> dict[str, Any] | None:
+        """The terms of the loss whose backward pass comes to the node that runs now."""
+        node, found = running_node(), loss_sum(self.roots, self._nodes)
+        if node is None or found is None:
+            return None
+        terms = [[term.name, reaches(term, node)] for term in found.terms]
+        return {"where": [found.file, found.line], "terms": terms}
+
+    def _samples(
+        self, deliveries: list[Delivery], bad: Tensor, frame: FrameType | None
+    ) -> dict[str, Any] | None:
+        """The samples behind a bad value: one that is being read, or those of a batch."""
+        sample = sample_under_way(frame)
+        if sample is not None:
+            files = self._reads.for_sample(sample)
+            found: dict[str, Any] = {"reading": _plain(sample)}
+            return found | ({"files": files[-2:]} if files else self._last_file())
+        return self.of_delivery(deliveries[0], bad) | self._last_file() if deliveries else None
+
+    def _samples_of_table(
+        self, bad: Tensor, place: Place | None, frame: FrameType | None
+    ) -> dict[str, Any]:
+        """The same of a value that nobody computed here, and which may be a whole table."""
+        found = self._samples(self._past.deliveries([bad]), bad, frame)
+        if found is not None:
+            return found
+        found = {"table": list(bad.shape)} | _bad_rows(bad, 0)
+        found |= _in_whole_table(bad, found.get("rows", []))
+        own = self._reads.by(place.code) if place is not None else None
+        return found | ({"files": [own]} if own is not None else self._last_file())
+
+    def _last_file(self) -> dict[str, Any]:
+        last = self._reads.latest()
+        return {} if last is None else {"last_file": last, "only_file": self._reads.count == 1}
+
+
+def _known(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if value not in (None, [], {})}
 
 
 def _batch_dim(tensor: Tensor, size: int | None) -> int | None:

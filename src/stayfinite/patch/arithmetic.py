@@ -269,10 +269,8 @@ def spread_at_zero(spot: Spot) -> Iterator[Rewrite]:
     small = "1e-6" if spot.is_half else "1e-12"
     for call in spot.calls(["std"]):
         if isinstance(call.func, ast.Attribute):
-            text, name = spot.source.of(call), spot.source.of(call.func)
-            variance = name[: -len("std")] + "var" + text[len(name) :]
-            what = "Put an eps under the root of the standard deviation."
-            yield rewrite(spot, call, f"({variance} + {small}).sqrt()", what)
+            text = f"({spot.source.with_name(call, 'var')} + {small}).sqrt()"
+            yield rewrite(spot, call, text, "Put an eps under the root of the standard deviation.")
 
 
 NORMS = (norm_at_zero, hypotenuse, spread_of_one, spread_at_zero)
@@ -476,7 +474,7 @@ def _sum_below(spot: Spot, node: ast.BinOp) -> tuple[ast.expr | None, str | None
     below = spot.source.value_of(node.right)
     if not is_call(below, "sum"):
         return None, None
-    dim = next(iter(spot.source.other_arguments(below)), keyword(below, "dim"))
+    dim = spot.source.dim(below)
     return spot.source.operand(below), spot.source.of(dim) if dim is not None else None
 
 
@@ -517,9 +515,8 @@ def bound_shared_exponent(spot: Spot) -> Iterator[Rewrite]:
 
 def bound_in_loss(spot: Spot) -> Iterator[Rewrite]:
     """poisson_nll_loss(x, y), which exponentiates x."""
-    if not spot.ran(domains.EXPONENTIALS) or "nn/functional.py" not in str(
-        spot.fact("inside") or ""
-    ):
+    inside = str(spot.fact("inside"))
+    if not spot.ran(domains.EXPONENTIALS) or "nn/functional.py" not in inside:
         return
     if isinstance(spot.node, ast.Call) and spot.node.args:
         for limit in _limits(spot):
@@ -533,9 +530,9 @@ def _limits(spot: Spot) -> tuple[str, str]:
 
 def bound_exponent(spot: Spot) -> Iterator[Rewrite]:
     """exp(x) to exp(x.clamp(max=20))."""
-    for call, inner in (
-        spot.operands(domains.EXPONENTIALS) if spot.ran(domains.EXPONENTIALS) else ()
-    ):
+    if not spot.ran(domains.EXPONENTIALS):
+        return
+    for call, inner in spot.operands(domains.EXPONENTIALS):
         for limit in _limits(spot):
             sides = f"-{limit}, {limit}" if called(call) in ("sinh", "cosh") else f"max={limit}"
             yield call_method(spot, inner, f".clamp({sides})", "Bound the exponent.")

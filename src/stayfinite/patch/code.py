@@ -248,6 +248,15 @@ class Code:
         first = self.operand(call)
         return [arg for arg in call.args if arg is not first]
 
+    def dim(self, call: ast.Call) -> ast.expr | None:
+        """The dim of a reduction such as x.sum(dim=1) or torch.sum(x, 1)."""
+        return next(iter(self.other_arguments(call)), syntax.keyword(call, "dim"))
+
+    def with_name(self, call: ast.Call, name: str) -> str:
+        """The call as it is written, of another function: x.sum(1) for x.mean(1)."""
+        before = self.of(call.func)
+        return before[: -len(called(call))] + name + self.of(call)[len(before) :]
+
 
 def _parameters(scope: Scope) -> set[str]:
     if isinstance(scope, ast.Module):

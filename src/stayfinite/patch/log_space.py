@@ -209,9 +209,7 @@ class LogText:
         elif name == "exp":
             written = source.one_line(inner), isinstance(inner, (ast.Name, ast.Attribute))
         elif name == "softmax":
-            function, whole = source.of(node.func), source.of(node)
-            renamed = function[: -len("softmax")] + "log_softmax" + whole[len(function) :]
-            written = renamed, True
+            written = source.with_name(node, "log_softmax"), True
         elif name == "sigmoid":
             f = self.use(source.functional)
             written = f"{f}.logsigmoid({source.one_line(inner)})", True
@@ -227,7 +225,7 @@ class LogText:
 
     def _sum(self, node: ast.Call, inner: ast.expr, depth: int) -> _Text | None:
         source = self.source
-        dim = next(iter(source.other_arguments(node)), keyword(node, "dim"))
+        dim = source.dim(node)
         text = self._if_gained(inner, depth)
         if text is None or dim is None:
             return None

@@ -271,9 +271,8 @@ def mean_of_nothing(spot: Spot) -> Iterator[Rewrite]:
     what = "Sum and divide by the count, which is at least 1, so that the mean of nothing is 0."
     for call, inner in spot.operands(("mean", "nanmean")):
         if isinstance(call.func, ast.Attribute):
-            name = source.of(call.func)
-            summed = name[: -len(called(call))] + "sum" + source.of(call)[len(name) :]
-            yield rewrite(spot, call, f"{summed} / {_count(source, call, inner)}", what)
+            text = f"{source.with_name(call, 'sum')} / {_count(source, call, inner)}"
+            yield rewrite(spot, call, text, what)
     what = "Sum the loss and divide by the count, which is at least 1."
     for call in spot.calls(_LOSSES):
         if call.args and keyword(call, "reduction") is None:
@@ -288,7 +287,7 @@ def mean_of_nothing(spot: Spot) -> Iterator[Rewrite]:
 
 def _count(source: Code, call: ast.Call, inner: ast.expr) -> str:
     x = source.in_brackets(inner)
-    dim = next(iter(source.other_arguments(call)), keyword(call, "dim"))
+    dim = source.dim(call)
     if dim is not None:
         return f"max({x}.shape[{source.of(dim)}], 1)"
     if isinstance(inner, ast.Subscript) and len(x) > _SHORT:

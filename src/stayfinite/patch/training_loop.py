@@ -98,13 +98,12 @@ OPTIMIZER = (optimizer_eps, line_search, divide_accumulated, orthogonal_recurren
 
 def lower_rate(spot: Spot) -> Iterator[Rewrite]:
     """A tenth of the learning rate."""
-    if spot.cause != "exploding_recurrence":
-        yield from _lower(spot, 10, "a tenth")
+    return _lower(spot, 10, "a tenth") if spot.cause != "exploding_recurrence" else iter(())
 
 
 def lower_rate_much(spot: Spot) -> Iterator[Rewrite]:
     """A hundredth of the learning rate."""
-    yield from _lower(spot, 100, "a hundredth")
+    return _lower(spot, 100, "a hundredth")
 
 
 def _lower(spot: Spot, factor: int, words: str) -> Iterator[Rewrite]:

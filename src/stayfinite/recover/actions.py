@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stayfinite.clip import ClipResult, clip_gradients
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.memory import float_parts
+from stayfinite.domains import HALVES
 from stayfinite.errors import CheckpointError, NonFiniteError, SnapshotError, TrainingAbortedError
 from stayfinite.living import living
 from stayfinite.nested import Named, named_states, named_weights
@@ -48,9 +49,8 @@ class Situation:
 
     `module` is the dotted name of the guilty module, when it is known. `averages` are those of
     the weights, such as an EMA. `will_rerun` says that the step has been undone and can be run
-    again, so there are no gradients of it now. `autocast` says whether the step runs under
-    autocast, and `good_steps` how many the weights have come, in the count of the snapshots; None
-    when that is not known.
+    again, so there are no gradients of it now. `good_steps` is how many the weights have come, in
+    the count of the snapshots; None when that is not known.
     """
 
     model: nn.Module | None
@@ -61,7 +61,6 @@ class Situation:
     snapshots: SnapshotRing | None = None
     module: str | None = None
     will_rerun: bool = False
-    autocast: bool | None = None
     good_steps: int | None = None
 
 
@@ -282,13 +281,11 @@ def raise_precision(situation: Situation, config: RecoveryConfig, trouble: Troub
 
 
 def _uses_autocast(situation: Situation, trouble: Trouble) -> bool:
-    if situation.autocast is not None:
-        return situation.autocast
     dtypes = [(report.tensor_stats or {}).get("dtype") for report in trouble.reports]
     return (
         current_scale(situation.scaler) is not None
         or (trouble.cause or "").startswith("low_precision")
-        or any(dtype in ("float16", "bfloat16") for dtype in dtypes)
+        or any(dtype in HALVES for dtype in dtypes)
         or any(torch.is_autocast_enabled(each) for each in ("cpu", "cuda"))
     )
 

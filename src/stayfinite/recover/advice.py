@@ -12,6 +12,7 @@ from stayfinite.causes import CAUSES, Kind, cause_of
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.report.store.reading import Run, Series
+from stayfinite.text import count
 
 _EARLY = 1000  # steps in which a warm-up would still be at work
 _FIRST = 10  # steps in which the initial weights still decide
@@ -105,13 +106,13 @@ def recommendations(past: Past) -> list[str]:
 
 def fix_the_cause(past: Past) -> Iterator[Advice]:
     causes = Counter(bad.cause for bad in past.recoveries if bad.cause in CAUSES)
-    for slug, count in causes.items():
+    for slug, times in causes.items():
         if slug not in (None, "unknown"):
             cause = CAUSES[slug]
             found = {bad.module for bad in past.recoveries if bad.cause == slug and bad.module}
             where = f" in {', '.join(sorted(found))}" if found else ""
-            text = f"{cause.title}{where}, at {_times(past, count)}: {cause.fix}"
-            yield _DIAGNOSED + count / len(past.recoveries), text
+            text = f"{cause.title}{where}, at {_times(past, times)}: {cause.fix}"
+            yield _DIAGNOSED + times / len(past.recoveries), text
 
 
 def lower_the_rate(past: Past) -> Iterator[Advice]:
@@ -125,7 +126,7 @@ def lower_the_rate(past: Past) -> Iterator[Advice]:
     target = lowered[-1] * factor if helped and lowered else min(rates) * factor
     why = f"it was {rates[-1]:.3g} at the last bad step"
     if helped:
-        why += f", and lowering it ended {_streaks(helped)}"
+        why += f", and lowering it ended {count(helped, 'streak')}"
     elif past.rates:
         why += f"; good steps ran at up to {max(past.rates):.3g}"
     yield weight, f"Lower the learning rate to {target:.2g}: {why}."
@@ -144,7 +145,7 @@ def clip_gradients(past: Past) -> Iterator[Advice]:
         limit = past.config.grad_clip_value or RecoveryConfig().grad_clip_value or 1.0
         why = "no norms of good steps were recorded to choose it from"
     if helped:
-        why += f"; clipping has ended {_streaks(helped)}"
+        why += f"; clipping has ended {count(helped, 'streak')}"
     call = f"stayfinite.clip_gradients(model, {limit:.2g})"
     yield weight - 0.05, f"Clip the gradients at {limit:.2g}, `{call}`: {why}."
 
@@ -213,9 +214,9 @@ def look_at_the_layer(past: Past) -> Iterator[Advice]:
         why = f"bad from step {min(bad.step for bad in first)} on"
         yield (_DIAGNOSED if known else _POSSIBLE) + 0.3, f"{text}: {why}."
     if layers:
-        layer, count = layers.most_common(1)[0]
-        text = f"Look at {layer} first: it is where {_times(past, count)} showed."
-        yield _POSSIBLE + count / len(past.recoveries) / 2, text
+        layer, times = layers.most_common(1)[0]
+        text = f"Look at {layer} first: it is where {_times(past, times)} showed."
+        yield _POSSIBLE + times / len(past.recoveries) / 2, text
 
 
 def change_the_strategy(past: Past) -> Iterator[Advice]:
@@ -224,8 +225,8 @@ def change_the_strategy(past: Past) -> Iterator[Advice]:
     ended, used = found[best]
     first, first_used = found[past.config.primary_strategy]
     if not past.config.ladder and ended > first and first_used:
-        text = f"Use primary_strategy={best.value!r}: it ended {_streaks(ended)} in {used} uses, "
-        yield _SEEN_TO_HELP, f"{text}{past.config.primary_strategy.value!r} {first}."
+        text = f"Use primary_strategy={best.value!r}: it ended {count(ended, 'streak')} in {used}"
+        yield _SEEN_TO_HELP, f"{text} uses, {past.config.primary_strategy.value!r} {first}."
 
 
 def keep_snapshots(past: Past) -> Iterator[Advice]:
@@ -278,13 +279,9 @@ def _most_common(names: Iterator[str | None] | Sequence[str | None]) -> str | No
     return counts.most_common(1)[0][0] if counts else None
 
 
-def _times(past: Past, count: int) -> str:
+def _times(past: Past, times: int) -> str:
     total = len(past.recoveries)
-    return f"{count} of {total} bad steps" if total > 1 else "the bad step"
-
-
-def _streaks(count: int) -> str:
-    return "1 streak" if count == 1 else f"{count} streaks"
+    return f"{times} of {total} bad steps" if total > 1 else "the bad step"
 
 
 def _steps(bad: Sequence[Recovery]) -> str:

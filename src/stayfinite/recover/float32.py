@@ -131,14 +131,14 @@ class Float32Forward:
             return (None,) * count
         key = (*inputs, self._module.training)
         if key not in self._returned and not torch.compiler.is_compiling():
-            self._returned[key] = self._tried_out(given)
+            self._returned[key] = self._dtypes_of_result(given)
         known = self._returned.get(key, ())
         if len(known) == count:
             return known
         # It could not be tried out: 16-bit in, 16-bit out, unless there was float32 as well.
         return (floats.pop() if len(floats) == 1 else None,) * count
 
-    def _tried_out(self, given: Any) -> Dtypes:
+    def _dtypes_of_result(self, given: Any) -> Dtypes:
         """The dtypes that a call used to return, found without computing; empty if that fails."""
         # Nobody's dispatch mode may see a call that is only pretended; there is no public switch.
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -198,16 +198,16 @@ def raised(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     inner = [module for root in modules for module in root.modules()]
     params = {id(p): p for module in inner for p in module._parameters.values() if p is not None}
     with contextlib.ExitStack() as undo:
-        undo.callback(wrapped(torch.autocast, "__enter__", _disabled).remove)
+        undo.callback(wrapped(torch.autocast, "__enter__", _without_effect).remove)
         for param in params.values():
             undo.callback(_give_back, param, param.data, param.grad)
             param.grad = None
-            param.data = _lifted(param.data, dtype)
+            param.data = _in_type(param.data, dtype)
         for module in inner:
             for name, buffer in module._buffers.items():
                 undo.callback(operator.setitem, module._buffers, name, buffer)
                 if buffer is not None:
-                    module._buffers[name] = _lifted(buffer, dtype).clone()
+                    module._buffers[name] = _in_type(buffer, dtype).clone()
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(dtype)
         for device in ("cpu", "cuda"):
@@ -223,12 +223,12 @@ def _give_back(param: Tensor, memory: Tensor, gradient: Tensor | None) -> None:
     param.grad = gradient
 
 
-def _lifted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     is_lower = tensor.is_floating_point() and tensor.element_size() < dtype.itemsize
     return tensor.to(dtype) if is_lower else tensor
 
 
-def _disabled(original: Any) -> Any:
+def _without_effect(original: Any) -> Any:
     def enter(self: Any) -> Any:
         before, self._enabled = self._enabled, False
         try:

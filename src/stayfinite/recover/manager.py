@@ -30,7 +30,7 @@ from stayfinite.recover.actions import (
 )
 from stayfinite.recover.advice import Past, Recovery, recommendations
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
-from stayfinite.recover.policy import History, choose
+from stayfinite.recover.policy import PolicyState, choose
 from stayfinite.snapshot import Snapshot, SnapshotRing, TrainingState
 from stayfinite.snapshot.copies import same
 from stayfinite.snapshot.walk import PARTS
@@ -72,7 +72,7 @@ class NaNRecoveryManager:
     def __init__(self, config: RecoveryConfig | None = None) -> None:
         self.config = RecoveryConfig() if config is None else config
         self.batches_to_skip = 0
-        self._before = History()  # as of the last bad step
+        self._before = PolicyState()  # as of the last bad step
         self._good_since = 0
         # Of good steps; tensors are read only when they are asked for.
         self._norms, self._losses, self._rates = (deque[Any](maxlen=_KEPT) for _ in range(3))
@@ -224,7 +224,7 @@ class NaNRecoveryManager:
         """Every module runs in its own precision again."""
         self._raised.close()
 
-    def _history(self) -> History:
+    def _history(self) -> PolicyState:
         if not self._good_since:
             return self._before
         return self._before.after_good_steps(self.config, self._good_since)

@@ -12,7 +12,7 @@ ABORT = RecoveryStrategy.ABORT
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class PolicyState:
     """What counts for the next choice; each event makes a new one.
 
     A streak is made of bad steps, up to the next good one. `rung` is the place on the ladder,
@@ -29,11 +29,11 @@ class History:
     returns: int = 0  # to snapshots no newer than `farthest`, in a row
     farthest: int | None = None  # the newest step that was ever gone back to
 
-    def after_bad_step(self) -> History:
+    def after_bad_step(self) -> PolicyState:
         """A bad step was noticed; nothing has been done about it yet."""
         return dataclasses.replace(self, bad_in_a_row=self.bad_in_a_row + 1, good_in_a_row=0)
 
-    def after_good_steps(self, config: RecoveryConfig, count: int = 1) -> History:
+    def after_good_steps(self, config: RecoveryConfig, count: int = 1) -> PolicyState:
         """The streak is over; often enough, one rung down, and the budget there is new."""
         good = self.good_in_a_row + count
         down = good // config.deescalate_after - self.good_in_a_row // config.deescalate_after
@@ -49,7 +49,7 @@ class History:
 
     def after_use(
         self, config: RecoveryConfig, strategy: RecoveryStrategy, *, back_at: int | None = None
-    ) -> History:
+    ) -> PolicyState:
         """The strategy was applied; `back_at` is the step of the snapshot that it restored."""
         if strategy is ABORT:
             return dataclasses.replace(self, is_aborted=True)
@@ -74,17 +74,17 @@ class History:
 
 def choose(
     config: RecoveryConfig,
-    history: History,
+    history: PolicyState,
     *,
     cannot: Set[RecoveryStrategy] = frozenset(),
 ) -> RecoveryStrategy:
     """The strategy for the bad step that was recorded last; `cannot` are those that did not help.
 
-    >>> choose(RecoveryConfig(), History(bad_in_a_row=1)).value
+    >>> choose(RecoveryConfig(), PolicyState(bad_in_a_row=1)).value
     'reduce_scale'
-    >>> choose(RecoveryConfig(), History(bad_in_a_row=2)).value
+    >>> choose(RecoveryConfig(), PolicyState(bad_in_a_row=2)).value
     'skip'
-    >>> choose(RecoveryConfig(), History(bad_in_a_row=5)).value
+    >>> choose(RecoveryConfig(), PolicyState(bad_in_a_row=5)).value
     'abort'
     """
     if is_over(config, history):
@@ -98,7 +98,7 @@ def choose(
     return next((strategy for strategy in candidates if strategy not in cannot), ABORT)
 
 
-def is_over(config: RecoveryConfig, history: History) -> bool:
+def is_over(config: RecoveryConfig, history: PolicyState) -> bool:
     """Whether a budget is used up, so that only stopping is left."""
     if history.is_aborted or history.bad_in_a_row >= config.max_consecutive_nans:
         return True
@@ -109,7 +109,9 @@ def is_over(config: RecoveryConfig, history: History) -> bool:
     )
 
 
-def _open_rungs(config: RecoveryConfig, history: History) -> Iterator[tuple[int, RecoveryStrategy]]:
+def _open_rungs(
+    config: RecoveryConfig, history: PolicyState
+) -> Iterator[tuple[int, RecoveryStrategy]]:
     """The rungs from here upwards that have something left of their budget."""
     for number, rung in enumerate(config.ladder):
         left = rung.budget - (history.uses if number == history.rung else 0)

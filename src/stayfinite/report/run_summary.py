@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stayfinite.records import Incident
-from stayfinite.report.store.reading import Run, Series
+from stayfinite.report.store.reading import Range, Run, Sample
 from stayfinite.report.store.writer import RunInfo
 from stayfinite.text import headline, source_line
 
 _WORST = 5
 _NOT_RECOVERED = {"stop", "abort", "warn", "none"}  # strategies that mend nothing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Finite values of one column."""
-
-    first: float
-    last: float
-    low: float
-    high: float
-    median: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +74,10 @@ def summary_of(run: Run) -> RunSummary:
     """The run as it is recorded now."""
     series = run.series
     everyone = [each for rank in run.ranks for each in rank.series.values()]
-    return summary_from(
-        run,
-        range_of=lambda name: _range(series[name]),
-        terms={name: _range(column) for name, column in series.terms.items()},
-        skipped=int(max((sum(each["skipped"]) for each in everyone), default=0)),
-        seconds=max((each["time"][-1] for each in everyone if len(each)), default=0.0),
-        layers=worst_layers(series),
-    )
-
-
-def summary_from(
-    run: Run,
-    *,
-    range_of: Callable[[str], Range | None],
-    terms: dict[str, Range | None],
-    skipped: int,
-    seconds: float,
-    layers: tuple[Layer, ...] = (),
-) -> RunSummary:
-    """The summary, from whoever keeps the columns; `range_of` is asked for each by name."""
+    ranges = {name: series.range_of(series[name]) for name in ("loss", "norm", "scale", "lr")}
+    terms = {name: series.range_of(column) for name, column in series.terms.items()}
+    paces = series.range_of(series["seconds"])
     rows = tuple(_row(incident) for incident in run.incidents)
-    paces = range_of("seconds")
     return RunSummary(
         path=str(run.path),
         started=run.info.started,
@@ -118,16 +88,16 @@ def summary_from(
         ranks=len(run.ranks),
         incidents=rows,
         bad_steps=len({row.step for row in rows}),
-        skipped_steps=skipped,
+        skipped_steps=int(max((sum(each["skipped"]) for each in everyone), default=0)),
         causes=dict(Counter(row.cause or "unknown" for row in rows).most_common()),
-        loss=range_of("loss"),
+        loss=ranges["loss"],
         terms={name: found for name, found in terms.items() if found is not None},
-        norm=range_of("norm"),
-        scale=range_of("scale"),
-        rate=range_of("lr"),
+        norm=ranges["norm"],
+        scale=ranges["scale"],
+        rate=ranges["lr"],
         seconds_per_step=paces.median if paces else None,
-        seconds=seconds,
-        worst_layers=layers,
+        seconds=max((each.lasted for each in everyone), default=0.0),
+        worst_layers=worst_layers(series.samples),
         broken_lines=sum(rank.broken for rank in run.ranks),
     )
 
@@ -140,25 +110,11 @@ def _has_recovered(run: Run) -> bool:
     return all(each is not None and each.strategy not in _NOT_RECOVERED for each in done)
 
 
-def _range(column: Iterable[Any]) -> Range | None:
-    """The finite values of a column in five numbers; None without any."""
-    values = [value for value in column if value is not None and math.isfinite(value)]
-    if not values:
-        return None
-    return Range(
-        first=values[0],
-        last=values[-1],
-        low=min(values),
-        high=max(values),
-        median=statistics.median(values),
-    )
-
-
-def worst_layers(series: Series) -> tuple[Layer, ...]:
+def worst_layers(samples: Iterable[Sample]) -> tuple[Layer, ...]:
     """Those with the largest gradients; one that is not finite is the worst of all."""
     peaks: dict[str, tuple[float, int]] = {}
     rooms: dict[str, float] = {}
-    for sample in series.samples:
+    for sample in samples:
         for name, norm, room in zip(sample.layers, sample.norms, sample.headroom, strict=True):
             size = 0.0 if norm is None else math.inf if math.isnan(norm) else norm
             peaks[name] = max(peaks.get(name, (-1.0, 0)), (size, sample.step))
@@ -217,14 +173,12 @@ class Comparison:
     changes: tuple[Difference, ...]
 
 
-def compare(
-    before: Run, after: Run, *, summarise: Callable[[Run], RunSummary] = summary_of
-) -> Comparison:
+def compare(before: Run, after: Run) -> Comparison:
     """What became of the first run in the second."""
     return Comparison(
         before=str(before.path),
         after=str(after.path),
-        lines=tuple(_measures(summarise(before), summarise(after))),
+        lines=tuple(_measures(summary_of(before), summary_of(after))),
         changes=tuple(_differences(before.info, after.info)),
     )
 

@@ -10,7 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stayfinite.report.run_summary import Comparison, Measure, Range, RunSummary
+from stayfinite.report.run_summary import Comparison, Measure, RunSummary
+from stayfinite.report.store.reading import Range
 from stayfinite.text import count, duration, moment, plain
 
 _COLOURS = {

@@ -7,7 +7,8 @@ import importlib
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from stayfinite.records import Incident, TensorSummary
 from stayfinite.safely import Safely, beside_bars
@@ -56,15 +57,24 @@ def terminal() -> Sink:
             if is_known and incident.fingerprint in seen:
                 print(_again(incident), file=sys.stderr)
                 return
-            state = random.getstate()  # which rich draws from, even when it is loaded
-            from stayfinite.report.terminal import show
+            with unchanged_random():
+                from stayfinite.report.terminal import show
 
-            show(incident)
-            random.setstate(state)
+                show(incident)
         if is_known:
             seen.add(incident.fingerprint)
 
     return tell
+
+
+@contextmanager
+def unchanged_random() -> Iterator[None]:
+    """rich draws from python's generator, even when it is loaded."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _again(incident: Incident) -> str:

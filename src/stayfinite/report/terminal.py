@@ -119,9 +119,7 @@ class _Report:
         texts = [f"{wording.KINDS[report.nan_type]} in {wording.place(report)}" for report in bad]
         yield _Part(layout.rows("bad", texts), least=0)
         if incident.outcome is not None:
-            strategy = "" if incident.outcome.strategy == "none" else incident.outcome.strategy
-            done = filter(None, (plain(strategy), plain(incident.outcome.detail)))
-            yield _Part(layout.row("done", ": ".join(done)))
+            yield _Part(layout.row("done", plain(wording.what_was_done(incident))))
         if diagnosis is not None:
             yield _Part(layout.row("see", f"stayfinite cause {plain(diagnosis.cause)}", "cyan"))
 

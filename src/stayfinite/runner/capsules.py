@@ -142,7 +142,7 @@ def deliver(case: Case) -> Case:
     target, wish = scene.options.capsule, scene.plan.capsule
     if target is None or wish is None or not incidents:
         return case
-    from stayfinite.capsule.make import told, with_files
+    from stayfinite.capsule.make import incident_for_capsule, with_files
 
     capsule = _traced(scene.plan.folder, incidents[0])
     capsule = capsule or _made(None, incidents[0], scene.plan, wish)
@@ -150,7 +150,7 @@ def deliver(case: Case) -> Case:
     facts = {"arm_at": record.arm_at, "seconds": record.seconds} if record else {}
     capsule = dataclasses.replace(
         with_files(capsule, _project(scene.plan, wish)[1]) if capsule.sources else capsule,
-        incident=told(incidents[0], with_source=wish.with_source),
+        incident=incident_for_capsule(incidents[0], with_source=wish.with_source),
         config={**capsule.config, **facts},
     )
     try:

@@ -33,6 +33,11 @@ class RunOptions:
         "auto: if the first run took under 5 minutes and did no more than write files; "
         "the second cannot change yours.",
     )
+    again: Literal["auto", "never"] = option(
+        "auto",
+        "Find the exact operation by running the body of the running loop again, in place, with "
+        "the tracer on and without its effects; then no second run is needed.",
+    )
     trace: bool = option(False, "Trace from the start, which is slower; no second run is needed.")
     max_scaler_skips: int = option(
         20, "Loss-scale overflows in a row that are still taken for normal."
@@ -98,5 +103,7 @@ def first_settings(options: RunOptions, target: Target) -> GuardSettings:
         on_nan=options.on_nan,
         max_scaler_skips=options.max_scaler_skips,
         trace="start" if options.trace else "never",
+        again=options.again,
+        change_seconds=min(options.prove, 15),
         folder=target.folder,
     )

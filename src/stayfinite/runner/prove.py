@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stayfinite.errors import SandboxError
-from stayfinite.explain.proof import Trial, evidence_of, is_proven
+from stayfinite.explain.proof import IN_PLACE, Trial, evidence_of, is_proven
 from stayfinite.patch.candidates import patches_for
 from stayfinite.patch.edit import Patch
 from stayfinite.records import Diagnosis, Incident, from_json
@@ -50,6 +50,9 @@ def try_changes(case: Case) -> Case:
     if not patches:
         return case
     reached = seen[0].seconds or 0.0
+    held = found.diagnosis is not None and found.diagnosis.patch is not None  # on the bad step
+    if held and 2 * reached > case.budget.left:
+        return case
     if reached > scene.options.prove:
         command = scene.again("--prove", str(int(10 + 4 * reached)))
         return case.with_notes(
@@ -62,6 +65,8 @@ def try_changes(case: Case) -> Case:
         return case.with_notes(f"No change was tried: {error}")
     if cured is not None:
         return case.with_incident(found, cured)
+    if held and tried < len(patches):
+        return case
     changes = count(tried, "change")
     if tried < len(patches):
         return case.with_notes(
@@ -99,6 +104,8 @@ def _first_that_holds(
 def _cured(incident: Incident, patch: Patch, trial: Trial, *, folder: str) -> Incident:
     diagnosis = incident.diagnosis
     assert diagnosis is not None
+    kept = [each for each in diagnosis.evidence if not each.startswith(IN_PLACE)]
+    diagnosis = dataclasses.replace(diagnosis, evidence=tuple(kept))
     sure = "proven" if is_proven(incident, changed_file=patch.file) else diagnosis.confidence
     diagnosis = dataclasses.replace(
         diagnosis,

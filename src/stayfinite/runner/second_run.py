@@ -36,10 +36,12 @@ SLOWDOWN = 12.0
 def look_again(case: Case) -> Case:
     """The case with its first incident seen exactly if it may be, and notes that say how."""
     scene = case.scene
-    if case.first is None or is_exact(case.first[1]) or scene.options.trace:
+    if case.first is None or scene.options.trace:
         return case
     record, incident = case.first
     reason = why_not_again(case)
+    if is_exact(incident) and (reason is not None or not is_foreign(incident)):
+        return case
     if scene.is_rank or reason is not None:
         return _without(case, incident, reason or "")
     duration = time.time() - scene.started

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stayfinite.records import Aftermath, ReadValue, RunResult
+from stayfinite.records import Aftermath, Incident, ReadValue, RunResult
 from stayfinite.runner.plan import ProcessRecord, is_running
 from stayfinite.runner.script import INCIDENT_CODE, Ending
 from stayfinite.text import LOCATIONS, count, what_was_done
@@ -87,6 +87,11 @@ def last_line(
         how = "interrupted; " if ending.interrupted else how
         return how + _what_was_checked(records, result, verdict)
     first = result.incidents[0]
+    if all(is_left_out(each) for each in result.incidents):
+        how = f"the script ended with exit code {ending.code}; " if ending.code else ""
+        losses = f"{count(len(result.incidents), 'loss')} not finite"
+        steps = count(result.steps, "step")
+        return f"{how}{steps} checked; {losses}, skipped by the script itself."
     if on_nan == "stop":
         if ending.code != INCIDENT_CODE:
             return f"the script ended itself with exit code {ending.code}; a NaN was behind it."
@@ -104,6 +109,11 @@ def last_line(
     if on_nan == "warn":
         return f"{many}; the script went on (--on-nan warn)."
     return f"{many}; {_how_recovered(records, result, verdict, ending)}"
+
+
+def is_left_out(incident: Incident) -> bool:
+    """Whether the script itself did not train on a bad loss, and went on."""
+    return incident.outcome is not None and incident.outcome.strategy == "script"
 
 
 def _how_recovered(

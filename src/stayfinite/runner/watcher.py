@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stayfinite.errors import ConfigError, PackageError
@@ -143,7 +143,8 @@ class Watch:
         guard = self.guard
         result = self._result()
         # An incident behind a crash does not end the process; the crash does.
-        is_ended = self.plan.stops and bool(result.incidents) and not (guard and guard.crashed)
+        bad = [i for i in result.incidents if not i.outcome or i.outcome.strategy != "script"]
+        is_ended = self.plan.stops and bool(bad) and not (guard and guard.crashed)
         return ProcessRecord(
             pid=self.pid,
             born=birth_of_process(self.pid) or "",
@@ -271,14 +272,19 @@ class IncidentReporter:
         return post.close
 
     def _watch_numbers(self) -> None:
-        from stayfinite.detect.hooks import watch_numbers
+        from stayfinite.detect.hooks import together, watch_numbers
         from stayfinite.guard.read_values import ValuesRead
 
         watch = self._watch
         self._read = ValuesRead(
             steps=lambda: watch.guard.steps if watch.guard else 0, folder=watch.plan.guard.folder
         )
-        self._numbers = watch_numbers(self._read.saw)
+        read = watch_numbers(self._read.saw)
+        self._numbers = together(read, watch_numbers(self._saw_number))
+
+    def _saw_number(self, tensor: Any, value: float, frame: FrameType) -> None:
+        if (guard := self._watch.guard) is not None:
+            guard.saw_number(tensor, value, frame)
 
     def _record(self) -> None:
         with step_aside("recording the run"):

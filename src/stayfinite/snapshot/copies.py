@@ -13,6 +13,7 @@ import decimal
 import enum
 import fractions
 import random
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -313,8 +314,7 @@ _TYPES: tuple[tuple[Kind, tuple[type, ...]], ...] = (
     (Kind.TUPLE, (tuple,)),
     (Kind.BOX, (dict, list, deque, set)),
     (Kind.ARRAY, (np.ndarray,)),
-    (Kind.GENERATOR, (torch.Generator, np.random.Generator, np.random.RandomState)),
-    (Kind.GENERATOR, (random.Random,)),
+    (Kind.GENERATOR, (torch.Generator, random.Random)),
 )
 _LEAVES = (Kind.CONSTANT, Kind.TENSOR, Kind.ARRAY, Kind.GENERATOR)
 _DEEPEST = 16
@@ -331,10 +331,21 @@ def kind_of(value: Any) -> Kind:
     if kind is None:
         found = (kind for kind, types in _TYPES if issubclass(type_, types))
         kind = next(found, Kind.RECORD if _is_record(type_) else Kind.OTHER)
+        if is_generator_type(type_):
+            kind = Kind.GENERATOR
         _known[type_] = kind
         if kind is Kind.CONSTANT:
             CONSTANTS.add(type_)
     return kind
+
+
+def is_generator_type(type_: type) -> bool:
+    """Whether instances are random number generators of torch, python or numpy."""
+    if issubclass(type_, (torch.Generator, random.Random)):
+        return True
+    # numpy imports these when they are first asked for: if nobody has, there is none.
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and issubclass(type_, (numpy.Generator, numpy.RandomState))
 
 
 def _is_record(type_: type) -> bool:

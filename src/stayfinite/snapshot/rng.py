@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +19,19 @@ PART = "random"
 
 def global_cells() -> list[Cell]:
     """The host's generators, and those of accelerators that are in use."""
-    return list(_global_cells(torch.cuda.is_initialized()))
+    return list(_global_cells("numpy.random" in sys.modules, torch.cuda.is_initialized()))
 
 
 @functools.cache
-def _global_cells(is_cuda_awake: bool) -> tuple[Cell, ...]:
-    """They are the same objects for the whole life of the process, until CUDA is woken up."""
-    cells: list[Cell] = [
-        FunctionsCell("random.python", PART, random.getstate, random.setstate),
-        # The legacy form would warn about another bit generator than the usual one.
-        FunctionsCell(
-            "random.numpy", PART, lambda: np.random.get_state(legacy=False), np.random.set_state
-        ),
-        generator_cell(torch.default_generator, "random.torch"),
-    ]
+def _global_cells(is_numpy_there: bool, is_cuda_awake: bool) -> tuple[Cell, ...]:
+    """They are the same objects for the whole life of the process, until CUDA is woken up.
+
+    numpy imports its generators when they are first asked for; before that nobody has drawn.
+    """
+    cells: list[Cell] = [FunctionsCell("random.python", PART, random.getstate, random.setstate)]
+    if is_numpy_there:
+        cells.append(numpy_cell())
+    cells.append(generator_cell(torch.default_generator, "random.torch"))
     if is_cuda_awake:  # waking it up is not ours
         for number, generator in enumerate(torch.cuda.default_generators):
             cells.append(generator_cell(generator, f"random.cuda:{number}"))
@@ -43,13 +43,21 @@ def _global_cells(is_cuda_awake: bool) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
+def numpy_cell() -> Cell:
+    """The cell of numpy's global generator."""
+    # The legacy form would warn about another bit generator than the usual one.
+    return FunctionsCell(
+        "random.numpy", PART, lambda: np.random.get_state(legacy=False), np.random.set_state
+    )
+
+
 def generator_cell(generator: Any, name: str, part: str = PART) -> Cell:
     """The cell of one generator of torch, numpy or python."""
     if isinstance(generator, torch.Generator):
         return FunctionsCell(name, part, generator.get_state, generator.set_state)
     if isinstance(generator, random.Random):
         return FunctionsCell(name, part, generator.getstate, generator.setstate)
-    if isinstance(generator, np.random.RandomState):
+    if type(generator).__name__ == "RandomState":  # numpy's; naming the class would import it
         return FunctionsCell(
             name, part, lambda: generator.get_state(legacy=False), generator.set_state
         )

@@ -46,7 +46,7 @@ def test_port_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_part_of_the_page_is_there_with_the_license_of_what_is_not_ours() -> None:
-    found = dict(_assets())
+    found = _assets()
     assert {"index.html", "main.js", "style.css", "vendor/uplot/LICENSE"} <= set(found)
     page = found["index.html"].decode()
     named = [part.partition('"')[0] for part in page.split('"/assets/')[1:]]
@@ -55,6 +55,6 @@ def test_every_part_of_the_page_is_there_with_the_license_of_what_is_not_ours() 
 
 
 def test_page_asks_nobody_else() -> None:
-    ours = {name: data for name, data in _assets() if not name.startswith("vendor/")}
+    ours = {name: data for name, data in _assets().items() if not name.startswith("vendor/")}
     outside = [name for name, data in ours.items() if b"https://" in data or b"innerHTML" in data]
     assert outside == []

@@ -9,7 +9,7 @@ from recorded_runs import record
 
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType
 from stayfinite.report.dashboard.live_runs import GlancedRun, RunIndex, id_of
-from stayfinite.report.dashboard.views import incidents_view, known_run, opened_runs, runs_view
+from stayfinite.report.dashboard.views import incidents_view, runs_view
 
 SEEN = NaNReport(has_nan=True, nan_type=NaNType.NAN, location="loss", tensor_shape=())
 BAD = Incident(step=7, reports=(SEEN,), diagnosis=Diagnosis(cause="log_of_zero", why=".", fix="."))
@@ -19,11 +19,11 @@ def test_incidents_are_known_before_the_steps_of_an_opened_run_are_read(tmp_path
     path = record(tmp_path / "run", steps=20, incidents=[BAD])
     index = RunIndex([tmp_path])
     index.look()
-    (run,) = opened_runs(index, [id_of(path)]).values()
+    run = index.open(id_of(path))
+    assert run is not None
     assert run.steps == 0
-    known = known_run(index, id_of(path))
-    assert known is not None
-    assert [line["step"] for line in incidents_view({"run": known})] == [7]
+    shown = incidents_view(index, {"runs": id_of(path)})
+    assert [line["step"] for line in shown["incidents"]] == [7]
 
 
 def test_a_run_is_listed_only_when_it_was_looked_at(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stayfinite.report.store.reading import RankFile, Run, is_run, runs_in
+from stayfinite.report.store.reading import Range, RankFile, Run, is_run, runs_in
 from stayfinite.report.store.writer import SCHEMA
 from stayfinite.safely import Safely
 
@@ -70,6 +70,11 @@ class RunIndex:
             entry.live = LiveRun(entry.path)
             self._wake.set()
         return entry.live
+
+    def known(self, identity: str) -> GlancedRun | None:
+        """What the list knows of the run: its incidents, while its steps are still read."""
+        entry = self.entries.get(identity)
+        return entry.glance if entry is not None else None
 
     def look(self) -> None:
         """Find new runs, and read on in all; in open ones, all steps."""
@@ -193,15 +198,12 @@ class LiveRun(GlancedRun):
     def optimizers(self) -> dict[int, Columns]:
         return self.ranks[0].series if self.ranks else {}
 
-    def columns(self, optimizer: int | None = None) -> Columns:
-        """Of one optimizer, by default the first; without steps if there is none."""
+    def columns(self, optimizer: int) -> Columns:
+        """Of one optimizer, or of the FIRST; without steps if there is none."""
         found = self.optimizers
-        return found.get(min(found, default=0) if optimizer is None else optimizer) or Columns()
+        return found.get(min(found, default=0) if optimizer == FIRST else optimizer) or Columns()
 
-    @property
-    def steps(self) -> int:
-        lasts = (columns["step"][-1] + 1 for columns in self.optimizers.values() if len(columns))
-        return max(lasts, default=0)
+    steps = Run.steps
 
     @property
     def progress(self) -> float:
@@ -213,6 +215,7 @@ class LiveRun(GlancedRun):
         return min(1.0, self.ranks[0].read / size) if size else float(bool(self.ranks))
 
 
+FIRST = -1
 _KINDS = {"step": "q", "skipped": "b"}
 _KEPT = ("step", "seconds", "loss", "norm", "lr", "scale", "skipped")
 
@@ -225,6 +228,7 @@ class Columns:
         self.layers: list[str] = []
         self.heat = Heat()
         self.lasted = 0.0
+        self.samples = ()  # they are in the heat
         self.terms: dict[str, array[Any]] = {}
         self._columns = {name: array(_KINDS.get(name, "f")) for name in _KEPT}
 
@@ -251,10 +255,26 @@ class Columns:
         with self.lock:
             self.heat.add(step, self.layers, _packed(norms), _packed(headroom))
 
+    def range_of(self, column: array[Any]) -> Range | None:
+        """The finite values of a column in five numbers; None without any."""
+        with self.lock:
+            known = _finite(column)
+        if not len(known):
+            return None
+        ends = {"first": known[0], "last": known[-1], "low": known.min(), "high": known.max()}
+        found = {part: float(value) for part, value in ends.items()}
+        return Range(**found, median=float(np.median(known)))
+
     def view(self, name: str) -> np.ndarray[Any, Any]:
         """The column itself, not a copy: only under `lock`, and gone before it is given back."""
         column = self.terms[name.removeprefix("term:")] if name.startswith("term:") else self[name]
         return np.frombuffer(column, dtype=column.typecode)
+
+
+def _finite(column: array[Any]) -> np.ndarray[Any, Any]:
+    values = np.frombuffer(column, dtype=column.typecode)
+    found: np.ndarray[Any, Any] = values[np.isfinite(values) & (values != UNKNOWN)]
+    return found
 
 
 def _packed(values: list[Any], name: str = "") -> array[Any]:

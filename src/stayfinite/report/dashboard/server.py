@@ -12,12 +12,10 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from http.cookies import CookieError, SimpleCookie
-from importlib import metadata, resources
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
 
 from stayfinite.errors import ConfigError, PackageError, RecordError
 from stayfinite.report.dashboard import views
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-Query = Mapping[str, str]
-
-
 _TICK = 0.2  # seconds between two looks at what is new
 _ALIVE = 10.0  # seconds after which a silent stream says that it is there
 
@@ -41,6 +36,7 @@ _REPORT_POLICY = (
     "form-action 'none'; frame-ancestors 'none'; sandbox allow-popups"
 )
 
+_ASSETS = Path(__file__).with_name("assets")
 _KINDS = {
     ".css": "text/css",
     ".html": "text/html",
@@ -64,7 +60,7 @@ def make_app(
     from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    assets = dict(_assets())
+    assets = _assets()
 
     def nothing() -> Response:
         return PlainTextResponse("stayfinite: there is nothing here\n", status_code=404)
@@ -77,10 +73,10 @@ def make_app(
         return Response(assets[name], media_type=f"{kind}; charset=utf-8")
 
     async def events(request: Request) -> Response:
-        stream = _events(index, _ids(request.query_params), is_ending)
+        stream = _events(index, views.ids_in(request.query_params), is_ending)
         return StreamingResponse(stream, media_type="text/event-stream")
 
-    def data_from(view: Callable[[RunIndex, Query], Any]) -> Callable[[Request], Response]:
+    def data_from(view: views.View) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
             found = view(index, request.query_params)
             if found is None:
@@ -91,7 +87,7 @@ def make_app(
 
     def report(request: Request) -> Response:
         """The whole report; of a very long run, which would take much memory, the incidents."""
-        run = views.known_run(index, request.path_params["run"])
+        run = index.known(request.path_params["run"])
         if run is None:
             return nothing()
         if report_of is not None and run.steps <= _MOST_REPORTED:
@@ -108,7 +104,7 @@ def make_app(
         await asyncio.to_thread(index.stop)
 
     paths: dict[str, Any] = {"/": file, "/assets/{name:path}": file, "/api/events": events}
-    paths |= {f"/api/{name}": data_from(view) for name, view in _DATA.items()}
+    paths |= {f"/api/{name}": data_from(view) for name, view in views.VIEWS.items()}
     paths["/runs/{run}/report"] = report
     routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in paths.items()]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -133,77 +129,10 @@ async def _events(
         await asyncio.sleep(_TICK)
 
 
-def _series(index: RunIndex, query: Query) -> Any:
-    return views.series_view(
-        views.opened_runs(index, _ids(query)),
-        first=_number(query, "first"),
-        last=_number(query, "last"),
-        points=_number(query, "points") or 800,
-        optimizer=_number(query, "optimizer"),
-    )
-
-
-def _heat(index: RunIndex, query: Query) -> Any:
-    run = index.open(query.get("run", ""))
-    first, last = _number(query, "first"), _number(query, "last")
-    return run and views.heat_view(
-        run,
-        kind=query.get("kind", "norm"),
-        first=0 if first is None else first,
-        last=1 << 62 if last is None else last,
-        optimizer=_number(query, "optimizer"),
-    )
-
-
-def _layer(index: RunIndex, query: Query) -> Any:
-    run = index.open(query.get("run", ""))
-    return run and views.layer_view(run, query.get("name", ""), _number(query, "optimizer"))
-
-
-def _incidents(index: RunIndex, query: Query) -> Any:
-    found = {identity: views.known_run(index, identity) for identity in _ids(query)}
-    return {"incidents": views.incidents_view({id_: run for id_, run in found.items() if run})}
-
-
-def _incident(index: RunIndex, query: Query) -> Any:
-    run, number = views.known_run(index, query.get("run", "")), _number(query, "number")
-    return None if run is None or number is None else views.incident_view(run, number)
-
-
-def _compare(index: RunIndex, query: Query) -> Any:
-    return views.compare_view(views.opened_runs(index, _ids(query)))
-
-
-_DATA: dict[str, Callable[[RunIndex, Query], Any]] = {
-    "series": _series,
-    "heat": _heat,
-    "layer": _layer,
-    "incidents": _incidents,
-    "incident": _incident,
-    "compare": _compare,
-}
-
-
-def _assets() -> Iterator[tuple[str, bytes]]:
+def _assets() -> dict[str, bytes]:
     """Name and content of every file of the page: nothing else can be asked for."""
-    waiting = [("", resources.files("stayfinite.report.dashboard") / "assets")]
-    while waiting:
-        prefix, folder = waiting.pop()
-        for each in folder.iterdir():
-            if each.is_dir():
-                waiting.append((f"{prefix}{each.name}/", each))
-            else:
-                yield f"{prefix}{each.name}", each.read_bytes()
-
-
-def _ids(query: Query) -> list[str]:
-    return [each for each in query.get("runs", "").split(",") if each][:16]
-
-
-def _number(query: Query, name: str) -> int | None:
-    text = query.get(name, "")
-    is_number = text.removeprefix("-").isdecimal() and text.isascii() and len(text) < 16
-    return int(text) if is_number else None
+    files = [path for path in _ASSETS.rglob("*") if path.is_file()]
+    return {path.relative_to(_ASSETS).as_posix(): path.read_bytes() for path in files}
 
 
 PORT = 8642
@@ -316,58 +245,53 @@ class Access:
         self._cookie = hmac.new(secret, self._name.encode(), hashlib.sha256).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        from starlette.datastructures import MutableHeaders
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse
+
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            status, text = refusal
-            body = f"stayfinite: {text}\n".encode()
-            kinds = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(body))}
-            headers = [(k.lower().encode(), v.encode()) for k, v in {**HEADERS, **kinds}.items()]
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
-            return
-        cookie = f"{self._name}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
-        extra = {**HEADERS, "Set-Cookie": cookie} if self._has_token(scope) else HEADERS
+        request = Request(scope)
+        token = request.query_params.get("token", "")
+        has_token = scope["path"] == "/" and _is_same(token, self._token)
+        status, text = self._refusal(request, has_token)
+        extra = dict(HEADERS)
+        if has_token and not text:
+            extra["Set-Cookie"] = f"{self._name}={self._cookie}; HttpOnly; SameSite=Strict; Path=/"
 
         async def send_with_headers(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                given = list(message.get("headers", []))
-                present = {name.lower() for name, _ in given}
-                ours = [(name.lower().encode(), value.encode()) for name, value in extra.items()]
-                message["headers"] = given + [each for each in ours if each[0] not in present]
+                headers = MutableHeaders(scope=message)
+                for name, value in extra.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        refusal = PlainTextResponse(f"stayfinite: {text}\n", status_code=status)
+        await (refusal if text else self._app)(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+    def _refusal(self, request: Request, has_token: bool) -> tuple[int, str]:
+        """Status and reason; the reason is empty when all is well."""
+        given = request.headers.get("host", "")
         # The name without the port, which may be another behind a tunnel.
-        host, colon, port = headers.get("host", "").rpartition(":")
-        host = host if colon and port.isdigit() else headers.get("host", "")
-        if scope["method"] not in ("GET", "HEAD"):
+        host, colon, port = given.rpartition(":")
+        host = host if colon and port.isdigit() else given
+        if request.method not in ("GET", "HEAD"):
             return 405, "This page only shows; it takes no changes."
         if host.lower() not in LOOPBACK:
             return 421, "This page answers to localhost only."
-        if headers.get("sec-fetch-site", "none") == "cross-site" and not self._has_token(scope):
+        if request.headers.get("sec-fetch-site") == "cross-site" and not has_token:
             return 403, "Another site may not read this page."
-        if scope["path"].startswith("/assets/") or self._has_token(scope):
-            return None
-        try:
-            found = SimpleCookie(headers.get("cookie", "")).get(self._name)
-        except CookieError:
-            found = None
-        sent = found.value if found and found.value.isascii() else ""
-        if hmac.compare_digest(sent, self._cookie):
-            return None
-        return 403, "Open the address that `stayfinite ui` printed: it has the token of this page."
+        is_free = has_token or request.scope["path"].startswith("/assets/")
+        if not is_free and not _is_same(request.cookies.get(self._name, ""), self._cookie):
+            reason = "Open the address that `stayfinite ui` printed: it has the token of this page."
+            return 403, reason
+        return 200, ""
 
-    def _has_token(self, scope: Scope) -> bool:
-        sent = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        return scope["path"] == "/" and hmac.compare_digest(sent.encode(), self._token.encode())
+
+def _is_same(sent: str, known: str) -> bool:
+    """Compared in a time that tells nothing."""
+    return hmac.compare_digest(sent.encode(), known.encode())
 
 
 def kept_secret() -> bytes:

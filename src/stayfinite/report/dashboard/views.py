@@ -6,7 +6,7 @@ import base64
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,20 @@ import numpy as np
 from stayfinite import text as wording
 from stayfinite.records import Incident, to_data
 from stayfinite.report.dashboard.live_runs import (
+    FIRST,
     UNKNOWN,
     Columns,
     Entry,
-    GlancedRun,
     LiveRun,
     RunIndex,
 )
 from stayfinite.report.incident_view import IncidentView, view_of
-from stayfinite.report.run_summary import Range, RunSummary, compare, summary_from
-from stayfinite.report.store.reading import Run
+from stayfinite.report.run_summary import compare
 from stayfinite.text import FULL, plain
+
+Query = Mapping[str, str]
+View = Callable[[RunIndex, Query], Any]
+"""Gives the answer to a question, or None where there is nothing."""
 
 METRICS = ("loss", "norm", "lr", "scale", "seconds")
 _MOST_POINTS = 2000
@@ -46,16 +49,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def opened_runs(index: RunIndex, identities: Sequence[str]) -> dict[str, LiveRun]:
+def ids_in(query: Query) -> list[str]:
+    return [each for each in query.get("runs", "").split(",") if each][:16]
+
+
+def _number(query: Query, name: str, default: int) -> int:
+    text = query.get(name, "")
+    is_number = text.removeprefix("-").isdecimal() and text.isascii() and len(text) < 16
+    return int(text) if is_number else default
+
+
+def _opened(index: RunIndex, query: Query) -> dict[str, LiveRun]:
     """The open runs of these names; names that are not there are passed over."""
-    found = {identity: index.open(identity) for identity in identities if identity}
+    found = {identity: index.open(identity) for identity in ids_in(query)}
     return {identity: run for identity, run in found.items() if run is not None}
-
-
-def known_run(index: RunIndex, identity: str) -> GlancedRun | None:
-    """What the list knows of this run: its incidents, while its steps are still read."""
-    entry = index.entries.get(identity)
-    return entry.glance if entry is not None else None
 
 
 def runs_view(index: RunIndex) -> dict[str, Any]:
@@ -104,19 +111,14 @@ def _run_view(entry: Entry) -> dict[str, Any]:
     }
 
 
-def series_view(
-    runs: dict[str, LiveRun],
-    *,
-    first: int | None = None,
-    last: int | None = None,
-    points: int = 800,
-    optimizer: int | None = None,
-) -> dict[str, Any]:
+def series_view(index: RunIndex, query: Query) -> dict[str, Any]:
     """The curves of several runs over the same buckets of steps."""
+    runs, optimizer = _opened(index, query), _number(query, "optimizer", FIRST)
     columns = {identity: run.columns(optimizer) for identity, run in runs.items()}
     ends = [(each["step"][0], each["step"][-1]) for each in columns.values() if len(each)]
-    low = min((end[0] for end in ends), default=0) if first is None else first
-    high = max((end[1] for end in ends), default=-1) if last is None else last
+    low = _number(query, "first", min((end[0] for end in ends), default=0))
+    high = _number(query, "last", max((end[1] for end in ends), default=-1))
+    points = _number(query, "points", 0) or 800
     grid = grid_over(low, high, most=max(2, min(points, _MOST_POINTS)))
     return {
         "steps": [int(step) for step in grid.edges[:-1]],
@@ -130,11 +132,10 @@ def _curves(columns: Columns, grid: Grid) -> dict[str, Any]:
     if not len(columns):
         return {"count": 0, "curves": {}, "skipped": []}
     skipped = totals(columns, "skipped", grid)
+    names = [*METRICS, *(f"term:{name}" for name in columns.terms)]
     return {
         "count": len(columns),
-        "curves": buckets_of(
-            columns, [*METRICS, *(f"term:{name}" for name in columns.terms)], grid
-        ),
+        "curves": buckets_of(columns, names, grid),
         "skipped": skipped if any(skipped) else [],
         "skips": int(sum(skipped)),
     }
@@ -222,47 +223,55 @@ def _listed(values: Values) -> list[float | None]:
     return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]
 
 
-def heat_view(
-    run: LiveRun, *, kind: str, first: int, last: int, optimizer: int | None = None
-) -> dict[str, Any]:
+def heat_view(index: RunIndex, query: Query) -> dict[str, Any] | None:
     """Layers x sampled steps; the values are float32 in base64, layer by layer."""
-    columns = run.columns(optimizer)
+    run = index.open(query.get("run", ""))
+    if run is None:
+        return None
+    columns = run.columns(_number(query, "optimizer", FIRST))
+    window = {"first": _number(query, "first", 0), "last": _number(query, "last", 1 << 62)}
     with columns.lock:
         heat = columns.heat
         most = max(50, min(_MOST_COLUMNS, _MOST_CELLS // max(len(heat.names), 1)))
-        steps, values = heat.table(kind, most=most, first=first, last=last)
+        steps, values = heat.table(query.get("kind", "norm"), most=most, **window)
         names = list(heat.names)
     data = base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()
     return {"layers": names, "steps": steps, "values": data, "unknown": UNKNOWN}
 
 
-def layer_view(run: LiveRun, name: str, optimizer: int | None = None) -> dict[str, Any] | None:
-    columns = run.columns(optimizer)
+def layer_view(index: RunIndex, query: Query) -> dict[str, Any] | None:
+    """One layer at every sampled step."""
+    run, name = index.open(query.get("run", "")), query.get("name", "")
+    if run is None:
+        return None
+    columns = run.columns(_number(query, "optimizer", FIRST))
     with columns.lock:
         found = columns.heat.history(name)
     if found is None:
         return None
-    steps = found.pop("steps")
     shown = {
         key: [None if value == UNKNOWN else _plain(value) for value in values]
         for key, values in found.items()
     }
-    return {"layer": name, "steps": steps, **shown}
+    return {"layer": name, **shown}
 
 
-def incidents_view(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+def incidents_view(index: RunIndex, query: Query) -> dict[str, Any]:
     """A line for each incident, the newest first."""
+    runs = {identity: index.known(identity) for identity in ids_in(query)}
     found = [
         {"run": identity, "number": number, **_line(incident)}
         for identity, run in runs.items()
-        for number, incident in enumerate(run.incidents)
+        for number, incident in enumerate(run.incidents if run is not None else ())
     ]
-    return sorted(found, key=lambda line: (line["time"], line["step"]), reverse=True)
+    newest_first = sorted(found, key=lambda line: (line["time"], line["step"]), reverse=True)
+    return {"incidents": newest_first}
 
 
-def incident_view(run: Run, number: int) -> dict[str, Any] | None:
+def incident_view(index: RunIndex, query: Query) -> dict[str, Any] | None:
     """All that is known of one incident; None if there is none of this number."""
-    if not 0 <= number < len(run.incidents):
+    run, number = index.known(query.get("run", "")), _number(query, "number", -1)
+    if run is None or not 0 <= number < len(run.incidents):
         return None
     incident, script = run.incidents[number], run.info.script
     folder = Path(script).parent if script else Path(run.info.cwd or ".")
@@ -336,37 +345,23 @@ def _tensors(view: IncidentView) -> dict[str, Any] | None:
     return {"columns": [*FULL], "rows": rows}
 
 
-def compare_view(runs: dict[str, LiveRun]) -> dict[str, Any]:
+def compare_view(index: RunIndex, query: Query) -> dict[str, Any]:
     """The first run against each other one; empty with less than two."""
+    runs = _opened(index, query)
     readable = {name: run for name, run in runs.items() if run.ranks and not run.problem}
     if len(readable) < 2:
         return {"before": None, "pairs": []}
     (first, before), *others = readable.items()
-    pairs = [
-        {"run": name, **to_data(compare(before, after, summarise=_summary_of))}
-        for name, after in others
-    ]
+    pairs = [{"run": name, **to_data(compare(before, after))} for name, after in others]
     return {"before": first, "pairs": pairs}
 
 
-def _summary_of(run: Run) -> RunSummary:
-    """As of `stayfinite show`, from packed columns; without the worst layers."""
-    columns = run.series if isinstance(run.series, Columns) else Columns()
-
-    def range_of(name: str) -> Range | None:
-        values = columns.view(name)
-        known = values[np.isfinite(values) & (values != UNKNOWN)]
-        if not len(known):
-            return None
-        ends = {"first": known[0], "last": known[-1], "low": known.min(), "high": known.max()}
-        found = {part: float(value) for part, value in ends.items()}
-        return Range(**found, median=float(np.median(known)))
-
-    with columns.lock:
-        return summary_from(
-            run,
-            range_of=range_of,
-            terms={name: range_of(f"term:{name}") for name in columns.terms},
-            skipped=int(columns.view("skipped").sum()) if len(columns) else 0,
-            seconds=columns.lasted,
-        )
+VIEWS: dict[str, View] = {
+    "series": series_view,
+    "heat": heat_view,
+    "layer": layer_view,
+    "incidents": incidents_view,
+    "incident": incident_view,
+    "compare": compare_view,
+}
+"""What can be asked for, by the last word of its path."""

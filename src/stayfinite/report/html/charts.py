@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
+from typing import Any
 
 from markupsafe import Markup
 
 from stayfinite.records import Incident, TensorSummary
-from stayfinite.report.html.markup import tag
 from stayfinite.report.store.reading import Sample, Series
-from stayfinite.text import count, plain
+from stayfinite.text import count, plain, visible
 
 WIDTH, HEIGHT = 1000.0, 100.0
 _LARGEST = 1e300  # differences of larger ones would overflow
@@ -105,6 +105,24 @@ def short(value: float) -> str:
 def unit(value: float) -> str:
     """A length in a picture."""
     return f"{value:.1f}".removesuffix(".0")
+
+
+def visible_text(value: Any) -> Any:
+    """What is put into the page: characters that would not be seen are, line ends stay."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return "" if value is None else value
+    if value.isprintable():
+        return value
+    return "".join(letter if letter == "\n" else visible(letter) for letter in value)
+
+
+def tag(name: str, content: Markup | str = "", **attributes: object) -> Markup:
+    """An element; `class_` is `class`, and `stroke_width` is `stroke-width`."""
+    words = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), visible_text(value))
+        for key, value in attributes.items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(name, words, visible_text(content))
 
 
 def _svg(pieces: Iterable[Markup], *, said: str, height: float = HEIGHT) -> Markup:

@@ -14,8 +14,7 @@ from markupsafe import Markup
 
 from stayfinite import text as wording
 from stayfinite.records import Hop, Incident
-from stayfinite.report.html.charts import unit
-from stayfinite.report.html.markup import tag
+from stayfinite.report.html.charts import tag, unit
 
 ROW = 52  # pixels, as in the style sheet
 _LANE = 22

@@ -6,16 +6,15 @@ when it is imported.
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stayfinite.causes import CAUSES
 from stayfinite.records import Hop, Incident, Origin
+from stayfinite.report.sinks import unchanged_random
 from stayfinite.report.store.writer import RunInfo
 
 
@@ -31,28 +30,18 @@ class GuardReport:
         self._folder = folder
 
     def _repr_html_(self) -> str:
-        with _unchanged_random():
+        with unchanged_random():
             from stayfinite.report.html.page import incidents_fragment
 
             return incidents_fragment(self.incidents, steps=self.steps, folder=self._folder)
 
     def __repr__(self) -> str:
-        with _unchanged_random():
+        with unchanged_random():
             from stayfinite.report.html.page import groups_of, verdict_of
             from stayfinite.report.terminal import as_text
 
             texts = [as_text(first, folder=self._folder) for first, _ in groups_of(self.incidents)]
         return "\n".join([verdict_of(len(self.incidents), self.steps).text, *texts]).rstrip()
-
-
-@contextmanager
-def _unchanged_random() -> Iterator[None]:
-    """What draws and lays out may draw random numbers, even when it is loaded."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 LEFT_OUT = "(left out)"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from stayfinite import text as wording
 from stayfinite.causes import CAUSES
@@ -24,9 +26,9 @@ from stayfinite.report.html.charts import (
     histogram,
     short,
     timeline,
+    visible_text,
 )
 from stayfinite.report.html.lineage import lineage
-from stayfinite.report.html.markup import shown, with_code
 from stayfinite.report.html.notebook import info_without_source, without_source
 from stayfinite.report.incident_view import IncidentView, view_of
 from stayfinite.report.run_summary import summary_of
@@ -38,6 +40,7 @@ _MOST_SHOWN = 20  # incidents in full; the list has them all
 _MOST_LISTED = 500
 _MOST_TENSORS = 8
 _WIDTH = 400  # cells of a source line
+_CODE = re.compile(r"`([^`]+)`")
 
 
 def page_of(run: Run, *, advice: Sequence[str] = (), with_source: bool = True) -> str:
@@ -51,13 +54,12 @@ def page_of(run: Run, *, advice: Sequence[str] = (), with_source: bool = True) -
         incidents = [without_source(incident) for incident in incidents]
         info = info_without_source(info)
     sections = [
-        _section(
-            first,
-            also,
+        Section(
             anchor=f"sf-{first.step}-{max(first.rank, 0)}",
-            folder=folder,
-            plots=timeline(run.series, around(first.step, steps=run.steps), incidents=incidents),
-            afterwards=_afterwards(run.series, first.step),
+            view=view_of(first, folder=folder, width=_WIDTH),
+            checks=[*_checks(first), *_afterwards(run.series, first.step)],
+            also_at=also,
+            timeline=timeline(run.series, around(first.step, steps=run.steps), incidents=incidents),
         )
         for first, also in groups_of(incidents)[:_MOST_SHOWN]
     ]
@@ -92,7 +94,12 @@ def incidents_fragment(
 ) -> str:
     """The incidents as a piece of HTML for a notebook, with its style."""
     sections = [
-        _section(first, also, anchor=f"sf-{first.step}", folder=folder)
+        Section(
+            anchor=f"sf-{first.step}",
+            view=view_of(first, folder=folder, width=_WIDTH),
+            checks=list(_checks(first)),
+            also_at=also,
+        )
         for first, also in groups_of(incidents)[:_MOST_SHOWN]
     ]
     template = _environment().get_template("fragment.html")
@@ -155,26 +162,8 @@ class Section:
     anchor: str
     view: IncidentView
     checks: list[str]
-    timeline: Sequence[Plot]
     also_at: list[int]
-
-
-def _section(
-    incident: Incident,
-    also_at: list[int],
-    *,
-    anchor: str,
-    folder: Path | None,
-    plots: Sequence[Plot] = (),
-    afterwards: str = "",
-) -> Section:
-    return Section(
-        anchor=anchor,
-        view=view_of(incident, folder=folder, width=_WIDTH),
-        checks=[text for text in (*_checks(incident), afterwards) if text],
-        timeline=plots,
-        also_at=also_at,
-    )
+    timeline: Sequence[Plot] = ()
 
 
 def _checks(incident: Incident) -> Iterator[str]:
@@ -192,17 +181,14 @@ def _checks(incident: Incident) -> Iterator[str]:
         )
 
 
-def _afterwards(series: Series, step: int) -> str:
-    """How training went on after this step; empty where it did not."""
+def _afterwards(series: Series, step: int) -> Iterator[str]:
+    """How training went on after this step; nothing where it did not."""
     columns = zip(series["step"], series["loss"], strict=True)
     losses = [loss for at, loss in columns if at > step and loss is not None]
-    if not losses:
-        return ""
-    bad = sum(not math.isfinite(loss) for loss in losses)
-    later = wording.count(len(losses), "more loss")
-    if bad:
-        return f"Training went on: {later}, of which {bad} not finite."
-    return f"Training went on: {later}, all finite, the last {short(losses[-1])}."
+    if losses:
+        bad = sum(not math.isfinite(loss) for loss in losses)
+        how = f"of which {bad} not finite" if bad else f"all finite, the last {short(losses[-1])}"
+        yield f"Training went on: {wording.count(len(losses), 'more loss')}, {how}."
 
 
 def _whole_timeline(run: Run, sections: int) -> list[Plot]:
@@ -234,6 +220,14 @@ def _facts(info: RunInfo, path: Path | None) -> dict[str, str]:
     return {key: value for key, value in facts.items() if value}
 
 
+def _with_code(text: str) -> Markup:
+    """The text, with `this` as code."""
+    pieces = enumerate(_CODE.split(visible_text(text)))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if at % 2 else escape(piece) for at, piece in pieces
+    )
+
+
 def _cause_title(cause: str) -> str:
     return CAUSES[cause].title if cause in CAUSES else cause.replace("_", " ").capitalize()
 
@@ -250,17 +244,20 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=shown,
+        finalize=visible_text,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    texts = {
-        "with_code": with_code,
+    made.filters |= {
+        "with_code": _with_code,
         "count": wording.count,
         "short": short,
         "cause_title": _cause_title,
+        "histogram": histogram,
+        "lineage": lineage,
+        "doublings_left": doublings_left,
+        "dedent": dedent,
+        "patch_kind": _patch_kind,
     }
-    pictures = {"histogram": histogram, "lineage": lineage, "doublings_left": doublings_left}
-    made.filters |= {**texts, **pictures, "dedent": dedent, "patch_kind": _patch_kind}
     made.globals |= {"wording": wording, "most_tensors": _MOST_TENSORS}
     return made

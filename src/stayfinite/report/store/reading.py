@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,17 @@ from stayfinite.records import Incident, RunResult, from_data, from_json
 from stayfinite.report.store.writer import COLUMNS, RESULT, SCHEMA, End, RunInfo
 
 _WORDS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Finite values of one column."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    median: float
 
 
 @dataclass
@@ -33,6 +46,19 @@ class Series:
 
     def __getitem__(self, name: str) -> list[Any]:
         return self.columns[name]
+
+    @property
+    def lasted(self) -> float:
+        """Seconds from the beginning to the last step."""
+        return next((time for time in reversed(self["time"]) if time is not None), 0.0)
+
+    def range_of(self, column: Iterable[Any]) -> Range | None:
+        """The finite values of a column in five numbers; None without any."""
+        values = [value for value in column if value is not None and math.isfinite(value)]
+        if not values:
+            return None
+        low, high, median = min(values), max(values), statistics.median(values)
+        return Range(first=values[0], last=values[-1], low=low, high=high, median=median)
 
     def add_steps(self, columns: dict[str, list[Any]], terms: dict[str, list[Any]]) -> None:
         before, count = len(self), len(columns["step"])

@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import logging
+import operator
 import os
 import platform
 import queue
@@ -142,10 +143,9 @@ class StoreWriter:
 
     def steps(self, rows: Sequence[StepRow]) -> None:
         """Record attempted updates, in order."""
-        by_optimizer: dict[int, list[StepRow]] = {}
-        for row in rows:
-            by_optimizer.setdefault(row.optimizer, []).append(row)
-        self._add(_steps_line(group) for _, group in sorted(by_optimizer.items()))
+        of = operator.attrgetter("optimizer")
+        groups = itertools.groupby(sorted(rows, key=of), key=of)
+        self._add(_steps_line(list(group)) for _, group in groups)
 
     def layers(self, names: Sequence[str], *, optimizer: int = 0) -> None:
         """Name the layers that later `norms` are of."""
@@ -268,10 +268,6 @@ def run_info(
     """The facts of this process; takes some milliseconds, and none of it can fail."""
     folder = Path(script).parent if script else Path.cwd()
     commit, is_dirty = commit_of(folder)
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
     return RunInfo(
         started=started,
         script=script,
@@ -283,13 +279,22 @@ def run_info(
         host=socket.gethostname(),
         python=platform.python_version(),
         platform=platform.platform(),
-        versions=versions,
+        versions=versions_of(_PACKAGES),
         commit=commit,
         is_dirty=is_dirty,
         seed=seed,
         config=config or {},
         sources=_sources(folder) if script else {},
     )
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def commit_of(folder: Path) -> tuple[str | None, bool]:

@@ -1,0 +1,530 @@
+"""The bad step run again in place: the body of the running loop, under the tracer.
+
+The loop is still there when a value turns out bad, with the batch in its variables and the update
+not applied. Its body is run once more from the state of the turn's beginning, and ends where the
+bad value was noticed. Afterwards everything is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from stayfinite.detect.finite import all_finite
+from stayfinite.detect.hooks import (
+    StepListener,
+    listening_alone,
+    run_again,
+    together,
+    watch_backward,
+    watch_scalers,
+    watch_scaling,
+    watch_steps,
+)
+from stayfinite.detect.memory import unwrapped
+from stayfinite.guard.evidence import (
+    BadValues,
+    bad_gradients,
+    bad_parameters,
+    explain_incident,
+)
+from stayfinite.living import living, one_look
+from stayfinite.locate.source import call_at, relative
+from stayfinite.records import Incident
+from stayfinite.replay.loop import (
+    Body,
+    CannotRunError,
+    Loop,
+    body_of,
+    function_around,
+    loops_around,
+)
+from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
+from stayfinite.replay.protection import ReplayEnded, call_within, protected
+from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
+
+if TYPE_CHECKING:
+    from stayfinite.guard.guard import Guard
+
+logger = logging.getLogger("stayfinite")
+_MOST_SECONDS = 20.0
+_MOST_TIMES = 8  # in one training
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The turn of a loop that is under way in a frame.
+
+    `began` is the moment from which it is run again, `since` are those that came after it. `first`
+    is the line to begin at where the turn began before anything was noted. Between a backward pass
+    and the turn's end the script may change its objects: `later` is a moment that shows them so.
+    """
+
+    frame: FrameType
+    loop: Loop
+    line: int | None  # None: its body is over
+    began: Moment
+    since: tuple[Moment, ...]
+    first: int = 0
+    later: Moment | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What came of one run: the incident, if it went bad, and whether it was the same step."""
+
+    incident: Incident | None = None
+    is_same: bool = False
+    reason: str | None = None
+    loss: float | None = None  # of its last backward pass, if that was finite
+    came_to_end: bool = False
+
+
+class LoopReplay:
+    """Runs the turn of the loop that is under way again, for one guard."""
+
+    def __init__(self, guard: Guard, moments: Moments) -> None:
+        self._guard, self._moments = guard, moments
+        self._left = _MOST_TIMES
+        self.reasons: list[str] = []  # why the last search found nothing
+
+    @one_look()
+    def locate(
+        self, incident: Incident, finding: BadValues, standing: Sequence[tuple[FrameType, int]]
+    ) -> Incident | None:
+        """The incident with origin and diagnosis; None if no loop's body showed it.
+
+        `standing` are the user's frames with their lines, innermost first.
+        """
+        self.reasons = []
+        if not self._left:
+            return None
+        self._left -= 1
+        until = time.monotonic() + _MOST_SECONDS
+        similar: Incident | None = None
+        for turn in self._turns(standing):
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                break
+            found = self.run(turn, incident, finding, standing, seconds=seconds)
+            if found.incident is None:
+                self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
+            elif found.is_same or similar is None:
+                located = _said(found.incident, turn, self.folder, is_same=found.is_same)
+                located = self._with_change(turn, located, finding, standing)
+                if found.is_same:
+                    return located
+                similar = located
+        return similar
+
+    @property
+    def folder(self) -> str | None:
+        """What files in incidents are named relative to."""
+        return self._guard.settings.folder
+
+    def _with_change(
+        self,
+        turn: Turn,
+        incident: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+    ) -> Incident:
+        seconds = self._guard.settings.change_seconds
+        if not seconds:
+            return incident
+        from stayfinite.guard.change_trial import with_change
+
+        losses = self._guard.evidence.recent_losses(finding.optimizer)
+        return with_change(self, turn, incident, finding, standing, seconds=seconds, losses=losses)
+
+    def _turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
+        """What may be run again, most likely first: loops from the innermost, then functions."""
+        moments = list(self._moments)
+        paths = [[(f.f_code, line) for f, line in standing[n::-1]] for n in range(len(standing))]
+        places = [(f, p) for (f, _), p in zip(standing, paths, strict=True)]
+        loops = [(f, each, p) for f, p in places for each in loops_around(*p[0])]
+        functions = [(f, each, p) for f, p in places if (each := function_around(p[0][0]))]
+        has_begun_before = False  # anything was noted; once is enough
+        for frame, loop, path in (*loops, *functions):
+            turn = turn_of(frame, loop, moments, path)
+            if turn is None:
+                continue
+            updated = {each.optimizer for each in turn.since if each.kind == "updated"}
+            if updated and updated >= self._moments.optimizers:
+                continue  # no step but an epoch, say: all optimizers have stepped inside
+            if turn.first and has_begun_before:
+                continue
+            has_begun_before = has_begun_before or turn.first > 0
+            yield turn
+            if turn.began.kind == "passed" and turn.since:
+                yield dataclasses.replace(turn, later=turn.since[0])
+
+    @one_look()
+    def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
+        """The incident of an update that made weights bad, by making it once more; None if not.
+
+        What it started from is gone, so it starts from what it left, with the same gradients.
+        """
+        optimizer = finding.optimizer
+        made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
+        if not self._left or optimizer is None or not made or not made[-1].spots:
+            return None
+        self._left -= 1
+        moment, guard = made[-1], self._guard
+        at = moment.spots[0].place
+        probe = _UpdateProbe()
+        with contextlib.ExitStack() as all_of_them:
+            all_of_them.enter_context(protected([]))
+            all_of_them.enter_context(listening_alone(probe))
+            all_of_them.enter_context(guard.evidence.kept())
+            for group, rate in zip(optimizer.param_groups, moment.rates, strict=False):
+                group["lr"] = rate
+            _make_finite(optimizer, moment.gradients or [])
+            all_of_them.enter_context(guard.traced())
+            try:
+                call_within(_MOST_SECONDS, call_at, at, optimizer.step)
+            except (Exception, ReplayEnded) as error:
+                self.reasons.append(f"the update: {error}")
+                return None
+            with guard.past.tracing.paused():
+                if all_finite(params_of(optimizer)):
+                    self.reasons.append("the update: it was finite")
+                    return None
+                found = bad_parameters(optimizer)
+                explained = explain_incident(
+                    incident, found, guard.evidence, guard.past.tracing, guard.settings
+                )
+        if explained.origin is None or not explained.origin.exact:
+            return None
+        said = (
+            "The update was made once more with the same gradients, from the state that it left: "
+            "it went bad again."
+        )
+        return _with_evidence(dataclasses.replace(explained, step=incident.step), said)
+
+    def run(
+        self,
+        turn: Turn,
+        noticed: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+        *,
+        seconds: float = _MOST_SECONDS,
+    ) -> Replayed:
+        """Run the turn again; everything is as before afterwards."""
+        try:
+            body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+        except (CannotRunError, SyntaxError, ValueError) as error:
+            return Replayed(reason=str(error))
+        guard = self._guard
+        probe = _Probe(guard, noticed, finding, turn)
+        frames = [frame for frame, _ in standing]
+        with contextlib.ExitStack() as all_of_them:
+            all_of_them.enter_context(protected(frames))
+            all_of_them.enter_context(listening_alone(probe))
+            all_of_them.enter_context(run_again())
+            all_of_them.enter_context(guard.evidence.kept())
+            all_of_them.enter_context(torch.enable_grad())
+            self._put_beginning(turn, body)
+            all_of_them.enter_context(guard.traced())
+            all_of_them.enter_context(probe.attached())
+            return probe.run(body, seconds=seconds)
+
+    def _put_beginning(self, turn: Turn, body: Body) -> None:
+        """Everything as it was when the turn began; weights have not changed since."""
+        moment = turn.began
+        for later in reversed(turn.since):  # objects that are newer than the beginning
+            later.restore_attributes()
+        moment.restore()
+        if turn.later is not None:
+            turn.later.restore_attributes()
+        if body.shared:
+            turn.frame.f_globals.update(moment.values_in(turn.frame))
+        self._moments.restore_weights()
+        for scaler in living(GradScaler):
+            # Its notes on the step that is under way; a second unscale_() would raise.
+            getattr(scaler, "_per_optimizer_states", {}).clear()
+        for optimizer in living(Optimizer):
+            had = self._moments.has_gradients.get(id(optimizer), False)
+            for param in params_of(optimizer):
+                if param.grad is not None:
+                    param.grad = torch.zeros_like(param.grad) if had else None
+
+
+Path = list[tuple[CodeType, int]]
+"""Functions with their lines, from that of a loop inwards."""
+
+
+def turn_of(frame: FrameType, loop: Loop, moments: Sequence[Moment], path: Path) -> Turn | None:
+    """The turn of the loop that is under way in the frame; None if nothing was noted of it."""
+    line = path[0][1]
+    since: list[Moment] = []
+    until = line if loop.statement(line) >= 0 else None  # at the header the turn before is over
+    for moment in reversed(moments):
+        then = moment.path_from(frame)
+        if not then or not (loop.is_function or loop in loops_around(*then[0])):
+            return Turn(frame, loop, until, moment, tuple(since))
+        is_start = loop.statement(then[0][1]) < 0 and moment.kind == "delivered"
+        if is_start or not (loop.is_function or _is_same_turn(loop, then, path)):
+            return Turn(frame, loop, until, moment, tuple(since))
+        path = then
+        since.insert(0, moment)
+    if not since:
+        return None
+    # Nothing was noted before this turn: it is run from the first thing that was.
+    return Turn(frame, loop, until, since[0], tuple(since[1:]), since[0].line_in(frame) or 0)
+
+
+def _is_same_turn(loop: Loop, then: Path, now: Path) -> bool:
+    """Whether one comes to `now` from `then` without passing the loop's header.
+
+    Lines count from the loop inwards; in functions whose lines are passed more than once that is
+    not sure.
+    """
+    before, after = (loop.statement(path[0][1]) for path in (then, now))
+    if after < 0:  # the whole turn is over
+        return before >= 0
+    if before != after:
+        return before < after
+    if loop.repeats(before):
+        return True
+    for (code, line), (other, other_line) in zip(then[1:], now[1:], strict=False):
+        if code is not other:
+            return False
+        if line != other_line:
+            return line < other_line
+    return False
+
+
+def standing_at(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    """The user's frames from this one outwards, with the lines they are at."""
+    return [(each, each.f_lineno) for each in user_frames(frame)]
+
+
+def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
+    """The user's frames that an error has gone through, innermost first."""
+    stack = list(traceback.walk_tb(error.__traceback__))
+    users = {id(frame) for frame, _ in stack for frame in user_frames(frame)}
+    return [(frame, line) for frame, line in reversed(stack) if id(frame) in users]
+
+
+class _Probe(StepListener):
+    """Hears of the steps of a replay, and ends it where the bad value was noticed."""
+
+    def __init__(self, guard: Guard, noticed: Incident, finding: BadValues, turn: Turn) -> None:
+        self._guard, self._noticed, self._finding, self._turn = guard, noticed, finding, turn
+        self._moments = deque(turn.since)
+        self._unscaled: list[tuple[Any, Any]] = []
+        self._found: Incident | None = None
+        self._is_same = False
+        self._reason: str | None = None
+        self._loss: float | None = None
+        self._came_to_end = False
+        # What the replay is compared with.
+        self._before = [(p, p.grad) for p in _params(finding)]
+        self._values = {name: (t, unwrapped(t).detach().clone()) for name, t in finding.named}
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        deliveries = self._guard.past.tracing.deliveries
+        attachment = together(
+            watch_backward(self._before_backward, lambda result: None),
+            watch_scaling(self._scaled),
+            watch_scalers(self),
+            watch_steps(self, defer=False),
+        )
+        deliveries.again = self._deliver
+        try:
+            yield
+        finally:
+            deliveries.again = None
+            attachment.remove()
+
+    def run(self, body: Body, *, seconds: float) -> Replayed:
+        try:
+            carried = self._turn.began.values_in(self._turn.frame)
+            values = call_within(seconds, body.run, carried)
+            self._reason = "it did not come to where the value was noticed"
+            self._look_at(values)
+            self._came_to_end = True
+        except ReplayEnded as end:
+            self._reason = end.reason
+            self._came_to_end = end.reason is None
+        except (Exception, SystemExit) as error:
+            self._crashed(error)
+        return Replayed(
+            incident=self._found,
+            is_same=self._is_same,
+            reason=self._reason,
+            loss=self._loss,
+            came_to_end=self._came_to_end,
+        )
+
+    def _deliver(self) -> Any:
+        """The batch that was delivered then, with the generators as they were after it."""
+        while self._moments:
+            moment = self._moments.popleft()
+            if moment.kind == "delivered":
+                if moment.batch is GONE:
+                    break
+                moment.restore_random()
+                return moment.batch
+        raise ReplayEnded("it asks for a batch that is not there any more")
+
+    def _scaled(self, scaler: Any, losses: Any, results: Any) -> None:
+        self._unscaled.append((results, losses))
+
+    def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
+        for root in roots:
+            if root.numel() == 1:
+                loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
+                if not all_finite([loss]):
+                    self._end(BadValues([("loss", loss)], self._finding.optimizer))
+                self._loss = float(unwrapped(loss).detach().mean())  # host sync
+
+    def judge(
+        self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
+    ) -> Tensor | bool | None:
+        if any(moment.kind == "updated" for moment in self._moments):
+            return True  # it has happened: the weights are those after it
+        self._look_at_gradients(optimizer)
+        raise ReplayEnded
+
+    def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
+        return True
+
+    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
+        while self._moments:
+            moment = self._moments.popleft()
+            if moment.kind == "updated":
+                moment.restore()
+                return
+
+    def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
+        if not any(moment.kind == "updated" for moment in self._moments):
+            self._look_at_gradients(optimizer)
+            raise ReplayEnded
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        if not all_finite(gradients_of(optimizer)):
+            self._end(bad_gradients(pairs_of(optimizer), optimizer))
+
+    def _look_at(self, values: Mapping[str, Any]) -> None:
+        """The body is over: are the variables bad in which the value was noticed?"""
+        named = [(name, values.get(name, value)) for name, value in self._finding.named]
+        bad = [(n, v) for n, v in named if isinstance(v, Tensor) and not all_finite([v])]
+        is_new = any(n in values or n.startswith("buffers.") for n, _ in bad)
+        bad = bad if is_new else []
+        if bad:
+            self._end(BadValues(bad, self._finding.optimizer))
+
+    def _crashed(self, error: BaseException) -> None:
+        """The user's own code raised, as it may have done before."""
+        from stayfinite.guard.guard import bad_values_of
+
+        bad = bad_values_of(error)
+        if not bad:
+            self._reason = f"it raised {type(error).__name__}: {error}"
+            return
+        with contextlib.suppress(ReplayEnded):
+            self._end(BadValues(bad, self._finding.optimizer))
+
+    def _end(self, found: BadValues) -> None:
+        """The replay is bad here: say where it began, and go no further."""
+        past = self._guard.past
+        with past.tracing.paused():
+            self._is_same = self._is_as_noticed(found)
+            explained = explain_incident(
+                self._noticed, found, past.evidence, past.tracing, self._guard.settings
+            )
+        if explained.origin is not None and explained.origin.exact:
+            self._found = explained
+        raise ReplayEnded("the operation was not seen")
+
+    def _is_as_noticed(self, found: BadValues) -> bool:
+        """Whether the values are those that were noticed, bit by bit."""
+        pairs = [(v, self._values[name][1]) for name, v in found.named if name in self._values]
+        if not pairs:  # weights and statistics, which are where they were
+            pairs = list(self._values.values())
+        pairs += [(p.grad, g) for p, g in self._before if p.grad is not None and g is not None]
+        return bool(pairs) and all(_same_bits(one, two) for one, two in pairs)
+
+
+class _UpdateProbe(StepListener):
+    """Lets an update happen."""
+
+    def judge(
+        self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
+    ) -> Tensor | bool | None:
+        return None
+
+    def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
+        return None
+
+    def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
+        return None
+
+
+@torch.no_grad()
+def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
+    """Put the gradients back, and small values in the place of what the update has made bad."""
+    generator = torch.Generator().manual_seed(0)
+    for param, gradient in zip(params_of(optimizer), gradients, strict=False):
+        param.grad = gradient
+        if not all_finite([param]):
+            noise = torch.randn(param.shape, generator=generator).mul_(0.02).to(param)
+            param.copy_(torch.where(param.isfinite(), param, noise))
+        held = optimizer.state[param].values() if param in optimizer.state else ()
+        for tensor in (value for value in held if isinstance(value, Tensor)):
+            if tensor.is_floating_point() and not all_finite([tensor]):
+                torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _params(finding: BadValues) -> list[Tensor]:
+    """Of the optimizer whose gradients were noticed to be bad."""
+    has_gradients = any(name.startswith("gradients.") for name, _ in finding.named)
+    return params_of(finding.optimizer) if finding.optimizer and has_gradients else []
+
+
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    one, two = unwrapped(one), unwrapped(two)
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if one.layout is not torch.strided:
+        return True  # as far as can be told
+    return bool(torch.equal(_bits(one), _bits(two)))  # host sync
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _said(incident: Incident, turn: Turn, folder: str | None, *, is_same: bool) -> Incident:
+    """The incident with a line on how it was found."""
+    where = f"{relative(turn.loop.file, folder)}:{turn.loop.line}"
+    how = "went bad again in the same way, bit for bit" if is_same else "went bad again"
+    said = f"The loop at {where} was run again from the beginning of this step: it {how}."
+    if not is_same:
+        said += " Some values were not the same as the first time."
+    return _with_evidence(incident, said)
+
+
+def _with_evidence(incident: Incident, said: str) -> Incident:
+    diagnosis = incident.diagnosis
+    if diagnosis is None:
+        return incident
+    diagnosis = dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, said))
+    return dataclasses.replace(incident, diagnosis=diagnosis)

@@ -1,0 +1,364 @@
+"""The loop around a running line: its body as a function, and what it carries from turn to turn.
+
+Nothing here needs torch, and nothing runs the user's code but `Body.run`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import linecache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """One `for` or `while` of a function or module; or a function that is called again and again.
+
+    `carried` are the names that the body assigns and may read before: their values come from the
+    turn before.
+    """
+
+    file: str
+    node: ast.For | ast.While | _Function
+    carried: frozenset[str]
+
+    @property
+    def is_function(self) -> bool:
+        return isinstance(self.node, _Function)
+
+    @property
+    def line(self) -> int:
+        return self.node.lineno
+
+    def statement(self, line: int) -> int:
+        """The number of the statement of the body that is running at this line; -1: the header."""
+        body = self.node.body
+        if line < body[0].lineno:
+            return -1
+        return max(number for number, each in enumerate(body) if each.lineno <= line)
+
+    def is_left_at(self, line: int) -> bool:
+        """Whether the loop ends at this line of its own accord, and not by an error."""
+        leaves = (ast.Break, ast.Return)
+        ends = [n for n in _walk_scope(self.node) if isinstance(n, leaves) and n.lineno == line]
+        return bool(ends) or self.statement(line) < 0
+
+    def repeats(self, number: int) -> bool:
+        """Whether that statement has a loop inside, so that it may pass a place several times."""
+        return number >= 0 and any(map(_is_loop, _walk_scope(self.node.body[number])))
+
+
+def loops_around(code: CodeType, line: int) -> tuple[Loop, ...]:
+    """The loops of this very function or module around the line, innermost first.
+
+    A line in a loop's header counts as inside it.
+    """
+    return _loops_around(code.co_filename, code.co_name, code.co_firstlineno, line)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _loops_around(file: str, name: str, first: int, line: int) -> tuple[Loop, ...]:
+    scope = _scope(file, name, first)
+    if scope is None:
+        return ()
+    around = [n for n in _walk_scope(scope) if _is_loop(n) and n.lineno <= line <= _end(n)]
+    return tuple(_loop(file, node) for node in sorted(around, key=lambda n: -n.lineno))
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _loop(file: str, node: ast.For | ast.While | _Function) -> Loop:
+    return Loop(file, node, carried_by(node.body))
+
+
+def function_around(code: CodeType) -> Loop | None:
+    """The function itself, whose caller may be a comprehension or somebody else's loop."""
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    return _loop(code.co_filename, scope) if isinstance(scope, _Function) else None
+
+
+@functools.lru_cache(maxsize=1 << 6)
+def _tree(file: str) -> ast.Module | None:
+    text = "".join(linecache.getlines(file))
+    try:
+        return ast.parse(text) if text else None
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _scope(file: str, name: str, first: int) -> ast.Module | _Function | None:
+    tree = _tree(file)
+    if tree is None or name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if not isinstance(node, _Function) or node.name != name:
+            continue
+        if first == min([node.lineno, *(each.lineno for each in node.decorator_list)]):
+            return node
+    return None
+
+
+def _is_loop(node: ast.AST) -> bool:
+    return isinstance(node, (ast.For, ast.While))
+
+
+def _end(node: Any) -> int:
+    """The last line of a loop's body; what stands under its `else` is not repeated."""
+    return int(node.body[-1].end_lineno)
+
+
+def _walk_scope(node: ast.AST) -> Iterator[Any]:
+    """The node and all in it, but not what is in functions and classes that it defines."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _SCOPES):
+            continue
+        yield from _walk_scope(child)
+
+
+def carried_by(body: Iterable[ast.stmt]) -> frozenset[str]:
+    """Names that the statements may read before they have surely assigned them."""
+    reader = _Reader()
+    for statement in body:
+        reader.visit(statement)
+    return frozenset(reader.early & reader.stored)
+
+
+class _Reader(ast.NodeVisitor):
+    """Follows the statements; what only some ways assign is not sure to be assigned."""
+
+    def __init__(self) -> None:
+        self.sure: set[str] = set()
+        self.early: set[str] = set()
+        self.stored: set[str] = set()
+
+    def _use(self, name: str, context: ast.expr_context) -> None:
+        if isinstance(context, ast.Store):
+            self.sure.add(name)
+            self.stored.add(name)
+        elif name not in self.sure:
+            self.early.add(name)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._use(node.id, node.ctx)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.visit(node.value)
+        for target in node.targets:
+            self.visit(target)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+            self.visit(node.target)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.visit(node.value)
+        reading = copy.copy(node.target)
+        reading.ctx = ast.Load()
+        self.visit(reading)
+        self.visit(node.target)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self.visit(node.value)
+        self.visit(node.target)
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        self._visit_ways(node.body, node.orelse)
+
+    def visit_While(self, node: ast.While) -> None:
+        self.visit(node.test)
+        self._visit_ways([*node.body, *node.orelse], [])
+
+    def visit_For(self, node: ast.For) -> None:
+        self.visit(node.iter)
+        self._visit_ways([ast.Expr(node.target), *node.body, *node.orelse], [])
+
+    def visit_Try(self, node: ast.Try) -> None:
+        handled = [each for handler in node.handlers for each in handler.body]
+        self._visit_ways([*node.body, *node.orelse], handled)
+        for statement in node.finalbody:
+            self.visit(statement)
+
+    def visit_With(self, node: ast.With) -> None:
+        for item in node.items:
+            self.visit(item.context_expr)
+            if item.optional_vars is not None:
+                self.visit(item.optional_vars)
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._visit_inside(node.body)
+        self._use(node.name, ast.Store())
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._visit_inside([node.body])
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._use(node.name, ast.Store())
+
+    def _visit_ways(self, one: Iterable[ast.AST], other: Iterable[ast.AST]) -> None:
+        before = set(self.sure)
+        ends = []
+        for way in (one, other):
+            self.sure = set(before)
+            for statement in way:
+                self.visit(statement)
+            ends.append(self.sure)
+        self.sure = ends[0] & ends[1]
+
+    def _visit_inside(self, body: Iterable[ast.AST]) -> None:
+        """Reads of a function's own are reads of ours, as far as its names are not its own."""
+        inner = _Reader()
+        inner.sure = set(self.sure)
+        for statement in body:
+            inner.visit(statement)
+        self.early |= inner.early - inner.stored
+
+
+class CannotRunError(Exception):
+    """The body cannot be run on its own."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """The statements of a loop's body up to the running one, as a function of the variables."""
+
+    function: Callable[..., Any]
+    space: Mapping[str, Any]
+    assigned: frozenset[str]
+    shared: frozenset[str]  # names of the module that it assigns
+
+    def run(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run it with these values of some variables; the result is what they are at the end."""
+        result = self.function({**self.space, **values})
+        if hasattr(result, "send"):  # the body yields
+            for _ in result:
+                pass
+        return result if isinstance(result, dict) else {}
+
+
+def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None = None) -> Body:
+    """The body of the loop in this frame, between the statements with these lines.
+
+    At module level it works on the module's own names, which the caller puts back afterwards.
+    CannotRunError if it cannot be run by itself.
+    """
+    nodes = loop.node.body[max(0, loop.statement(since)) :]
+    statements = nodes if until is None else [each for each in nodes if each.lineno <= until]
+    if not statements:
+        raise CannotRunError("the loop has not come to its body")
+    if any(isinstance(n, (ast.Await, ast.AsyncFor)) for s in statements for n in _walk_scope(s)):
+        raise CannotRunError("the loop waits for others")
+    copied = [_mangled(copy.deepcopy(each), frame.f_code) for each in statements]
+    stored = {
+        node.id
+        for each in copied
+        for node in _walk_scope(each)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    stored |= {each.name for each in copied if isinstance(each, _SCOPES[:2])}
+    is_module = frame.f_locals is frame.f_globals
+    shared = stored | {"__turn"} if is_module else _declared_global(frame.f_code)
+    make = _compiled_for_module if is_module else _compiled_for_function
+    function = make(frame, copied, sorted(shared))
+    return Body(function, dict(frame.f_locals), frozenset(stored), frozenset(shared))
+
+
+def _declared_global(code: CodeType) -> set[str]:
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    nodes = () if scope is None else _walk_scope(scope)
+    return {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+
+
+def _mangled(statement: ast.stmt, code: CodeType) -> ast.stmt:
+    """With private names (`self.__x`) as the class around the method would have them."""
+    above = code.co_qualname.replace(".<locals>", "").split(".")[:-1]
+    for node in ast.walk(statement) if above else ():
+        name = node.attr if isinstance(node, ast.Attribute) else ""
+        if name.startswith("__") and not name.endswith("__"):
+            node.attr = f"_{above[-1].lstrip('_')}{name}"  # type: ignore[attr-defined]
+    return statement
+
+
+def _once(body: list[ast.stmt]) -> list[ast.stmt]:
+    """A loop of one turn, so that `break` and `continue` stay what they are; then the variables."""
+    target, turns = ast.Name("__turn", ast.Store()), ast.Tuple([ast.Constant(0)], ast.Load())
+    values = ast.parse("__import__('builtins').locals()", mode="eval").body
+    return [ast.For(target=target, iter=turns, body=body, orelse=[]), ast.Return(values)]
+
+
+def _arguments(names: Iterable[str]) -> ast.arguments:
+    args = [ast.arg(name) for name in names]
+    return ast.arguments(
+        posonlyargs=[], args=args, kwonlyargs=[], kw_defaults=[], defaults=[], vararg=None
+    )
+
+
+def _define(name: str, names: Iterable[str], body: list[ast.stmt]) -> Any:
+    parts: dict[str, Any] = {"name": name, "args": _arguments(names), "body": body}
+    parts |= {"decorator_list": [], "returns": None, "type_params": []}
+    return ast.FunctionDef(**{key: parts[key] for key in ast.FunctionDef._fields if key in parts})
+
+
+def _made(frame: FrameType, function: Any) -> Callable[..., Any]:
+    module = ast.fix_missing_locations(ast.Module(body=[function], type_ignores=[]))
+    space: dict[str, Any] = {}
+    flags = frame.f_code.co_flags & _FUTURE
+    code = compile(module, frame.f_code.co_filename, "exec", flags=flags, dont_inherit=True)
+    exec(code, frame.f_globals, space)
+    made: Callable[..., Any] = space[function.name]
+    return made
+
+
+def _name_like(function: Any, code: CodeType) -> None:
+    """Reports name the function that an operation is in."""
+    function.__code__ = function.__code__.replace(
+        co_name=code.co_name, co_qualname=code.co_qualname
+    )
+
+
+_FUTURE = 0x1FF0000  # the compiler flags of `from __future__ import ...`
+
+
+def _compiled_for_module(
+    frame: FrameType, body: list[ast.stmt], shared: list[str]
+) -> Callable[..., Any]:
+    function = _made(frame, _define("__body__", [], [ast.Global(shared), *_once(body)]))
+    _name_like(function, frame.f_code)
+
+    def call(values: Mapping[str, Any]) -> Any:
+        result = function()
+        return dict(frame.f_globals) if isinstance(result, dict) else result
+
+    return call
+
+
+def _compiled_for_function(
+    frame: FrameType, body: list[ast.stmt], shared: list[str]
+) -> Callable[..., Any]:
+    code = frame.f_code
+    first = code.co_varnames[:1]  # `super()` asks for the first argument
+    names = dict.fromkeys([*first, *frame.f_locals])
+    free = [n for n in names if n in frame.f_locals and n.isidentifier() and n != "__class__"]
+    declared: list[ast.stmt] = [ast.Global(shared)] if shared else []
+    inner = _define("__body__", free, [*declared, *_once(body)])
+    # It also looks for a cell of this name around the function.
+    back = ast.Return(ast.Name("__body__", ast.Load()))
+    make = _made(frame, _define("__around__", ["__class__"], [inner, back]))
+    function = make(frame.f_locals.get("__class__"))
+    _name_like(function, code)
+
+    def call(values: Mapping[str, Any]) -> Any:
+        return function(*(values[name] for name in free))
+
+    return call

@@ -1,0 +1,513 @@
+"""What is kept of each step so that it can be run again: generators, buffers, carried values.
+
+A moment is noted after every update and after every batch that a loader hands over. All of it is
+by reference or a small copy on the same device; nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import functools
+import inspect
+import itertools
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.locate.source import USER, Place, kind_of, positions
+from stayfinite.nested import named_tensors
+from stayfinite.replay.loop import loops_around
+from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, is_generator_type, same
+from stayfinite.snapshot.mark import KeptTensors, TensorWatch
+from stayfinite.snapshot.rng import generator_cell, numpy_cell
+
+Kind = Literal["entered", "delivered", "updated", "passed"]
+_REMEMBERED = 64  # moments
+_MOST_BYTES = 256 << 20  # of batches that are kept beyond the last two
+_MOST_FRAMES = 64
+# Whose loops are not training: test runners, notebooks, servers.
+_HOSTS = frozenset(
+    ["_pytest", "pluggy", "xdist", "execnet", "IPython", "ipykernel", "tornado", "nbclient"]
+    + ["debugpy", "pydevd", "coverage", "ray", "uvicorn", "gunicorn", "celery", "click"]
+)
+_ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), iter(range(1 << 99)))))
+_MOST_SEARCHED = 20_000
+_FEW = 1 << 22  # elements
+
+
+class Spot(NamedTuple):
+    """Where a frame of the user's was; the frame is known by its number, so that it may end."""
+
+    frame: int
+    code: CodeType
+    lasti: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.code, self.lasti, line_at(self.code, self.lasti))
+
+
+class Moment:
+    """One moment of training: what has to be put back to go on from there once more."""
+
+    __slots__ = (
+        *("attributes", "batch", "buffers", "gradients", "kind", "spots"),
+        *("names", "nbytes", "optimizer", "random", "rates"),
+    )
+
+    def __init__(
+        self,
+        kind: Kind,
+        spots: tuple[Spot, ...],
+        names: list[tuple[int, dict[str, Any]]],
+        random: list[tuple[Cell, Any]],
+        buffers: KeptTensors | None,
+    ) -> None:
+        self.kind, self.spots, self.names = kind, spots, names
+        self.random, self.buffers = random, buffers
+        self.attributes: list[tuple[Any, str, Any]] = []  # of the user's objects
+        self.optimizer: int | None = None  # whose update it follows
+        self.rates: list[Any] = []  # learning rates of that update
+        self.gradients: list[Tensor | None] | None = None  # of that update, of a small model
+        self.batch: Any = None
+        self.nbytes = 0
+
+    def line_in(self, frame: FrameType) -> int | None:
+        path = self.path_from(frame)
+        return path[0][1] if path else None
+
+    def path_from(self, frame: FrameType) -> list[tuple[CodeType, int]]:
+        """The functions with their lines, from this frame inwards; [] if it was not there."""
+        for number, spot in enumerate(self.spots):
+            if spot.frame == id(frame) and spot.code is frame.f_code:
+                return [(s.code, line_at(s.code, s.lasti)) for s in self.spots[number::-1]]
+        return []
+
+    def values_in(self, frame: FrameType) -> Mapping[str, Any]:
+        """Names that the loops in this frame carry, with their values at this moment."""
+        held = next((values for number, values in self.names if number == id(frame)), {})
+        return {n: copy.copy(v) if type(v) in _ITERATORS else v for n, v in held.items()}
+
+    def restore(self) -> None:
+        """Put generators, buffers and attributes back."""
+        self.restore_random()
+        if self.buffers is not None:
+            self.buffers.restore()
+        self.restore_attributes()
+
+    def restore_attributes(self) -> None:
+        for owner, name, value in self.attributes:
+            if value is MISSING:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, value)
+
+    def restore_random(self) -> None:
+        for cell, state in self.random:
+            cell.put_back(state)
+
+
+class Moments:
+    """The last moments of training in this process, newest last."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Moment] = deque(maxlen=_REMEMBERED)
+        self._generators = _Generators()
+        self._buffers = _Buffers()
+        self._attributes = _Attributes()
+        self._noted = 0
+        self._updates: dict[int, int] = {}  # by optimizer
+        self._sizes = (0, 0)
+        self._passes, self._skips = 0, False  # backward passes since the last update
+        self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.has_gradients: dict[int, bool] = {}
+        """Of each optimizer: whether its parameters had gradients as the step's first backward
+        pass began."""
+
+    def __iter__(self) -> Iterator[Moment]:
+        return iter(self._kept)
+
+    @property
+    def newest(self) -> Moment | None:
+        return self._kept[-1] if self._kept else None
+
+    @property
+    def optimizers(self) -> set[int]:
+        """Those that have made updates, by their ids."""
+        return set(self._updates)
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self._kept.clear()
+        self._generators, self._buffers = _Generators(), _Buffers()
+        self._attributes = _Attributes()
+        self.has_gradients.clear()
+        self._updates.clear()
+
+    def watch_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the buffers of these too."""
+        for module in modules:
+            self._buffers.add(module, is_given_one=False)
+
+    def registered(self, module: nn.Module) -> None:
+        """A module is given a buffer."""
+        self._buffers.add(module, is_given_one=True)
+
+    def updated(self, optimizer: Optimizer, frame: FrameType | None) -> None:
+        """An update was attempted."""
+        whose = id(optimizer)
+        count = self._updates[whose] = self._updates.get(whose, 0) + 1
+        if len(self._updates) == 1 or count == min(self._updates.values()):
+            self._forget_turns(whose)
+        self._passes = 0
+        self._weights.pop(whose, None)
+        moment = self._note("updated", frame)
+        moment.optimizer, moment.rates = whose, [g.get("lr") for g in optimizer.param_groups]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._are_few(params):
+            moment.gradients = [param.grad for param in params]
+        self.has_gradients.clear()
+
+    def keep_weights(self, optimizer: Optimizer) -> None:
+        """An update begins that may run the model on the way, with weights that it has moved."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._are_few(params):
+            self._weights[id(optimizer)] = [(p, p.detach().clone()) for p in params]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether an update is under way whose beginning is known."""
+        return bool(self._weights)
+
+    @torch.no_grad()
+    def restore_weights(self) -> None:
+        """As they were when the update that is under way began."""
+        for pairs in self._weights.values():
+            for param, value in pairs:
+                param.copy_(value)
+
+    def _are_few(self, params: list[Tensor]) -> bool:
+        """Whether keeping their gradients until the next update takes little memory."""
+        if len(params) != self._sizes[0]:
+            self._sizes = len(params), sum(map(Tensor.numel, params))
+        return self._sizes[1] <= _FEW
+
+    def _forget_turns(self, optimizer: int) -> None:
+        """A turn of the loop has ended with this update: what was before the last one goes.
+
+        Of several optimizers it is the one that steps most seldom which ends a turn.
+        """
+        ends = [n for n, each in enumerate(self._kept) if each.optimizer == optimizer]
+        for _ in range(ends[-1] if ends else 0):
+            self._kept.popleft()
+
+    def passed(self, frame: FrameType | None) -> None:
+        """A backward pass is over; noted in training where not each is followed by an update."""
+        self._passes += 1
+        self._skips = self._skips or self._passes > 1
+        if self._skips or not self._updates:
+            self._note("passed", frame)
+
+    def entered(self, frame: FrameType | None) -> None:
+        """The first module is called, or the first since there is another optimizer."""
+        self._noted = 0  # there may be other objects than before
+        self._note("entered", frame)
+
+    def delivered(self, batch: Any, frame: FrameType | None) -> None:
+        """A loader hands over a batch."""
+        moment = self._note("delivered", frame)
+        moment.batch = batch
+        moment.nbytes = sum(tensor.nbytes for _, tensor in named_tensors(batch, ""))
+        self._let_go_of_batches()
+
+    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
+        """The first backward pass of a step begins: are there gradients from before?"""
+        for optimizer in optimizers:
+            groups = optimizer.param_groups
+            params = groups[0]["params"] if groups else []
+            self.has_gradients[id(optimizer)] = bool(params) and params[0].grad is not None
+
+    def _note(self, kind: Kind, frame: FrameType | None) -> Moment:
+        frames = list(user_frames(frame))
+        self._noted += 1
+        if not self._noted & (self._noted - 1):  # rarely, and more rarely as time goes on
+            found = list(_things_in(frames))
+            self._generators.add(thing for thing in found if is_generator_type(type(thing)))
+            self._attributes.add(found)
+        spots = tuple([Spot(id(each), each.f_code, each.f_lasti) for each in frames])
+        names = [
+            (spot.frame, _carried_values(each, carried))
+            for each, spot in zip(frames, spots, strict=True)
+            if (carried := _carried_at(spot.code, spot.lasti)) is not None
+        ]
+        # Between an update and a batch no training happens, so buffers stay.
+        newest = self.newest if kind == "delivered" else None
+        buffers = self._buffers.keep() if newest is None else newest.buffers
+        moment = Moment(kind, spots, names, self._generators.read(), buffers)
+        moment.attributes = self._attributes.read()
+        self._kept.append(moment)
+        return moment
+
+    def _let_go_of_batches(self) -> None:
+        """Batches may be large: of older ones only as many are kept as fit."""
+        total = 0
+        for age, moment in enumerate(m for m in reversed(self._kept) if m.kind == "delivered"):
+            total += moment.nbytes
+            if age > 1 and total > _MOST_BYTES:
+                moment.batch, moment.nbytes = GONE, 0
+
+
+GONE = object()
+"""In the place of a batch that was let go."""
+MISSING = object()
+"""In the place of an attribute that was not there."""
+
+
+def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Frames that are neither torch's nor ours, innermost first, up to whoever runs programs."""
+    count = 0
+    while frame is not None and count < _MOST_FRAMES:
+        role = _roles.get(frame.f_code.co_filename)
+        if role is None:
+            role = _roles[frame.f_code.co_filename] = _role_of(frame)
+        if role == _HOST:
+            return
+        if role == USER:
+            yield frame
+        frame, count = frame.f_back, count + 1
+
+
+_HOST = -1
+_roles: dict[str, int] = {}  # of files
+
+
+def _role_of(frame: FrameType) -> int:
+    is_host = str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS
+    return _HOST if is_host else kind_of(frame.f_code)
+
+
+def line_at(code: CodeType, lasti: int) -> int:
+    """The line of an instruction."""
+    return positions(Place(code, lasti, code.co_firstlineno))[0]
+
+
+# By the number of the code, which the value keeps alive: its own hash takes long.
+_known: dict[tuple[int, int], tuple[CodeType, frozenset[str] | None]] = {}
+
+
+def _carried_at(code: CodeType, lasti: int) -> frozenset[str] | None:
+    """The names that the loops around an instruction carry; None if there are no loops.
+
+    A frame's line takes long to find, so it is looked for once.
+    """
+    key = id(code), lasti
+    known = _known.get(key)
+    if known is None:
+        loops = loops_around(code, line_at(code, lasti))
+        names = frozenset().union(*(loop.carried for loop in loops)) if loops else None
+        known = _known[key] = code, names
+    return known[1]
+
+
+def _carried_values(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
+    held = frame.f_locals
+    # A body that calls next() moves these on.
+    values = {n: copy.copy(v) for n, v in held.items() if type(v) in _ITERATORS}
+    for name in names:
+        if name in held:
+            values[name] = _light(held[name])
+    return values
+
+
+def _light(value: Any) -> Any:
+    """The value, without the graph that hangs on a tensor."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach()
+    return value
+
+
+class _Generators:
+    """All random number generators, each read as often as it has to be."""
+
+    def __init__(self) -> None:
+        self._host = [generator_cell(torch.default_generator, "torch")]
+        self._seldom: list[_SeldomRead] = [
+            _SeldomRead(FunctionsCell("python", "random", random.getstate, random.setstate))
+        ]
+        self._known: dict[int, Any] = {id(torch.default_generator): torch.default_generator}
+        self._has_numpy = self._has_cuda = False
+
+    def read(self) -> list[tuple[Cell, Any]]:
+        if not self._has_numpy and "numpy.random" in sys.modules:
+            self._has_numpy = True
+            self._seldom.append(_SeldomRead(numpy_cell()))
+        if not self._has_cuda and torch.cuda.is_initialized():
+            self._has_cuda = True  # their states are a seed and an offset, which the host knows
+            for number, generator in enumerate(torch.cuda.default_generators):
+                self._host.append(generator_cell(generator, f"cuda:{number}"))
+        states = [(cell, cell.content()) for cell in self._host]
+        return states + [(each.cell, each.state()) for each in self._seldom]
+
+    def add(self, generators: Iterable[Any]) -> None:
+        for found in generators:
+            if id(found) not in self._known:
+                self._known[id(found)] = found
+                cell = generator_cell(found, "generator")
+                if isinstance(found, torch.Generator):
+                    self._host.append(cell)
+                else:
+                    self._seldom.append(_SeldomRead(cell))
+
+
+class _SeldomRead:
+    """A generator of the host whose state is large, and which most trainings never use.
+
+    It is read every time once it was seen to change, or while that is not known yet.
+    """
+
+    _SURE = 8
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self._last: Any = None
+        self._looks = 0
+        self._is_used = False
+
+    def state(self) -> Any:
+        self._looks += 1
+        looks = self._looks
+        if self._is_used or looks <= self._SURE or not looks & (looks - 1):
+            now = self.cell.content()
+            self._is_used = self._is_used or (looks > 1 and not _are_equal(now, self._last))
+            self._last = now
+        return self._last
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_are_equal(one[key], two[key]) for key in one)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, two))
+    return bool(one == two)
+
+
+def _things_in(frames: Iterable[FrameType]) -> Iterator[Any]:
+    """Generators and objects of the user's classes in variables, as far as a short search goes."""
+    todo = deque(itertools.chain(*(frame.f_locals.values() for frame in frames)))
+    seen: set[int] = set()
+    while todo and len(seen) < _MOST_SEARCHED:
+        value = todo.popleft()
+        kind = type(value)
+        if id(value) in seen or kind in CONSTANTS:
+            continue
+        seen.add(id(value))
+        if is_generator_type(kind):
+            yield value
+        elif kind in (list, tuple):
+            todo.extend(value[:50])
+        elif kind is dict:
+            todo.extend(itertools.islice(value.values(), 50))
+        elif not issubclass(kind, (Tensor, type)) and kind.__module__ != "builtins":
+            if is_users_class(kind):
+                yield value
+            inside = getattr(value, "__dict__", None)
+            if type(inside) is dict:
+                todo.extend(v for name, v in inside.items() if not name.endswith("_hooks"))
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is the user's own, or of a library that is not torch's or python's."""
+    return _is_users_module(kind.__module__)
+
+
+@functools.cache
+def _is_users_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name == "__main__" if file is None else kind_of(compile("", file, "exec")) == USER
+
+
+class _Attributes:
+    """Attributes of the user's objects that their methods assign: hidden states, counters, caches.
+
+    They are kept by reference.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+
+    def add(self, things: Iterable[Any]) -> None:
+        for thing in things:
+            names = assigned_attributes(type(thing))
+            if names and id(thing) not in self._owners:
+                with contextlib.suppress(TypeError):  # not all classes allow weak references
+                    self._owners[id(thing)] = weakref.ref(thing), names
+
+    def read(self) -> list[tuple[Any, str, Any]]:
+        found = []
+        for ref, names in self._owners.values():
+            if (owner := ref()) is not None and (held := getattr(owner, "__dict__", None)):
+                found += [(owner, n, _light(held.get(n, MISSING))) for n in names]
+        return found
+
+
+_MAKERS = frozenset(["__init__", "__new__", "__post_init__", "__setstate__"])
+_STORE = dis.opmap["STORE_ATTR"]
+
+
+_assigned: dict[type, tuple[str, ...]] = {}
+
+
+def assigned_attributes(kind: type) -> tuple[str, ...]:
+    """The names of the attributes that the methods of a user's class assign after it was made."""
+    if kind not in _assigned:
+        users = [base for base in kind.__mro__ if is_users_class(base)]
+        methods = [pair for base in users for pair in vars(base).items() if pair[0] not in _MAKERS]
+        names: set[str] = set()
+        for _, value in methods:
+            function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+            if isinstance(function, FunctionType):
+                names |= _stored(function.__code__)
+        computed = {name for base in users for name in vars(base)}  # properties
+        _assigned[kind] = tuple(sorted(names - computed))
+    return _assigned[kind]
+
+
+def _stored(code: CodeType) -> set[str]:
+    found = {i.argval for i in dis.get_instructions(code) if i.opcode == _STORE}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _stored(constant)
+    return found
+
+
+class _Buffers:
+    """The buffers of all modules that were given some."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._watch = TensorWatch([])
+
+    def add(self, module: nn.Module, *, is_given_one: bool) -> None:
+        if is_given_one or module._buffers:
+            self._modules[id(module)] = weakref.ref(module)
+
+    def keep(self) -> KeptTensors | None:
+        # _buffers: named_buffers() takes many times as long, and this runs in healthy steps.
+        if not self._modules:
+            return None
+        alive = [module for ref in self._modules.values() if (module := ref()) is not None]
+        held = [t for m in alive for t in m._buffers.values() if t is not None]
+        if not same(held, self._watch.tensors):
+            self._watch = TensorWatch(held, self._watch)
+        return self._watch.keep()

@@ -1,0 +1,499 @@
+"""A block that leaves everything as it was: memory, objects, output and files.
+
+What runs in it is the user's own code, a second time; nobody must notice.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import functools
+import gc
+import io
+import logging
+import os
+import queue
+import shutil
+import socket
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stayfinite.living import living
+from stayfinite.replay.moments import is_users_class
+from stayfinite.snapshot.copies import ArrayCell, BoxCell, Cell, Contents, put_contents_back, same
+from stayfinite.snapshot.rng import global_cells
+from stayfinite.snapshot.walk import Census, add_object, add_optimizer
+from stayfinite.training import params_of
+
+_MOST_OBJECTS = 50_000
+_LARGE = 64 << 20  # bytes of an array
+_LONG = 10_000  # elements of a list whose insides are not walked
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+# What no replay may do; it is given up at the first of these.
+_EFFECTS = frozenset(
+    ["os.rename", "os.link", "os.symlink", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"]
+    + ["os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "sqlite3.connect"]
+    + ["socket.connect", "socket.sendto", "socket.sendmsg", "socket.bind", "subprocess.Popen"]
+    + ["os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill", "os.killpg"]
+    + ["builtins.input", "shutil.rmtree", "shutil.move", "shutil.copyfile", "pty.spawn"]
+)
+
+
+class ReplayEnded(BaseException):
+    """Ends a replay from inside; `reason` is why it was given up, None if it came to its end."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def protected(frames: Iterable[FrameType]) -> Iterator[None]:
+    """Run the block and put everything back; `frames` are those whose variables it may change.
+
+    ReplayEnded leaves the block where it would change a file or talk to anybody else.
+    """
+    kept = _Kept(list(frames))
+    try:
+        with _silence(), _no_effects(), UndoLog():
+            yield
+    finally:
+        kept.put_back()
+
+
+# The interpreter's own way to raise in another thread, at its next instruction.
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
+_start = threading.Thread.start  # no thread may be started in a protected block
+
+
+def call_within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`; ReplayTooLong if it takes longer, wherever it is then.
+
+    Nothing else is interrupted, so what has to be put back is put back after it.
+    """
+    ident, lock, is_over = threading.get_ident(), threading.Lock(), [False]
+
+    def end() -> None:
+        with lock:
+            if not is_over[0]:
+                _raise_in(ident, ctypes.py_object(ReplayTooLong))
+
+    timer = threading.Timer(seconds, end)
+    timer.name, timer.daemon = "stayfinite deadline", True
+    _start(timer)
+    try:
+        return function(*args)
+    finally:
+        with lock:
+            is_over[0] = True
+            _raise_in(ident, ctypes.py_object())  # one that is on its way does not come
+        timer.cancel()
+
+
+class ReplayTooLong(ReplayEnded):
+    """Ends a replay that takes longer than it may."""
+
+    def __init__(self) -> None:
+        super().__init__("it took too long")
+
+
+class UndoLog(TorchDispatchMode):
+    """Copies tensors that were there before just as an operation is about to write to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._new: set[int | None] = set()
+        self._saved: dict[tuple[Any, ...], _KeptValue] = {}
+        self._is_ours = False
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        for kept in reversed(self._saved.values()):  # later ones may overlap
+            kept.put_back()
+        self._saved.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled meanwhile, and the wrapper is not cheap
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_ours:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._is_ours = True
+            try:
+                self._save_written(func, args, kwargs)
+            finally:
+                self._is_ours = False
+        out = func(*args, **kwargs)
+        self._note_new(out, args)
+        return out
+
+    def _note_new(self, out: Any, args: tuple[Any, ...]) -> None:
+        """Memory that the operation made: whatever is in none of its inputs."""
+        given = {_memory(each) for each in _flat(args) if isinstance(each, Tensor)}
+        for tensor in _flat((out,)):
+            if isinstance(tensor, Tensor) and (memory := _memory(tensor)) not in given:
+                self._new.add(memory)
+
+    def _save_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for number, argument in enumerate(func._schema.arguments):
+            info = argument.alias_info
+            if info is None or not info.is_write:
+                continue
+            given = kwargs.get(argument.name, args[number] if number < len(args) else None)
+            for tensor in _flat((given,)):
+                if isinstance(tensor, Tensor):
+                    self._save(tensor)
+
+    def _save(self, tensor: Tensor) -> None:
+        memory = _memory(tensor)
+        if memory is None or memory in self._new:
+            return
+        key = (memory, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        if key not in self._saved:
+            self._saved[key] = _KeptValue(tensor)
+
+
+class _KeptValue:
+    """A tensor's value, put back so that a graph which has kept the tensor does not notice."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._value = tensor, tensor.detach().clone()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def put_back(self) -> None:
+        # Writing through .data does not count; what was written before has been counted.
+        self._tensor.data.copy_(self._value)
+        if self._version is not None:
+            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Which memory it is in; None for what has none of its own."""
+    try:
+        # The storage's own address: one of a freed storage never belongs to an older one.
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or of a wrapper
+        return None
+
+
+class _Kept:
+    """The state of the process that a replay may change: objects, gradients, generators."""
+
+    def __init__(self, frames: list[FrameType]) -> None:
+        optimizers = living(Optimizer)
+        modules = living(nn.Module)
+        params = {id(p): p for each in optimizers for p in params_of(each)}
+        params |= {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        self._gradients = [(p, p.grad, p.requires_grad) for p in params.values()]
+        buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
+        self._buffers = [_KeptValue(b) for b in buffers.values() if _can_copy(b)]
+        census = Census({*params, *buffers})
+        for optimizer in optimizers:
+            add_optimizer(census, optimizer, {})
+        for owner in (*living(LRScheduler), *living(GradScaler)):
+            add_object(census, owner, "", "")
+        census.cells += global_cells()
+        walker = _Objects(census)
+        for module in modules:
+            census.attributes(module, "", "", skipped=_MACHINERY, enter=walker.enter)
+        for frame in frames:
+            for name, value in list(frame.f_locals.items()):
+                if not name.startswith("__"):  # __builtins__ and the like
+                    walker.walk(value)
+        self._globals = [(space, dict(space)) for space in _spaces(frames)]
+        cells = [cell for cell in census.cells if not _is_table(cell)]
+        self._contents: Contents = [(cell, cell.content()) for cell in cells]
+        self._modes = (torch.is_grad_enabled(), torch.get_default_dtype())
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        put_contents_back([pair for pair in self._contents if _has_changed(*pair)])
+        for space, before in self._globals:
+            for name in [name for name in space if name not in before]:
+                del space[name]
+            space.update({n: v for n, v in before.items() if space.get(n, space) is not v})
+        for buffer in self._buffers:
+            buffer.put_back()
+        for param, gradient, wants in self._gradients:
+            if param.grad is not gradient:
+                param.grad = gradient
+            if param.requires_grad is not wants:
+                param.requires_grad_(wants)
+        torch.set_default_dtype(self._modes[1])
+
+
+def _is_table(cell: Cell) -> bool:
+    """Whether it is data, which no step changes: mapped from a file, protected, or very large."""
+    if not isinstance(cell, ArrayCell):
+        return False
+    array = cell.value
+    return isinstance(array, np.memmap) or not array.flags.writeable or array.nbytes > _LARGE
+
+
+def _has_changed(cell: Cell, before: Any) -> bool:
+    """Whether a box holds other things than before; nobody else is to see it emptied."""
+    if type(cell) is not BoxCell:
+        return True
+    now = cell.content()
+    if isinstance(now, dict):
+        return not (same([*now], [*before]) and same([*now.values()], [*before.values()]))
+    return bool(now != before) if isinstance(now, set) else not same(now, before)
+
+
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _can_copy(buffer: Tensor) -> bool:
+    return not buffer.is_meta and not nn.parameter.is_lazy(buffer)
+
+
+def _spaces(frames: Iterable[FrameType]) -> list[dict[str, Any]]:
+    """The global names of the modules that the frames are in."""
+    return list({id(f.f_globals): f.f_globals for f in frames}.values())
+
+
+class _Objects:
+    """Walks through the user's own objects: lists, dicts, meters, trainers."""
+
+    def __init__(self, census: Census) -> None:
+        self._census = census
+        self._left = _MOST_OBJECTS
+
+    def walk(self, value: Any) -> None:
+        if type(value) in (list, dict) and len(value) > _LONG:
+            return  # a table of data, which no step changes
+        self._census.value(value, "", "", self.enter)
+
+    def enter(self, census: Census, value: Any, name: str, part: str) -> None:
+        kind = type(value)
+        if self._left <= 0 or isinstance(value, (*_NOT_STATE, nn.Module, Optimizer)):
+            return
+        self._left -= 1
+        inside = getattr(value, "__dict__", None)
+        if type(inside) is not dict or not is_users_class(kind) or not census.is_new(value):
+            return
+        census.attributes(value, "", "", enter=self.enter)
+
+
+_NOT_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType, threading.Thread)
+
+
+class _Null(io.TextIOBase):
+    """Takes what is printed and shows nothing."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Show nothing of what is printed, logged or warned of."""
+    manager = logging.root.manager
+    before = manager.disable
+    with contextlib.ExitStack() as all_of_them:
+        null = _Null()
+        all_of_them.enter_context(contextlib.redirect_stdout(null))
+        all_of_them.enter_context(contextlib.redirect_stderr(null))
+        all_of_them.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        manager.disable = logging.CRITICAL
+        try:
+            yield
+        finally:
+            manager.disable = before
+
+
+_guarded: list[int] = []  # the threads in which a replay runs
+_is_installed = False
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if not _guarded or threading.get_ident() not in _guarded:
+        return
+    if event == "open":
+        path, _, flags = args
+        if flags & _WRITES and not str(path).startswith(("/dev/null", "/proc/")):
+            raise ReplayEnded(f"it opens {path} for writing")
+    elif event in _EFFECTS:
+        raise ReplayEnded(f"it has an effect outside ({event})")
+
+
+@contextlib.contextmanager
+def _no_effects() -> Iterator[None]:
+    """Let what the block writes go nowhere, and end it before it sends or starts anything.
+
+    Only this thread is concerned; others go on as they were.
+    """
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        sys.addaudithook(_hook)  # stays until the process ends; it asks one list
+    ident = threading.get_ident()
+
+    def instead_of(original: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (other if threading.get_ident() == ident else original)(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as all_of_them:
+        opens = io.open
+        others: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((owner, name, _do_nothing) for owner, name in _WRITERS),
+            *((owner, name, _refuse) for owner, name in _SENDERS),
+            *((owner, "open", functools.partial(_open_for_reading, opens)) for owner in _OPENERS),
+        ]
+        for owner, name, other in others:
+            original = getattr(owner, name)
+            setattr(owner, name, instead_of(original, other))
+            all_of_them.callback(setattr, owner, name, original)
+        all_of_them.enter_context(_open_files_aside())
+        _guarded.append(ident)
+        all_of_them.callback(_guarded.remove, ident)
+        yield
+
+
+# Nobody waits for what these give back, so a replay goes on without them. TensorBoard's writer, and
+# others, hand what they are given to a thread of their own by a queue.
+_WRITERS: list[tuple[Any, str]] = [
+    *((torch, "save"), (torch.jit, "save"), (queue.Queue, "put"), (time, "sleep")),
+    *((os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir")),
+    *((shutil, name) for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree")),
+]
+_SENDERS: list[tuple[Any, str]] = [
+    (threading.Thread, "start"),
+    *((socket.socket, name) for name in ("send", "sendall", "sendto", "sendmsg", "connect")),
+]
+_OPENERS = (builtins, io)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise ReplayEnded("it talks to somebody else")
+
+
+def _open_for_reading(original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """Open the file, or in its place the null device if it is to be written."""
+    writes = isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode)
+    return original(os.devnull if writes else file, mode.replace("x", "w"), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _open_files_aside() -> Iterator[None]:
+    """Let what is written to open files go nowhere.
+
+    Their descriptors lead to the null device meanwhile. Another thread might write to one of them
+    just then and lose it, so where there are such threads, the first write ends the block instead.
+    """
+    files = [file for file in _open_files() if _descriptor(file) is not None]
+    if not files:
+        yield
+        return
+    if _has_writing_threads():
+        with _ended_by_writes():
+            yield
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    aside: list[tuple[int, int]] = []
+    try:
+        _flush(files)
+        for number in {file.fileno() for file in files}:  # a text file has layers with the same
+            aside.append((number, os.dup(number)))
+            os.dup2(null, number)
+        yield
+    finally:
+        _flush(files)
+        for number, kept in aside:
+            os.dup2(kept, number)
+            os.close(kept)
+        os.close(null)
+
+
+def _flush(files: Iterable[Any]) -> None:
+    # Text first: its characters go through the layers below.
+    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):
+        with contextlib.suppress(ValueError, OSError):
+            file.flush()
+
+
+def _open_files() -> list[Any]:
+    """Files that are open for writing; the outermost layer of each."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+    standard = {id(each) for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
+    found = [each for each in gc.get_objects() if type(each) in kinds]
+    files = [each for each in found if not each.closed and id(each) not in standard]
+    return [each for each in files if each.writable() and (_descriptor(each) or 0) > 2]
+
+
+def _descriptor(file: Any) -> int | None:
+    try:
+        return int(file.fileno())
+    except (OSError, ValueError):
+        return None
+
+
+def _has_writing_threads() -> bool:
+    """Whether threads are running that may write; those of loaders and bars do not."""
+    ours = threading.get_ident()
+    quiet = ("QueueFeederThread", "pin_memory", "tqdm", "TMonitor", "stayfinite")
+    names = [
+        f"{type(each).__name__} {each.name}"
+        for each in threading.enumerate()
+        if each.ident != ours and each is not threading.main_thread()
+    ]
+    return any(not any(word in name for word in quiet) for name in names)
+
+
+@contextlib.contextmanager
+def _ended_by_writes() -> Iterator[None]:
+    """End the block at the first write of this thread to an open file."""
+    before = sys.getprofile()
+    layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
+    def watch(frame: FrameType, event: str, called: Any) -> None:
+        writes = event == "c_call" and called.__name__ in ("write", "writelines", "truncate")
+        if writes and isinstance(getattr(called, "__self__", None), layers):
+            raise ReplayEnded("it writes to a file that is open")
+
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)

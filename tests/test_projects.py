@@ -1,0 +1,74 @@
+"""Whole projects, which write logs and checkpoints: the line is exact without a second run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECTS = Path(__file__).parent / "projects"
+ALL = sorted(path.parent for path in PROJECTS.glob("*/truth.json"))
+# Their logs carry times, and two runs of them do not make the same numbers.
+_TIMED = ("events.out.tfevents", ".log", "log.txt")
+
+
+def run(project: Path, folder: Path, *options: str) -> dict[str, Any]:
+    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("fixed", "truth.json"))
+    result = folder.parent / f"{folder.name}.json"
+    command = [sys.executable, "-m", "stayfinite", "run", "--no-record", "--json", str(result)]
+    subprocess.run(
+        [*command, "--second-run", "never", "--prove", "0", *options, "train.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def places(truth: dict[str, Any]) -> set[str]:
+    lines = [truth["line"], *truth.get("line_alt", [])]
+    return {f"{truth['file']}:{line}" for line in lines} | set(truth.get("place_alt", []))
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {
+        str(path.relative_to(folder)): b"" if any(t in path.name for t in _TIMED) else _bytes(path)
+        for path in paths
+        if not path.name.startswith("events.out")
+    }
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("project", ALL, ids=lambda path: path.name)
+def test_the_line_is_exact_at_the_first_failure(project: Path, tmp_path: Path) -> None:
+    truth = json.loads((project / "truth.json").read_text())
+    found = run(project, tmp_path / "project")["incidents"]
+    origin = found[0]["origin"]
+    assert origin["exact"], found[0]
+    span = range(origin["line"], (origin["end_line"] or origin["line"]) + 1)
+    assert places(truth) & {f"{origin['file']}:{line}" for line in span}, origin
+
+
+# Seeded, and without times in what they write.
+@pytest.mark.parametrize("name", ["fcos-tiny", "retro-lm", "cliff-awac", "store-forecast"])
+def test_files_are_those_of_a_run_in_which_nothing_is_run_again(name: str, tmp_path: Path) -> None:
+    run(PROJECTS / name, tmp_path / "with")
+    run(PROJECTS / name, tmp_path / "without", "--again", "never")
+    assert files_in(tmp_path / "with") == files_in(tmp_path / "without")
+
+
+def test_there_are_ten_projects() -> None:
+    assert len(ALL) == 10

@@ -18,15 +18,10 @@ def scored(case: Case) -> list[str]:
     return [aspect for aspect in ASPECTS if aspect != "step" and verdict[aspect] is not None]
 
 
-def per_aspect() -> list[Any]:
-    return [
-        # One worker for all questions about a script (--dist loadgroup).
-        pytest.param(
-            case, aspect, id=f"{case.name}-{aspect}", marks=pytest.mark.xdist_group(case.name)
-        )
-        for case in BAD
-        for aspect in scored(case)
-    ]
+def one_worker(case: Case, *more: Any) -> Any:
+    """For all questions about a script (--dist loadgroup)."""
+    name = "-".join((case.name, *more))
+    return pytest.param(case, *more, id=name, marks=pytest.mark.xdist_group(case.name))
 
 
 def test_there_are_cases() -> None:
@@ -34,13 +29,15 @@ def test_there_are_cases() -> None:
     assert BENIGN
 
 
-@pytest.mark.parametrize(("case", "aspect"), per_aspect())
+@pytest.mark.parametrize(
+    ("case", "aspect"), [one_worker(case, aspect) for case in BAD for aspect in scored(case)]
+)
 def test_the_answer_is_right(case: Case, aspect: str, watched: Any) -> None:
     finished = watched(case.folder / "train.py")
     assert judge(case, finished.incidents)[aspect], explained(case, finished)
 
 
-@pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*map(one_worker, BAD)])
 def test_an_incident_ends_the_script_with_code_3(case: Case, watched: Any) -> None:
     finished = watched(case.folder / "train.py")
     assert finished.code == 3, finished.err
@@ -48,12 +45,12 @@ def test_an_incident_ends_the_script_with_code_3(case: Case, watched: Any) -> No
     assert "Traceback" not in finished.err
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*map(one_worker, ALL)])
 def test_no_file_of_the_user_is_changed(case: Case, watched: Any) -> None:
     assert watched(case.folder / "train.py").changed == ()
 
 
-@pytest.mark.parametrize("case", BENIGN, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*map(one_worker, BENIGN)])
 def test_a_benign_case_has_no_incident(case: Case, watched: Any) -> None:
     finished = watched(case.folder / "train.py")
     assert finished.code == 0, finished.err

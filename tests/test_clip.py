@@ -111,12 +111,27 @@ def test_norm_may_be_larger_than_any_float32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_too_small_to_be_squared_have_a_norm(dtype: torch.dtype) -> None:
     weight = parameter([3e-30, 4e-30], dtype)
-    assert clip_gradients(weight, 1e-30).norm == pytest.approx(5e-30)
-    assert gradient_of(weight).tolist() == pytest.approx([0.6e-30, 0.8e-30])
+    assert clip_gradients(weight, 1e-30).norm == pytest.approx(5e-30, rel=1e-6, abs=0)
+    assert gradient_of(weight).tolist() == pytest.approx([0.6e-30, 0.8e-30], rel=1e-6, abs=0)
+
+
+def test_many_gradients_too_small_to_be_squared_have_a_norm() -> None:
+    weight = parameter(torch.full((90_000,), 3e-30))
+    assert clip_gradients(weight, 1.0).norm == pytest.approx(9e-28, rel=1e-6, abs=0)
+    weight = parameter([3e-200, 4e-200], torch.float64)
+    assert clip_gradients(weight, 1.0).norm == pytest.approx(5e-200, rel=1e-6, abs=0)
+
+
+def test_factor_that_is_no_normal_number_is_exact_all_the_same() -> None:
+    weight = parameter([3e38, 4e30])
+    clip_gradients(weight, 1e-3)
+    assert gradient_of(weight).tolist() == pytest.approx([1e-3, 4e-11 / 3], rel=1e-6, abs=0)
 
 
 def test_other_powers_are_taken_of_true_values() -> None:
-    assert clip_gradients(parameter([3e-20] * 8), 1.0, norm_type=3).norm == pytest.approx(6e-20)
+    assert clip_gradients(parameter([3e-20] * 8), 1.0, norm_type=3).norm == pytest.approx(
+        6e-20, rel=1e-6, abs=0
+    )
     assert clip_gradients(parameter([3e30] * 8), 1.0, norm_type=3).norm == pytest.approx(6e30)
 
 

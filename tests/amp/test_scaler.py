@@ -401,6 +401,14 @@ def test_closures_are_refused(by_name: bool) -> None:
     assert training.weight.tolist() == [1.0] * 3
 
 
+def test_closure_is_refused_also_where_the_step_would_be_skipped() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    training = Training(cpu(), SGD([weight], lr=0.1, momentum=0.9, fused=True))
+    training.scaler.scale((weight * math.inf).sum()).backward()
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        training.scaler.step(training.optimizer, closure=lambda: 1.0)
+
+
 def misuses() -> dict[str, Any]:
     def twice(scaler: Any, optimizer: Optimizer) -> None:
         scaler.unscale_(optimizer)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch.distributed
 from click.testing import CliRunner
@@ -56,14 +57,8 @@ def masked_mean(values, mask):
 
 
 def start(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    env = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+    return forks.run_text(words, cwd=cwd, env=env)
 
 
 def replayed(capsule: Path) -> dict[str, str]:

@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 from click.testing import CliRunner
 
@@ -30,14 +30,8 @@ SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 
 
 def start(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stayfinite", *words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": SOURCE},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    given = ["-m", "stayfinite", *words]
+    return forks.run_text(given, cwd=cwd, env={**os.environ, "PYTHONPATH": SOURCE})
 
 
 @pytest.fixture(scope="module")

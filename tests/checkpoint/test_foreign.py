@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from stayfinite.checkpoint import load_checkpoint, save_checkpoint, validate_checkpoint
+from stayfinite.checkpoint.format import parse
 from stayfinite.errors import CheckpointError
 
 DAMAGES = 500 if IS_PROOF else 40
@@ -218,6 +219,24 @@ def test_safetensors_file(tmp_path: Path) -> None:
     loaded = load_checkpoint(path, model=model)
     assert loaded.layout == "safetensors"
     assert values_only(fingerprint(model)) == values_only(fingerprint(build(2)[0]))
+
+
+@pytest.mark.parametrize(("start", "size"), [(4, 8), (12, 16)], ids=["overlap", "gap"])
+def test_every_byte_of_a_file_belongs_to_one_tensor(start: int, size: int) -> None:
+    described = {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "F32", "shape": [1], "data_offsets": [start, start + 4]},
+    }
+    raw = bytes(8) + json.dumps(described).encode()
+    with pytest.raises(CheckpointError, match="overlap or leave a gap at b"):
+        parse(raw, len(raw) + size)
+
+
+def test_name_that_comes_twice_in_a_header_is_refused() -> None:
+    entry = '"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    raw = bytes(8) + f"{{{entry}, {entry}}}".encode()
+    with pytest.raises(CheckpointError, match="header"):
+        parse(raw, len(raw) + 4)
 
 
 def test_ours_is_a_safetensors_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import forks
 import pytest
 
 import stayfinite
@@ -42,6 +43,12 @@ SOUND = TRAINING.replace("LOSS", "-p[:, 0].mean()")
 
 
 def start(*words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command, in a process that has torch already."""
+    given = ["-m", "stayfinite", "preflight", *map(str, words)]
+    return forks.run_text(given, cwd=cwd, env={**os.environ, "PYTHONPATH": SOURCE})
+
+
+def start_anew(*words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "stayfinite", "preflight", *map(str, words)],
         cwd=cwd,
@@ -73,7 +80,7 @@ def test_surface_is_frozen() -> None:
 
 def test_a_risky_script_is_ended_after_its_first_step(tmp_path: Path) -> None:
     path = script(tmp_path, RISKY)
-    done = start("--json", "found.json", path, "a", "-b", cwd=tmp_path)
+    done = start_anew("--json", "found.json", path, "a", "-b", cwd=tmp_path)
     line = next(i for i, text in enumerate(RISKY.splitlines(), 1) if "torch.log" in text)
     data = json.loads((tmp_path / "found.json").read_text())
     (risk,) = [from_data(Risk, entry) for entry in data["risks"]]

@@ -97,6 +97,39 @@ def test_closure_that_is_called_twice_is_judged_each_time(bad_call: int) -> None
     assert all(p.grad is not None for p in params.used)
 
 
+class AskingTwice(torch.optim.Optimizer):
+    """It asks the closure twice and then makes one update of its own."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        with torch.enable_grad():
+            first = closure()
+            closure()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad)
+        return first
+
+
+def test_step_that_was_refused_is_not_made_with_gradients_of_a_later_call() -> None:
+    params = Parameters(torch.optim.SGD)
+    optimizer = AskingTwice(params.all)
+    values = iter([float("nan"), None])
+
+    def closure() -> float:
+        params.fill(bad=next(values))
+        return 1.0
+
+    before = image(optimizer)
+    with watch_steps(recorder := Recorder()):
+        optimizer.step(closure)
+    assert recorder.events == ["refused"]
+    assert image(optimizer) == before
+
+
 class SuperCalling(torch.optim.SGD):
     """torch runs the hooks for its own step and again for the one of its base class."""
 

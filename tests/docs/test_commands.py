@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import forks
 import pytest
 
 import stayfinite
@@ -68,12 +69,12 @@ def test_only_files_of_tests_need_pytest(page: Path) -> None:
     assert not any("import pytest" in text for text in others)
 
 
-@pytest.fixture
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("bin")
+def environment(page: Path, folder: Path) -> dict[str, str]:
+    """In which programs are found; those of the first page as users start them, others as forks."""
+    python = [sys.executable] if page.stem == "quickstart" else forks.command()
     for name, words in PROGRAMS.items():
         program = folder / name
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(python)} {words} "$@"\n')
         program.chmod(0o755)
     source = str(Path(stayfinite.__file__).parents[1])
     return {
@@ -91,8 +92,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     "page", [page for page in PAGES if parts(page)], ids=lambda page: page.stem
 )
 def test_page_can_be_done_from_an_empty_folder(
-    page: Path, tmp_path: Path, environment: dict[str, str]
+    page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    env = environment(page, tmp_path_factory.mktemp("bin"))
     for kind, title, text in parts(page):
         if kind == "python":
             for package in re.findall(r"^(?:from|import) (lightning|transformers)", text, re.M):
@@ -105,7 +107,7 @@ def test_page_can_be_done_from_an_empty_folder(
             done = subprocess.run(
                 ["bash", "-c", command],
                 cwd=tmp_path,
-                env=environment,
+                env=env,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,13 +131,10 @@ for step in range(20):
 def run_script(folder: Path, *options: str) -> tuple[int, list[Path]]:
     """Exit code and recorded runs; whoever records says where."""
     (folder / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "stayfinite", "run", "--prove", "0", *options, "train.py"],
+    done = forks.run_text(
+        ["-m", "stayfinite", "run", "--prove", "0", *options, "train.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     runs = runs_in(folder / "stayfinite-runs")
     names = [f"stayfinite: recorded in stayfinite-runs/{path.name}; " for path in runs]

@@ -113,6 +113,16 @@ def test_overwritten_memory_gets_a_new_story() -> None:
     assert guilty(step) == "torch.sqrt(ZERO - 1)"
 
 
+def test_part_of_overwritten_memory_gets_a_new_story() -> None:
+    def step() -> Tensor:
+        memory = torch.log(ZERO)
+        memory.zero_()
+        memory[1] = torch.sqrt(ZERO - 1)[0]
+        return memory
+
+    assert guilty(step) == "torch.sqrt(ZERO - 1)"
+
+
 def test_memory_that_is_used_again_is_not_blamed() -> None:
     def step() -> Tensor:
         for _ in range(50):

@@ -57,6 +57,7 @@ def test_every_ancestor_is_met_once_with_the_way_on() -> None:
         ([(1, "conversion"), (2, "birth")], 2),
         ([(1, "foreign"), (2, "birth")], 1),
         ([(1, "allocation"), (2, "spread")], 1),
+        ([(1, "allocation"), (2, "birth")], 1),
         ([(2, "birth"), (1, "birth")], 1),
         ([(1, "constant"), (2, "spread")], 1),
     ],

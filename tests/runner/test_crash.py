@@ -20,7 +20,7 @@ for step in range(9):
 def test_crash_by_a_nan_is_explained(scripts):
     scripts.write(SCRIPT)
     plain = scripts.plain("train.py")
-    done = scripts.watched("train.py", options=("--json", "out.json"))
+    done = scripts.warm("train.py", options=("--json", "out.json"))
     result = scripts.result()
     assert plain.code == done.code == 1
     assert done.err.startswith(plain.err)

@@ -14,8 +14,8 @@ from stayfinite.runner.case import Case, Replayed, why_not_again
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Effect, Plan, ProcessRecord
 from stayfinite.runner.script import Target
-from stayfinite.runner.second_run import confirmed, is_foreign, unconfirmed
-from stayfinite.settings import GuardSettings
+from stayfinite.runner.second_run import confirmed, is_foreign, is_same, unconfirmed
+from stayfinite.settings import ROUND, GuardSettings
 
 WROTE = Effect(words="wrote /x", path="/x")
 SENT = Effect(words="sent data to far")
@@ -45,6 +45,15 @@ def case(scene, *records):
 def record(incident=INEXACT, *, seconds=2.0, **facts):
     result = RunResult(incidents=(incident,))
     return ProcessRecord(pid=1, result=result, seconds=seconds, arm_at=40, **facts)
+
+
+@pytest.mark.parametrize(
+    ("rank", "earlier", "expected"),
+    [(0, 0, True), (0, ROUND, True), (0, ROUND + 1, False), (0, -1, False), (1, 0, False)],
+)
+def test_same_incident_is_of_one_rank_and_noticed_in_one_round(rank, earlier, expected):
+    first = Incident(step=100)
+    assert is_same(first, Incident(step=100 - earlier, rank=rank)) is expected
 
 
 @pytest.mark.parametrize(

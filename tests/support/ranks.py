@@ -26,10 +26,12 @@ def answers(folder: Path, body: str, *, world: int = 2, how: str = '"gloo"') -> 
     script = folder / "rank.py"
     script.write_text(HEAD.format(how=how) + body + TAIL)
     environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
-    forks = [
-        Fork([str(script), str(folder), str(me), str(world)], env=environment, cwd=folder)
-        for me in range(world)
-    ]
-    codes = [fork.wait(timeout=240) for fork in forks]
-    assert codes == [0] * world, "\n".join(fork.output for fork in forks)
+    processes = []
+    for me in range(world):
+        words = [str(script), str(folder), str(me), str(world)]
+        with open(folder / f"{me}.out", "wb") as out:
+            processes.append(Fork(words, env=environment, cwd=folder, stdout=out, stderr=out))
+    codes = [process.wait(timeout=240) for process in processes]
+    said = (folder / f"{me}.out" for me in range(world))
+    assert codes == [0] * world, "\n".join(path.read_text() for path in said)
     return [json.loads((folder / f"{me}.json").read_text()) for me in range(world)]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 PROJECTS = Path(__file__).parent / "projects"
@@ -21,15 +19,8 @@ _TIMED = ("events.out.tfevents", ".log", "log.txt")
 def run(project: Path, folder: Path, *options: str) -> dict[str, Any]:
     shutil.copytree(project, folder, ignore=shutil.ignore_patterns("fixed", "truth.json"))
     result = folder.parent / f"{folder.name}.json"
-    command = [sys.executable, "-m", "stayfinite", "run", "--no-record", "--json", str(result)]
-    subprocess.run(
-        [*command, "--second-run", "never", "--prove", "0", *options, "train.py"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["-m", "stayfinite", "run", "--no-record", "--json", str(result)]
+    forks.run([*command, "--second-run", "never", "--prove", "0", *options, "train.py"], cwd=folder)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -421,8 +421,8 @@ class Guard(StepListener):
             passes = past.evidence.backward_passes
             if not passes & (passes - 1):  # none so far, or a power of two
                 self._early_pass(roots)
-            if self.notes_moments and not past.moments.has_gradients:
-                past.moments.before_backward(past.evidence.optimizers())
+            if self.notes_moments:
+                past.moments.before_backward()
             past.tracing.tick_for_backward(roots, arm_at=self.settings.arm_at)
             if self._leaves is not None:
                 self._leaves = leaves_of(roots)

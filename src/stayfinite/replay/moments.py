@@ -128,6 +128,7 @@ class Moments:
         self._attributes = _Attributes()
         self._noted = 0
         self._updates: dict[int, int] = {}  # by optimizer
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._sizes = (0, 0)
         self._passes, self._skips = 0, False  # backward passes since the last update
         self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -154,6 +155,7 @@ class Moments:
         self._attributes = _Attributes()
         self.has_gradients.clear()
         self._updates.clear()
+        self._optimizers.clear()
 
     def watch_modules(self, modules: Iterable[nn.Module]) -> None:
         """Keep the buffers of these too."""
@@ -168,6 +170,8 @@ class Moments:
         """An update was attempted."""
         whose = id(optimizer)
         count = self._updates[whose] = self._updates.get(whose, 0) + 1
+        if count == 1:
+            self._optimizers[whose] = weakref.ref(optimizer)
         if len(self._updates) == 1 or count == min(self._updates.values()):
             self._forget_turns(whose)
         self._passes = 0
@@ -231,12 +235,15 @@ class Moments:
         moment.nbytes = sum(tensor.nbytes for _, tensor in named_tensors(batch, ""))
         self._let_go_of_batches()
 
-    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """The first backward pass of a step begins: are there gradients from before?"""
-        for optimizer in optimizers:
-            groups = optimizer.param_groups
-            params = groups[0]["params"] if groups else []
-            self.has_gradients[id(optimizer)] = bool(params) and params[0].grad is not None
+    def before_backward(self) -> None:
+        """A backward pass begins: if it is the first of a step, are there gradients from before?"""
+        if self.has_gradients:
+            return
+        for ref in self._optimizers.values():
+            if (optimizer := ref()) is not None:
+                groups = optimizer.param_groups
+                params = groups[0]["params"] if groups else []
+                self.has_gradients[id(optimizer)] = bool(params) and params[0].grad is not None
 
     def _note(self, kind: Kind, frame: FrameType | None) -> Moment:
         frames = list(user_frames(frame))

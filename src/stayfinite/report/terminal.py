@@ -49,7 +49,10 @@ def show(
     file: TextIO | None = None,
 ) -> None:
     """Print the incident, by default to stderr; plain text where that is not a terminal."""
-    file = file or sys.stderr
+    _print(render(incident, verbose=verbose, folder=folder), file or sys.stderr)
+
+
+def _print(report: RenderableType, file: TextIO) -> None:
     asked = Console(file=file)
     is_bare = not asked.is_terminal or bool(os.environ.get("NO_COLOR"))
     console = Console(
@@ -61,11 +64,21 @@ def show(
         color_system=None if is_bare else "auto",
     )
     with console.capture() as capture:
-        console.print(render(incident, verbose=verbose, folder=folder), crop=False)
+        console.print(report, crop=False)
     # A file that takes only ASCII must not turn a report into a UnicodeEncodeError.
     encoding = getattr(file, "encoding", None) or "utf-8"
     file.write(capture.get().encode(encoding, "backslashreplace").decode(encoding))
     file.flush()
+
+
+def show_proof(incident: Incident, since: Incident, *, file: TextIO) -> None:
+    """Print what is known of the incident now and was not when it was shown."""
+    now, before = incident.diagnosis, since.diagnosis
+    if now is None or now == before:
+        return
+    known = () if before is None else before.evidence
+    new = tuple(each for each in now.evidence if each not in known)
+    _print(_Proof(incident=incident, evidence=new), file)
 
 
 def as_text(incident: Incident, *, verbose: bool = False, folder: Path | None = None) -> str:
@@ -167,6 +180,28 @@ class _Report:
         yield _Part(lines, least=min(len(lines), _MOST_CHANGED))
         if diagnosis.patch and diagnosis.evidence:
             yield _Part(layout.row("test", plain(diagnosis.evidence[-1]), "green"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Proof:
+    """What was found out after a report was shown: how sure it is, and what a change did."""
+
+    incident: Incident
+    evidence: tuple[str, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Lines:
+        layout = _Layout(self.incident.origin, console, max(options.max_width, NARROWEST))
+        diagnosis = self.incident.diagnosis
+        assert diagnosis is not None
+        sure = f"{wording.CONFIDENCE[diagnosis.confidence]}: {plain(diagnosis.cause)}"
+        lines = layout.row("now", sure)
+        is_tried = bool(diagnosis.patch) and diagnosis.evidence[-1:] == self.evidence[-1:]
+        if is_tried:
+            changed = _changed_lines((diagnosis.patch or "").split("\n"))
+            lines += [layout.long_row(line) for line in changed]
+            lines += layout.row("test", plain(self.evidence[-1]), "green")
+        seen = self.evidence[:-1] if is_tried else self.evidence
+        return [*lines, *layout.rows("seen", list(map(plain, seen)))]
 
 
 @dataclass(frozen=True)

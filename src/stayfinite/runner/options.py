@@ -43,7 +43,7 @@ class RunOptions:
         20, "Loss-scale overflows in a row that are still taken for normal."
     )
     prove: int = option(
-        30,
+        15,
         "Seconds for trying changes of the source after an incident (the first one with which the "
         "script stays finite is shown), and for experiments on the bad step. 0: none.",
     )

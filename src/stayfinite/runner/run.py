@@ -173,12 +173,21 @@ def _conclude(scene: Scene, records: list[ProcessRecord], result: RunResult) -> 
         from stayfinite.runner.second_run import look_again
 
         stages = (look_again, try_changes, experiment, deliver)
+    # Proofs may take long, so what is known is shown before them.
+    early = [each for each in result.incidents[:1] if scene.options.prove and _is_seen(each)]
+    early = early if scene.plan.stops and not scene.is_rank else []
+    for incident in early:
+        _show(incident, folder=Path(scene.plan.script_folder), verbose=scene.options.verbose)
     budget = Budget(scene.options.prove)
     case = Case(scene=scene, records=records, result=result, budget=budget)
     case = run_stages(case, *stages, save=functools.partial(_write, scene))
     result = case.result
     for incident in _shown_in_full(scene, result.incidents):
-        _show(incident, folder=Path(case.folder), verbose=scene.options.verbose)
+        before = next((each for each in early if each.time == incident.time), None)
+        if before is None:
+            _show(incident, folder=Path(case.folder), verbose=scene.options.verbose)
+        else:
+            _show_proof(incident, before)
     for note in case.notes:
         say(note)
     if result.incidents and (run_dir := _recorded_in(scene)) is not None:
@@ -235,6 +244,13 @@ def _show(incident: Incident, *, folder: Path, verbose: bool) -> None:
         say(one_line(incident))
         with step_aside("the full report"):
             raise error
+
+
+def _show_proof(incident: Incident, before: Incident) -> None:
+    with step_aside("the proof"), beside_bars():
+        from stayfinite.report.terminal import show_proof
+
+        show_proof(incident, before, file=sys.stderr)
 
 
 def main(*, key: str) -> None:

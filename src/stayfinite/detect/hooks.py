@@ -489,7 +489,9 @@ def _attach_to_item() -> Attachment:
 
 
 def _tell_number(tensor: Tensor, value: float, frame: FrameType) -> None:
-    for told in tuple(_number_listeners.all) if not alone else ():
+    for told in tuple(_number_listeners.all):
+        if is_muted(getattr(told, "__self__", None)):
+            continue
         try:
             told(tensor, value, frame)
         except Exception:  # our bug is never their crash

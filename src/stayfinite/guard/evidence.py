@@ -415,6 +415,7 @@ class BadValues:
     did: str = "nothing was changed"
     is_after_update: bool = False
     is_in_turn: bool = False  # the turn of the loop in which it was made is not over
+    was_read: bool = False  # by the script, which may not train on it
     error: BaseException | None = None  # with which the script has ended itself
 
 

@@ -260,7 +260,8 @@ class Guard(StepListener):
         if not is_loss or is_muted(self) or self._pending is not None or self.past.stopped:
             return
         with self.past.aside:
-            finding = BadValues([("loss", tensor)], did="the script did not train on this loss")
+            did = "the script did not train on this loss"
+            finding = BadValues([("loss", tensor)], did=did, was_read=True)
             incident = incident_of(finding, self.past.evidence, strategy="script")
             self._pending = self._run_again(incident, finding, frame)
 

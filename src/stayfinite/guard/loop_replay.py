@@ -30,6 +30,7 @@ from stayfinite.detect.hooks import (
     run_again,
     together,
     watch_backward,
+    watch_numbers,
     watch_scalers,
     watch_scaling,
     watch_steps,
@@ -345,6 +346,7 @@ class _Probe(StepListener):
             watch_scaling(self._scaled),
             watch_scalers(self),
             watch_steps(self, defer=False),
+            *([watch_numbers(self._saw_number)] if self._finding.was_read else []),
         )
         deliveries.again = self._deliver
         try:
@@ -383,6 +385,10 @@ class _Probe(StepListener):
                 moment.restore_random()
                 return moment.batch
         raise ReplayEnded("it asks for a batch that is not there any more")
+
+    def _saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
+        if tensor.grad_fn is not None:
+            self._end(BadValues([("loss", tensor)], self._finding.optimizer))
 
     def _scaled(self, scaler: Any, losses: Any, results: Any) -> None:
         self._unscaled.append((results, losses))

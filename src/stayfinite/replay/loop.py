@@ -287,6 +287,7 @@ def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None =
     if any(isinstance(n, (ast.Await, ast.AsyncFor)) for s in statements for n in _walk_scope(s)):
         raise CannotRunError("the loop waits for others")
     copied = [_mangled(copy.deepcopy(each), frame.f_code) for each in statements]
+    copied = [_GivesVariables().visit(each) for each in copied]
     stored = {
         node.id
         for each in copied
@@ -299,6 +300,27 @@ def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None =
     make = _compiled_for_module if is_module else _compiled_for_function
     function = make(frame, copied, sorted(shared))
     return Body(function, dict(frame.f_locals), frozenset(stored), frozenset(shared))
+
+
+_VARIABLES = "__import__('builtins').locals()"
+
+
+class _GivesVariables(ast.NodeTransformer):
+    """A body that returns gives its variables, whatever it would have given."""
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        value = [] if node.value is None else [ast.copy_location(ast.Expr(node.value), node)]
+        return [*value, ast.copy_location(ast.Return(_variables()), node)]
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node  # its returns are its own
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
+        return node
+
+
+def _variables() -> ast.expr:
+    return ast.parse(_VARIABLES, mode="eval").body
 
 
 def _declared_global(code: CodeType) -> set[str]:
@@ -320,8 +342,7 @@ def _mangled(statement: ast.stmt, code: CodeType) -> ast.stmt:
 def _once(body: list[ast.stmt]) -> list[ast.stmt]:
     """A loop of one turn, so that `break` and `continue` stay what they are; then the variables."""
     target, turns = ast.Name("__turn", ast.Store()), ast.Tuple([ast.Constant(0)], ast.Load())
-    values = ast.parse("__import__('builtins').locals()", mode="eval").body
-    return [ast.For(target=target, iter=turns, body=body, orelse=[]), ast.Return(values)]
+    return [ast.For(target=target, iter=turns, body=body, orelse=[]), ast.Return(_variables())]
 
 
 def _arguments(names: Iterable[str]) -> ast.arguments:

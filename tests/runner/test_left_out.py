@@ -1,0 +1,79 @@
+"""A loss that the script itself does not train on has its line all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x = torch.rand(32, 4) + 0.1
+x[17] = 0
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.Adam(net.parameters())
+log = open("log.txt", "w", buffering=1)
+
+
+def batch_loss(batch):
+    loss = (net(batch) - torch.log(batch)).square().mean()
+    IN_STEP
+    return loss
+
+
+def train():
+    for number, (batch,) in enumerate(DataLoader(TensorDataset(x), batch_size=4)):
+        loss = batch_loss(batch)
+        log.write(f"{number} {loss.item()}\\n")
+        if not torch.isfinite(loss):
+            AT_ONCE
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+train()
+"""
+LINE = 15
+
+
+@pytest.mark.parametrize(
+    ("at_once", "code", "said"),
+    [
+        ("continue", 0, "1 loss not finite, skipped by the script itself"),
+        ("break", 0, "1 loss not finite, skipped by the script itself"),
+        ("return", 0, "1 loss not finite, skipped by the script itself"),
+        ("raise ValueError(number)", 1, "ended itself with exit code 1"),
+        ("sys.exit(7)", 7, "ended itself with exit code 7"),
+        ("assert torch.isfinite(loss)", 1, "ended itself with exit code 1"),
+    ],
+)
+def test_its_line_is_named_and_the_run_is_not_called_finite(scripts, at_once, code, said):
+    scripts.write(SCRIPT.replace("IN_STEP", "pass").replace("AT_ONCE", at_once))
+    plain = scripts.plain("train.py")
+    log = (scripts.folder / "log.txt").read_text()
+    done = scripts.warm("train.py", options=("--json", "out.json", "--second-run", "never"))
+    (incident,) = scripts.result()["incidents"]
+    assert (incident["step"], incident["origin"]["line"], incident["origin"]["exact"]) == (
+        4,
+        LINE,
+        True,
+    )
+    assert done.code == plain.code == code
+    assert said.encode() in done.err
+    assert b"all finite" not in done.err
+    assert (scripts.folder / "log.txt").read_text() == log
+
+
+def test_a_loss_that_a_function_keeps_to_itself_is_found_when_it_is_read(scripts):
+    inside = "if loss.item() != loss.item() or loss.item() == float('inf'): return None"
+    call = "loss = batch_loss(batch)\n"
+    text = SCRIPT.replace("IN_STEP", inside).replace("AT_ONCE", "pass")
+    text = text.replace(call, f"{call}        if loss is None: continue\n")
+    scripts.write(text)
+    done = scripts.warm("train.py", options=("--json", "out.json", "--second-run", "never"))
+    (incident,) = scripts.result()["incidents"]
+    assert (incident["origin"]["line"], incident["outcome"]["strategy"]) == (LINE, "script")
+    assert done.code == 0

@@ -49,6 +49,7 @@ def test_surface_is_frozen():
         "-m": "boolean",
         "--on-nan": ("stop", "warn", "recover"),
         "--second-run": ("auto", "always", "never"),
+        "--again": ("auto", "never"),
         "--trace": "boolean",
         "--max-scaler-skips": "integer",
         "--prove": "integer",

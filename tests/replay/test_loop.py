@@ -3,6 +3,7 @@
 import ast
 import sys
 import textwrap
+import weakref
 
 import pytest
 
@@ -12,6 +13,7 @@ from stayfinite.replay.loop import (
     carried_by,
     function_around,
     loops_around,
+    variables_of,
 )
 
 
@@ -131,3 +133,35 @@ def test_a_function_can_be_run_again_as_a_whole():
     function = function_around(frame.f_code)
     assert function.is_function
     assert body_of(frame, function, until=frame.f_lineno - 1).run({"x": 10})["y"] == 11
+
+
+def test_asking_for_variables_keeps_nothing_alive():
+    class Large:
+        pass
+
+    def function():
+        large = Large()
+        gone = weakref.ref(large)
+        frame = sys._getframe()
+        assert variables_of(frame)["large"] is large
+        del large
+        return gone()
+
+    assert function() is None
+
+
+def test_a_dict_of_variables_that_somebody_has_stays_as_it_is():
+    def function(rate=0.1):
+        options = locals()
+        variables_of(sys._getframe())
+        return options
+
+    assert function()["rate"] == 0.1
+
+
+def test_a_class_body_keeps_its_names():
+    class Body:
+        x = 1
+        values = variables_of(sys._getframe())
+
+    assert Body.x == Body.values["x"] == 1

@@ -63,7 +63,7 @@ from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.replay.loop import loops_around
+from stayfinite.replay.loop import loops_around, variables_of
 from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
@@ -949,7 +949,9 @@ def bad_values_of(error: BaseException) -> list[Named]:
     if not left and not _TELLING.search(str(error)):
         return []
     for frame in frames[: 1 if left else _FRAMES]:
-        held = itertools.chain.from_iterable(itertools.starmap(_inside, frame.f_locals.items()))
+        held = itertools.chain.from_iterable(
+            itertools.starmap(_inside, variables_of(frame).items())
+        )
         found = [
             (name, value)
             for name, value in itertools.islice(held, _MOST)
@@ -965,7 +967,7 @@ def bad_losses_in(frame: FrameType) -> list[Named]:
     """Variables of the frame that hold a single number with a graph which is not finite."""
     return [
         (name, value)
-        for name, value in list(frame.f_locals.items())
+        for name, value in variables_of(frame).items()
         if isinstance(value, Tensor)
         and value.grad_fn is not None
         and value.numel() == 1

@@ -9,6 +9,7 @@ import ast
 import copy
 import functools
 import linecache
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -252,6 +253,25 @@ class _Reader(ast.NodeVisitor):
         self.early |= inner.early - inner.stored
 
 
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's variables; nothing else keeps their values alive for it.
+
+    Until Python 3.13 the dict of a function's variables stays with the frame once it was asked
+    for, and with it what the function has long let go of. It is emptied if nobody else has it: it
+    is only a copy of what the function works with.
+    """
+    held = frame.f_locals
+    values = dict(held)
+    is_function = frame.f_code.co_flags & _OPTIMIZED
+    if is_function and type(held) is dict and sys.getrefcount(held) <= _OURS_ALONE:
+        held.clear()
+    return values
+
+
+_OPTIMIZED = 0x1  # the code of a function, whose variables are not in a dict
+_OURS_ALONE = 3  # the frame, our variable, and the argument that counts
+
+
 class CannotRunError(Exception):
     """The body cannot be run on its own."""
 
@@ -295,11 +315,12 @@ def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None =
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     stored |= {each.name for each in copied if isinstance(each, _SCOPES[:2])}
-    is_module = frame.f_locals is frame.f_globals
+    is_module = not frame.f_code.co_flags & _OPTIMIZED
+    values = variables_of(frame)
     shared = stored | {"__turn"} if is_module else _declared_global(frame.f_code)
     make = _compiled_for_module if is_module else _compiled_for_function
-    function = make(frame, copied, sorted(shared))
-    return Body(function, dict(frame.f_locals), frozenset(stored), frozenset(shared))
+    function = make(frame, values, copied, sorted(shared))
+    return Body(function, values, frozenset(stored), frozenset(shared))
 
 
 _VARIABLES = "__import__('builtins').locals()"
@@ -379,7 +400,7 @@ _FUTURE = 0x1FF0000  # the compiler flags of `from __future__ import ...`
 
 
 def _compiled_for_module(
-    frame: FrameType, body: list[ast.stmt], shared: list[str]
+    frame: FrameType, variables: Mapping[str, Any], body: list[ast.stmt], shared: list[str]
 ) -> Callable[..., Any]:
     function = _made(frame, _define("__body__", [], [ast.Global(shared), *_once(body)]))
     _name_like(function, frame.f_code)
@@ -392,18 +413,18 @@ def _compiled_for_module(
 
 
 def _compiled_for_function(
-    frame: FrameType, body: list[ast.stmt], shared: list[str]
+    frame: FrameType, variables: Mapping[str, Any], body: list[ast.stmt], shared: list[str]
 ) -> Callable[..., Any]:
     code = frame.f_code
     first = code.co_varnames[:1]  # `super()` asks for the first argument
-    names = dict.fromkeys([*first, *frame.f_locals])
-    free = [n for n in names if n in frame.f_locals and n.isidentifier() and n != "__class__"]
+    names = dict.fromkeys([*first, *variables])
+    free = [n for n in names if n in variables and n.isidentifier() and n != "__class__"]
     declared: list[ast.stmt] = [ast.Global(shared)] if shared else []
     inner = _define("__body__", free, [*declared, *_once(body)])
     # It also looks for a cell of this name around the function.
     back = ast.Return(ast.Name("__body__", ast.Load()))
     make = _made(frame, _define("__around__", ["__class__"], [inner, back]))
-    function = make(frame.f_locals.get("__class__"))
+    function = make(variables.get("__class__"))
     _name_like(function, code)
 
     def call(values: Mapping[str, Any]) -> Any:

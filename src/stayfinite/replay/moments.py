@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from stayfinite.locate.source import USER, Place, kind_of, positions
 from stayfinite.nested import named_tensors
-from stayfinite.replay.loop import loops_around
+from stayfinite.replay.loop import loops_around, variables_of
 from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, is_generator_type, same
 from stayfinite.snapshot.mark import KeptTensors, TensorWatch
 from stayfinite.snapshot.rng import generator_cell, numpy_cell
@@ -76,7 +76,7 @@ class Moment:
     ) -> None:
         self.kind, self.spots, self.names = kind, spots, names
         self.random, self.buffers = random, buffers
-        self.attributes: list[tuple[Any, str, Any]] = []  # of the user's objects
+        self.attributes: list[tuple[weakref.ref[Any], str, Any]] = []  # of the user's objects
         self.optimizer: int | None = None  # whose update it follows
         self.rates: list[Any] = []  # learning rates of that update
         self.gradients: list[Tensor | None] | None = None  # of that update, of a small model
@@ -107,7 +107,10 @@ class Moment:
         self.restore_attributes()
 
     def restore_attributes(self) -> None:
-        for owner, name, value in self.attributes:
+        for ref, name, value in self.attributes:
+            owner = ref()
+            if owner is None:
+                continue
             if value is MISSING:
                 vars(owner).pop(name, None)
             else:
@@ -328,7 +331,7 @@ def _carried_at(code: CodeType, lasti: int) -> frozenset[str] | None:
 
 
 def _carried_values(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
-    held = frame.f_locals
+    held = variables_of(frame)
     # A body that calls next() moves these on.
     values = {n: copy.copy(v) for n, v in held.items() if type(v) in _ITERATORS}
     for name in names:
@@ -411,7 +414,7 @@ def _are_equal(one: Any, two: Any) -> bool:
 
 def _things_in(frames: Iterable[FrameType]) -> Iterator[Any]:
     """Generators and objects of the user's classes in variables, as far as a short search goes."""
-    todo = deque(itertools.chain(*(frame.f_locals.values() for frame in frames)))
+    todo = deque(itertools.chain(*(variables_of(frame).values() for frame in frames)))
     seen: set[int] = set()
     while todo and len(seen) < _MOST_SEARCHED:
         value = todo.popleft()
@@ -460,11 +463,11 @@ class _Attributes:
                 with contextlib.suppress(TypeError):  # not all classes allow weak references
                     self._owners[id(thing)] = weakref.ref(thing), names
 
-    def read(self) -> list[tuple[Any, str, Any]]:
+    def read(self) -> list[tuple[weakref.ref[Any], str, Any]]:
         found = []
         for ref, names in self._owners.values():
-            if (owner := ref()) is not None and (held := getattr(owner, "__dict__", None)):
-                found += [(owner, n, _light(held.get(n, MISSING))) for n in names]
+            if (held := getattr(ref(), "__dict__", None)) is not None:
+                found += [(ref, n, _light(held.get(n, MISSING))) for n in names]
         return found
 
 

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.living import living
 from stayfinite.locate.source import USER, kind_of
-from stayfinite.replay.loop import is_forwarding
+from stayfinite.replay.loop import is_forwarding, variables_of
 from stayfinite.replay.moments import is_users_class
 from stayfinite.snapshot.copies import ArrayCell, BoxCell, Cell, Contents, put_contents_back, same
 from stayfinite.snapshot.rng import global_cells
@@ -229,7 +229,7 @@ class _Kept:
         for module in modules:
             census.attributes(module, "", "", skipped=_MACHINERY, enter=walker.enter)
         for frame in frames:
-            for name, value in list(frame.f_locals.items()):
+            for name, value in variables_of(frame).items():
                 if not name.startswith("__"):  # __builtins__ and the like
                     walker.walk(value)
         self._globals = [(space, dict(space)) for space in _spaces(frames)]

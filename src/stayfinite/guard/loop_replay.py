@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("stayfinite")
 _MOST_SECONDS = 20.0
 _MOST_TIMES = 8  # in one training
+_MOST_FUNCTIONS = 3  # further out they are no steps any more
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,11 @@ class LoopReplay:
             elif found.is_same or similar is None:
                 located = _said(found.incident, turn, self.folder, is_same=found.is_same)
                 located = self._with_change(turn, located, finding, standing)
-                if found.is_same:
+                origin = located.origin
+                # What was there before the turn may have been made in a turn further out.
+                if found.is_same and not (origin and origin.facts.get("foreign")):
                     return located
-                similar = located
+                similar = located if similar is None or found.is_same else similar
         return similar
 
     @property
@@ -157,7 +160,8 @@ class LoopReplay:
         paths = [[(f.f_code, line) for f, line in standing[n::-1]] for n in range(len(standing))]
         places = [(f, p) for (f, _), p in zip(standing, paths, strict=True)]
         loops = [(f, each, p) for f, p in places for each in loops_around(*p[0])]
-        functions = [(f, each, p) for f, p in places if (each := function_around(p[0][0]))]
+        inner = places[:_MOST_FUNCTIONS]
+        functions = [(f, each, p) for f, p in inner if (each := function_around(p[0][0]))]
         has_begun_before = False  # anything was noted; once is enough
         for frame, loop, path in (*loops, *functions):
             turn = turn_of(frame, loop, moments, path)
@@ -312,14 +316,24 @@ def _is_same_turn(loop: Loop, then: Path, now: Path) -> bool:
 
 def standing_at(frame: FrameType | None) -> list[tuple[FrameType, int]]:
     """The user's frames from this one outwards, with the lines they are at."""
-    return [(each, each.f_lineno) for each in user_frames(frame)]
+    return _up_to_module((each, each.f_lineno) for each in user_frames(frame))
+
+
+def _up_to_module(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    """Whoever runs a whole module, as a test of its examples does, has no part in training."""
+    found = []
+    for frame, line in frames:
+        found.append((frame, line))
+        if frame.f_code.co_name == "<module>":
+            break
+    return found
 
 
 def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
     """The user's frames that an error has gone through, innermost first."""
     stack = list(traceback.walk_tb(error.__traceback__))
     users = {id(frame) for frame, _ in stack for frame in user_frames(frame)}
-    return [(frame, line) for frame, line in reversed(stack) if id(frame) in users]
+    return _up_to_module((f, line) for f, line in reversed(stack) if id(f) in users)
 
 
 class _Probe(StepListener):

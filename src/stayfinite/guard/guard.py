@@ -59,6 +59,7 @@ from stayfinite.guard.job import Job
 from stayfinite.guard.step import GuardedStep
 from stayfinite.living import Names, leaves_of
 from stayfinite.locate.clock import Tracing
+from stayfinite.locate.source import USER, kind_of
 from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
@@ -257,6 +258,7 @@ class Guard(StepListener):
     def saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
         """The script reads a number that is not finite; if it is a loss, it may leave it out."""
         is_loss = tensor.grad_fn is not None and torch.is_grad_enabled()
+        is_loss = is_loss and kind_of(frame.f_code) == USER  # not what torch and we read
         if not is_loss or is_muted(self) or self._pending is not None or self.past.stopped:
             return
         with self.past.aside:
@@ -690,7 +692,7 @@ class Guard(StepListener):
         tracing = self.past.tracing
         was_on = tracing.is_on
         if not was_on:
-            tracing.switch_on()
+            tracing.switch_on(is_brief=True)
         try:
             yield
         finally:

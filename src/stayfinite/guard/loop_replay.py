@@ -188,9 +188,16 @@ class LoopReplay:
         if not self._left or optimizer is None or not made or not made[-1].spots:
             return None
         self._left -= 1
-        moment, guard = made[-1], self._guard
-        at = moment.spots[0].place
-        probe = _UpdateProbe()
+        try:
+            return self._update_again(optimizer, made[-1], incident)
+        except ReplayEnded as end:
+            self.reasons.append(f"the update: {end.reason}")
+            return None
+
+    def _update_again(
+        self, optimizer: Optimizer, moment: Moment, incident: Incident
+    ) -> Incident | None:
+        guard, at, probe = self._guard, moment.spots[0].place, _UpdateProbe()
         with contextlib.ExitStack() as all_of_them:
             all_of_them.enter_context(protected([]))
             all_of_them.enter_context(listening_alone(probe))
@@ -201,7 +208,7 @@ class LoopReplay:
             all_of_them.enter_context(guard.traced())
             try:
                 call_within(_MOST_SECONDS, call_at, at, optimizer.step)
-            except (Exception, ReplayEnded) as error:
+            except Exception as error:
                 self.reasons.append(f"the update: {error}")
                 return None
             with guard.past.tracing.paused():
@@ -230,6 +237,19 @@ class LoopReplay:
         seconds: float = _MOST_SECONDS,
     ) -> Replayed:
         """Run the turn again; everything is as before afterwards."""
+        try:
+            return self._run(turn, noticed, finding, standing, seconds)
+        except ReplayEnded as end:  # by something of ours; it must not reach the user's code
+            return Replayed(reason=end.reason)
+
+    def _run(
+        self,
+        turn: Turn,
+        noticed: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+        seconds: float,
+    ) -> Replayed:
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
         except (CannotRunError, SyntaxError, ValueError) as error:

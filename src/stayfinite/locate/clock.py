@@ -71,7 +71,8 @@ class Tracing:
     def is_on(self) -> bool:
         return self._tracer is not None
 
-    def switch_on(self) -> None:
+    def switch_on(self, *, is_brief: bool = False) -> None:
+        """Look at every operation from now on; `is_brief`: nothing new is compiled meanwhile."""
         from stayfinite.locate.capture import KeptCalls
         from stayfinite.locate.tracer import Tracer
 
@@ -81,15 +82,18 @@ class Tracing:
         self._tracer.clock = self.clock
         for delivery, tensors in self.deliveries.recent():
             self._tracer.note_delivery(delivery, tensors)
-        # A dispatch mode sees nothing inside compiled code.
-        self._stance = torch.compiler.set_stance("force_eager")
+        # A dispatch mode sees nothing inside compiled code. To say so imports what compiles, which
+        # takes seconds; if nobody else has, nothing is compiled so far.
+        may_compile = not is_brief or "torch._dynamo" in sys.modules
+        self._stance = torch.compiler.set_stance("force_eager") if may_compile else None
         self._tracer.__enter__()
 
     def switch_off(self) -> None:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.__exit__(None, None, None)
-            self._stance.__exit__(None, None, None)  # the one that the user had set
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)  # the one that the user had set
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """A time in which operations are not looked at."""

@@ -343,18 +343,18 @@ class _Null(io.TextIOBase):
 def _silence() -> Iterator[None]:
     """Show nothing of what is printed, logged or warned of."""
     manager = logging.root.manager
-    before = manager.disable
+    before = manager.disable, sys.dont_write_bytecode
     with contextlib.ExitStack() as all_of_them:
         null = _Null()
         all_of_them.enter_context(contextlib.redirect_stdout(null))
         all_of_them.enter_context(contextlib.redirect_stderr(null))
         all_of_them.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        manager.disable = logging.CRITICAL
+        manager.disable, sys.dont_write_bytecode = logging.CRITICAL, True
         try:
             yield
         finally:
-            manager.disable = before
+            manager.disable, sys.dont_write_bytecode = before
 
 
 _guarded: list[int] = []  # the threads in which a replay runs

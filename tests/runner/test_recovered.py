@@ -25,7 +25,7 @@ SPIKES = """
 
 def test_words_are_those_of_a_run_that_went_on(scripts) -> None:
     scripts.write(SPIKES)
-    options = ["--on-nan", "recover", "--json", "out.json", "--prove", "0"]
+    options = ["--on-nan", "recover", "--json", "out.json", "--prove", "0", "--again", "never"]
     done = scripts.warm("train.py", options=options)
     assert done.out == b"True\n"
     first, later = scripts.result()["incidents"]

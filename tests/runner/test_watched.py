@@ -73,7 +73,7 @@ def test_healthy_run_ends_with_one_line(scripts):
 
 
 def test_incident_is_stopped_run_again_and_explained(scripts):
-    done = run(scripts, "bad")
+    done = run(scripts, "bad", "--again", "never")
     assert done.code == 3
     assert done.out == b""
     assert b"Traceback" not in done.err
@@ -98,7 +98,7 @@ def test_swallowed_stop_still_gives_our_exit_code(scripts):
 
 
 def test_sudden_exit_loses_nothing_and_what_it_wrote_is_no_obstacle(scripts):
-    done = run(scripts, "sudden", start=scripts.warm)
+    done = run(scripts, "sudden", "--again", "never", start=scripts.warm)
     assert (done.code, done.out) == (3, b"unwound\n")
     assert done.ours[0].startswith("running the script again")
     result = scripts.result()
@@ -114,7 +114,7 @@ def test_stop_inside_a_thread_is_no_crash_of_the_thread(scripts):
 
 
 def test_warning_leaves_the_script_alone(scripts):
-    options = ("--on-nan", "warn", "--second-run", "never")
+    options = ("--on-nan", "warn", "--second-run", "never", "--again", "never")
     done = run(scripts, "bad", *options, start=scripts.warm)
     assert done.code == 0
     assert done.out == b"nan\n"

@@ -142,6 +142,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
                 on_nan=options["on_nan"],
                 folder=os.getcwd(),
                 prove_seconds=options["prove_seconds"],
+                again="auto" if self._replays else "never",
             )
         else:
             settings, config = post.settings, post.config

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 import traceback
 from collections import deque
@@ -55,6 +56,7 @@ from stayfinite.replay.loop import (
 )
 from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
+from stayfinite.replay.target import names_given, values_at_start
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
 
 if TYPE_CHECKING:
@@ -82,6 +84,19 @@ class Turn:
     since: tuple[Moment, ...]
     first: int = 0
     later: Moment | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The variables that had other values as it began; CannotRunError if some are unknown."""
+        values = self.began.values_in(self.frame)
+        if self.first:
+            return values
+        line = self.began.line_in(self.frame)
+        is_for_it = line is not None and self.loop.statement(line) < 0
+        is_known = is_for_it and self.began.kind == "delivered" and self.began.batch is not GONE
+        delivered = [self.began.batch] if is_known else []
+        given = values_at_start(self.loop, self.frame, delivered)
+        known = names_given(self.loop)
+        return {n: v for n, v in values.items() if n not in known} | given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,10 +267,11 @@ class LoopReplay:
     ) -> Replayed:
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+            values = turn.values()
         except (CannotRunError, SyntaxError, ValueError) as error:
             return Replayed(reason=str(error))
         guard = self._guard
-        probe = _Probe(guard, noticed, finding, turn)
+        probe = _Probe(guard, noticed, finding, turn, body)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
             all_of_them.enter_context(protected(frames, is_last=guard.settings.on_nan == "stop"))
@@ -263,12 +279,12 @@ class LoopReplay:
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
             all_of_them.enter_context(torch.enable_grad())
-            self._put_beginning(turn, body)
+            self._put_beginning(turn, body, values)
             all_of_them.enter_context(guard.traced())
             all_of_them.enter_context(probe.attached())
-            return probe.run(body, seconds=seconds)
+            return probe.run(body, values, seconds=seconds)
 
-    def _put_beginning(self, turn: Turn, body: Body) -> None:
+    def _put_beginning(self, turn: Turn, body: Body, values: Mapping[str, Any]) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
         moment = turn.began
         for later in reversed(turn.since):  # objects that are newer than the beginning
@@ -277,7 +293,7 @@ class LoopReplay:
         if turn.later is not None:
             turn.later.restore_attributes()
         if body.shared:
-            turn.frame.f_globals.update(moment.values_in(turn.frame))
+            turn.frame.f_globals.update(values)
         self._moments.restore_weights()
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
@@ -359,8 +375,11 @@ def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
 class _Probe(StepListener):
     """Hears of the steps of a replay, and ends it where the bad value was noticed."""
 
-    def __init__(self, guard: Guard, noticed: Incident, finding: BadValues, turn: Turn) -> None:
+    def __init__(
+        self, guard: Guard, noticed: Incident, finding: BadValues, turn: Turn, body: Body
+    ) -> None:
         self._guard, self._noticed, self._finding, self._turn = guard, noticed, finding, turn
+        self._body = body
         self._moments = deque(turn.since)
         self._unscaled: list[tuple[Any, Any]] = []
         self._found: Incident | None = None
@@ -389,12 +408,11 @@ class _Probe(StepListener):
             deliveries.again = None
             attachment.remove()
 
-    def run(self, body: Body, *, seconds: float) -> Replayed:
+    def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
         try:
-            carried = self._turn.began.values_in(self._turn.frame)
-            values = call_within(seconds, body.run, carried)
+            results = call_within(seconds, body.run, values)
             self._reason = "it did not come to where the value was noticed"
-            self._look_at(values)
+            self._look_at(results)
             self._came_to_end = True
         except ReplayEnded as end:
             self._reason = end.reason
@@ -500,6 +518,9 @@ class _Probe(StepListener):
         if not pairs:  # weights and statistics, which are where they were
             pairs = list(self._values.values())
         pairs += [(p.grad, g) for p, g in self._before if p.grad is not None and g is not None]
+        for now, then in self._body.changes(sys._getframe()):
+            if isinstance(now, Tensor) and isinstance(then, Tensor):
+                pairs.append((now, then))
         return bool(pairs) and all(_same_bits(one, two) for one, two in pairs)
 
 

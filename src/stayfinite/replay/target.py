@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, GeneratorType
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from stayfinite.nested import map_leaves
 from stayfinite.replay.loop import CannotRunError, Loop, variables_of, yields_at
 
 # Calls around what is iterated over that hand its items on.
@@ -161,4 +165,22 @@ def _bound(target: ast.expr, item: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, value in zip(parts, item, strict=True):
         found |= _bound(part, value)
+    return found
+
+
+def replaced_in(value: Any, batch: Any, other: Any) -> Any:
+    """The value with the parts of another batch in the place of those that are of this one."""
+    if value is batch:
+        return other
+    both = zip(_parts(batch), _parts(other), strict=False)
+    parts = {id(one): two for one, two in both if one is not two}
+    return map_leaves(value, lambda leaf: parts.get(id(leaf), leaf), kinds=_LEAVES)
+
+
+_LEAVES = (Tensor, np.ndarray)
+
+
+def _parts(batch: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(batch, lambda leaf: found.append(leaf) or leaf, kinds=_LEAVES)  # type: ignore[func-returns-value]
     return found

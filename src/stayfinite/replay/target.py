@@ -38,7 +38,7 @@ def values_at_start(loop: Loop, frame: FrameType, delivered: Sequence[Any]) -> d
     cannot be known any more. Those of a function are its arguments.
     """
     node = loop.node
-    changed = names_given(loop) & loop.carried
+    changed = loop.given & loop.carried
     if not changed or all(_is_same_again(name, node.body) for name in changed):
         return {}
     if not isinstance(node, ast.For):
@@ -53,18 +53,6 @@ def values_at_start(loop: Loop, frame: FrameType, delivered: Sequence[Any]) -> d
     if not is_known or any(values[n] is not variables.get(n) for n in values.keys() - changed):
         raise CannotRunError("its variable does not come from the batch that is known")
     return {name: values[name] for name in changed}
-
-
-def names_given(loop: Loop) -> set[str]:
-    """The variables that have a value when a turn begins: the target of `for`, or arguments."""
-    node = loop.node
-    if isinstance(node, ast.For):
-        return {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
-    if isinstance(node, ast.While):
-        return set()
-    arguments = node.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return {each.arg for each in (*named, arguments.vararg, arguments.kwarg) if each is not None}
 
 
 def _is_same_again(name: str, body: Sequence[ast.stmt]) -> bool:

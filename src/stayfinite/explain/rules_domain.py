@@ -287,6 +287,9 @@ outside_arccosine = rule(
 )
 
 
+_NORM_LAYERS = ("native_group_norm", "native_layer_norm", "native_batch_norm", "batch_norm")
+_NO_EPS = 1e-20
+
 # (x - mean) / sqrt(0 + 0).
 equal_values = rule(
     lambda clue: clue.op in _NORM_LAYERS and float(clue.scalars.get("eps", 1.0)) < _NO_EPS,
@@ -296,8 +299,6 @@ equal_values = rule(
     "Keep an eps in the layer, 1e-5 as by default, and look for inputs that are constant (a dead "
     "sensor, padding, an empty sample).",
 )
-_NORM_LAYERS = ("native_group_norm", "native_layer_norm", "native_batch_norm", "batch_norm")
-_NO_EPS = 1e-20
 
 
 def infinite_arithmetic(clue: Clue) -> Diagnosis | None:

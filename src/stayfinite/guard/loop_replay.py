@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -331,6 +332,8 @@ class LoopReplay:
         probe = _Probe(guard, noticed, finding, turn, body)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
+            # Private: the loop is not inside torch.func's transform in which the value was noticed.
+            all_of_them.enter_context(temporarily_clear_interpreter_stack())
             all_of_them.enter_context(protected(frames, is_last=guard.settings.on_nan == "stop"))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())

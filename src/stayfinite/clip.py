@@ -52,7 +52,7 @@ def clip_gradients(
     Costs one pass and one host read when there is nothing to do.
 
     Of DTensors the norm is that of all ranks, which scale by the same factor and must all call it:
-    one small all-reduce for each dimension of the mesh, three more when something is bad.
+    one small all-reduce for each dimension of the mesh, four more when something is bad.
 
     >>> weight = torch.nn.Parameter(torch.zeros(3))
     >>> weight.grad = torch.tensor([3e38, float("nan"), 4e30])

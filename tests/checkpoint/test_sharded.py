@@ -106,7 +106,7 @@ with torch.no_grad():
 calls.clear()
 said = [text_of(lambda: stayfinite.save_checkpoint(f"{folder}/last", step=2, **parts))]
 bad = list(calls)
-said += [text_of(lambda: stayfinite.save_checkpoint(f"{folder}/{me}.out", **parts))]
+said += [text_of(lambda: stayfinite.save_checkpoint(f"{folder}/0.out", **parts))]
 aside = stayfinite.save_checkpoint(f"{folder}/last", if_bad="aside", **parts)
 said += [aside.name, good, bad]
 loaded = lambda: stayfinite.load_checkpoint(aside, model=model, optimizer=optimizer)
@@ -237,10 +237,11 @@ def killed_save(path: Path, at: int, *, after: bool) -> bool:
                 seen, is_here = seen + 1, seen == at
                 if is_here and not after:
                     os.kill(os.getpid(), signal.SIGKILL)
-                result = call(*args, **kwargs)
-                if is_here:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return result
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    if is_here:
+                        os.kill(os.getpid(), signal.SIGKILL)
 
             return inner
 

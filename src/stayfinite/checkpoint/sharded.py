@@ -78,29 +78,29 @@ class Save:
         """Write it on every rank, and put the whole in place; CheckpointError is raised on all."""
         failure: BaseException | None = None
         is_first = rank() == 0
-        with folder_beside(self.target, self.token) if is_first else nullcontext():
-            try:
+        try:
+            with folder_beside(self.target, self.token) if is_first else nullcontext():
                 # The public save() warns of a process that is alone, and a thread cannot ignore it.
                 _save_state_dict(
                     self.state,
                     FileSystemWriter(self.folder),
                     self.group,
                     no_dist=self.group is None,
-                    # As numbers differ between ranks, all of them come from one.
+                    # Replicas may differ in their last bits: all parts come from the same one.
                     planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                 )
                 if is_first:
                     if not is_complete(self.folder):
                         raise CheckpointError("the disk does not have all that was written.")
                     install(self.folder, self.target, keep=self.keep, is_whole=is_complete)
-            except (Exception, CheckpointException) as error:
-                failure = error
-            word = agree(self.group, failure=failure)
-            if word.failure:
-                raise CheckpointError(
-                    f"{self.target} could not be saved: {word.failure.removesuffix('.')}. What was "
-                    "there before is as it was."
-                ) from failure
+        except (Exception, CheckpointException) as error:
+            failure = error
+        word = agree(self.group, failure=failure)
+        if word.failure:
+            raise CheckpointError(
+                f"{self.target} could not be saved: {word.failure.removesuffix('.')}. What was "
+                "there before is as it was."
+            ) from failure
         return self.target
 
 

@@ -320,7 +320,7 @@ def _memory(gradients: Iterable[Gradient]) -> list[Tensor]:
 def _power(norm: float, power: float) -> float:
     """Inf where it is too large."""
     try:
-        return norm**power
+        return float(norm**power)
     except OverflowError:
         return math.inf
 

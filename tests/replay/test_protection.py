@@ -2,6 +2,7 @@
 
 import builtins
 import collections
+import csv
 import io
 import logging
 import os
@@ -135,11 +136,31 @@ def test_what_another_thread_writes_is_written(tmp_path):
         with protected(here()):
             go.set()
             assert done.wait(10)
-        with pytest.raises(ReplayEnded, match="open"), protected(here()):
+        with pytest.raises(ReplayEnded, match="thread"), protected(here()):
             file.write("ours")
+        writer = csv.writer(file)
+        with pytest.raises(ReplayEnded, match="thread"), protected(here()):
+            writer.writerow(["ours"])
+        del writer
         end.set()
         thread.join()
     assert (tmp_path / "log.txt").read_text() == "theirs"
+
+
+def test_a_thread_that_has_nothing_to_do_with_a_file_does_not_matter(tmp_path):
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, args=(60,))
+    thread.start()
+    with (tmp_path / "log.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([1])
+        with protected(here()):
+            writer.writerow([2])
+            file.flush()
+        writer.writerow([3])
+    end.set()
+    thread.join()
+    assert (tmp_path / "log.csv").read_text().split() == ["1", "3"]
 
 
 def connect():
@@ -198,3 +219,18 @@ def test_everything_that_was_replaced_is_back():
         1 / 0  # noqa: B018
     assert [getattr(*name) for name in names] == before
     assert streams == (sys.stdout, sys.stderr, sys.getprofile(), logging.root.manager.disable)
+
+
+def test_a_deadline_and_a_profiler_get_on_with_each_other():
+    code = (
+        "import sys\n"
+        "from stayfinite.replay.protection import ReplayTooLong, call_within\n"
+        "sys.setprofile(lambda *details: None)\n"
+        "assert call_within(60.0, lambda: 3) == 3\n"
+        "try:\n"
+        "    call_within(0.1, lambda: [None for _ in iter(int, 1)])\n"
+        "except ReplayTooLong:\n"
+        "    print(sum(map(lambda n: n, range(10))))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert ended.stdout.strip() == b"45", ended.stderr

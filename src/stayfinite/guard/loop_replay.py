@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,15 @@ from stayfinite.replay.loop import (
     Body,
     CannotRunError,
     Loop,
+    attributes_assigned,
     body_of,
     function_around,
     loops_around,
+    variables_of,
 )
-from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
+from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
+from stayfinite.replay.target import replaced_in, values_at_start
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
 
 if TYPE_CHECKING:
@@ -71,8 +75,9 @@ class Turn:
     """The turn of a loop that is under way in a frame.
 
     `began` is the moment from which it is run again, `since` are those that came after it. `first`
-    is the line to begin at where the turn began before anything was noted. Between a backward pass
-    and the turn's end the script may change its objects: `later` is a moment that shows them so.
+    is the line to begin at where the turn began before anything was noted. Between the moment and
+    the turn's beginning the script may change its objects: `newer` are the attributes that are
+    taken as they are now, `later` is a moment that shows others so.
     """
 
     frame: FrameType
@@ -81,7 +86,41 @@ class Turn:
     began: Moment
     since: tuple[Moment, ...]
     first: int = 0
+    newer: Container[str] = ()
     later: Moment | None = None
+    instead: tuple[Any, Any] | None = None  # a batch, and another in its place
+
+    @property
+    def batch(self) -> Any:
+        """The batch of this turn; GONE if there is none, or several, or it is not known."""
+        handed = [each for each in self.since if each.kind == "delivered"]
+        handed += [self.began] if self.is_start else []
+        return handed[0].batch if len(handed) == 1 else GONE
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it began as a loader handed its batch to the loop."""
+        line = self.began.line_in(self.frame)
+        is_header = line is not None and self.loop.statement(line) < 0
+        return is_header and self.began.kind == "delivered"
+
+    def values(self) -> dict[str, Any]:
+        """The variables that had other values as it began; CannotRunError if some are unknown."""
+        values = self.began.values_in(self.frame)
+        assigned = self.loop.assigned_between(self.first, self.line)
+        values = {n: v for n, v in values.items() if n in assigned or type(v) in ITERATORS}
+        if self.first:
+            return values
+        is_known = self.is_start and self.began.batch is not GONE
+        delivered = [self.began.batch] if is_known else []
+        given = values_at_start(self.loop, self.frame, delivered)
+        names = self.loop.given
+        values = {n: v for n, v in values.items() if n not in names} | given
+        if self.instead is not None and is_known:
+            variables = variables_of(self.frame)
+            now = {n: values.get(n, variables.get(n)) for n in names}
+            values |= {n: replaced_in(value, *self.instead) for n, value in now.items()}
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +132,22 @@ class Replayed:
     reason: str | None = None
     loss: float | None = None  # of its last backward pass, if that was finite
     came_to_end: bool = False
+
+
+@dataclass(frozen=True)
+class StepAgain:
+    """A bad step that a turn of a loop has shown, and shows as often as it is run again."""
+
+    replay: LoopReplay
+    turn: Turn
+    incident: Incident
+    finding: BadValues
+    standing: Sequence[tuple[FrameType, int]]
+
+    def run(self, **changed: Any) -> Replayed:
+        """Run it again, with these fields of its turn changed."""
+        turn = dataclasses.replace(self.turn, **changed)
+        return self.replay.run(turn, self.incident, self.finding, self.standing)
 
 
 class LoopReplay:
@@ -117,6 +172,7 @@ class LoopReplay:
         self._left -= 1
         until = time.monotonic() + _MOST_SECONDS
         similar: Incident | None = None
+        its_turn: Turn | None = None
         for turn in self._turns(standing):
             seconds = until - time.monotonic()
             if seconds <= 0:
@@ -126,33 +182,47 @@ class LoopReplay:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
             elif found.is_same or similar is None:
                 located = _said(found.incident, turn, self.folder, is_same=found.is_same)
-                located = self._with_change(turn, located, finding, standing)
                 origin = located.origin
                 # What was there before the turn may have been made in a turn further out.
-                if found.is_same and not (origin and origin.facts.get("foreign")):
-                    return located
-                similar = located if similar is None or found.is_same else similar
-        return similar
+                is_final = found.is_same and not (origin and origin.facts.get("foreign"))
+                if is_final or similar is None or found.is_same:
+                    similar, its_turn = located, turn
+                if is_final:
+                    break
+        if similar is None or its_turn is None:
+            return None
+        on_located = self._guard.past.on_located
+        if on_located is not None and not finding.was_read:  # one that is read may be trained on
+            on_located(similar)
+        step = StepAgain(self, its_turn, similar, finding, standing)
+        return self._with_proof(step, self._with_change(step, similar))
 
     @property
     def folder(self) -> str | None:
         """What files in incidents are named relative to."""
         return self._guard.settings.folder
 
-    def _with_change(
-        self,
-        turn: Turn,
-        incident: Incident,
-        finding: BadValues,
-        standing: Sequence[tuple[FrameType, int]],
-    ) -> Incident:
+    def _with_change(self, step: StepAgain, incident: Incident) -> Incident:
         seconds = self._guard.settings.change_seconds
         if not seconds:
             return incident
         from stayfinite.guard.change_trial import with_change
 
-        losses = self._guard.evidence.recent_losses(finding.optimizer)
-        return with_change(self, turn, incident, finding, standing, seconds=seconds, losses=losses)
+        losses = self._guard.evidence.recent_losses(step.finding.optimizer)
+        return with_change(step, incident, seconds=seconds, losses=losses)
+
+    def _with_proof(self, step: StepAgain, incident: Incident) -> Incident:
+        if not self._guard.settings.prove_seconds:
+            return incident
+        from stayfinite.guard.loop_experiments import LoopExperiments
+        from stayfinite.guard.replay import prove
+
+        return prove(
+            self._guard,
+            incident,
+            lambda placed: LoopExperiments(self._guard, step, placed),
+            step.finding.optimizer,
+        )
 
     def _turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
         """What may be run again, most likely first: loops from the innermost, then functions."""
@@ -176,6 +246,8 @@ class LoopReplay:
             yield turn
             if turn.began.kind == "passed" and turn.since:
                 yield dataclasses.replace(turn, later=turn.since[0])
+            elif turn.began.attributes and not (turn.is_start or turn.first):
+                yield dataclasses.replace(turn, newer=_Everything())
 
     @one_look()
     def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
@@ -252,10 +324,11 @@ class LoopReplay:
     ) -> Replayed:
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+            values = turn.values()
         except (CannotRunError, SyntaxError, ValueError) as error:
             return Replayed(reason=str(error))
         guard = self._guard
-        probe = _Probe(guard, noticed, finding, turn)
+        probe = _Probe(guard, noticed, finding, turn, body)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
             all_of_them.enter_context(protected(frames, is_last=guard.settings.on_nan == "stop"))
@@ -263,21 +336,21 @@ class LoopReplay:
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
             all_of_them.enter_context(torch.enable_grad())
-            self._put_beginning(turn, body)
+            self._put_beginning(turn, body, values)
             all_of_them.enter_context(guard.traced())
             all_of_them.enter_context(probe.attached())
-            return probe.run(body, seconds=seconds)
+            return probe.run(body, values, seconds=seconds)
 
-    def _put_beginning(self, turn: Turn, body: Body) -> None:
+    def _put_beginning(self, turn: Turn, body: Body, values: Mapping[str, Any]) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
-        moment = turn.began
+        moment, newer = turn.began, turn.newer
         for later in reversed(turn.since):  # objects that are newer than the beginning
-            later.restore_attributes()
-        moment.restore()
+            later.restore_attributes(newer=newer)
+        moment.restore(newer=newer)
         if turn.later is not None:
             turn.later.restore_attributes()
         if body.shared:
-            turn.frame.f_globals.update(moment.values_in(turn.frame))
+            turn.frame.f_globals.update(values)
         self._moments.restore_weights()
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
@@ -295,7 +368,7 @@ Path = list[tuple[CodeType, int]]
 
 def turn_of(frame: FrameType, loop: Loop, moments: Sequence[Moment], path: Path) -> Turn | None:
     """The turn of the loop that is under way in the frame; None if nothing was noted of it."""
-    line = path[0][1]
+    line, standing, variables = path[0][1], path, variables_of(frame)
     since: list[Moment] = []
     until = line if loop.statement(line) >= 0 else None  # at the header the turn before is over
     for moment in reversed(moments):
@@ -303,14 +376,42 @@ def turn_of(frame: FrameType, loop: Loop, moments: Sequence[Moment], path: Path)
         if not then or not (loop.is_function or loop in loops_around(*then[0])):
             return Turn(frame, loop, until, moment, tuple(since))
         is_start = loop.statement(then[0][1]) < 0 and moment.kind == "delivered"
-        if is_start or not (loop.is_function or _is_same_turn(loop, then, path)):
+        if is_start:
             return Turn(frame, loop, until, moment, tuple(since))
+        is_same = loop.is_function or _is_same_turn(loop, then, path)
+        if not is_same or _is_other_item(loop, moment.values_in(frame), variables):
+            newer = _newer_attributes(loop, then, standing)
+            return Turn(frame, loop, until, moment, tuple(since), newer=newer)
         path = then
         since.insert(0, moment)
     if not since:
         return None
     # Nothing was noted before this turn: it is run from the first thing that was.
     return Turn(frame, loop, until, since[0], tuple(since[1:]), since[0].line_in(frame) or 0)
+
+
+class _Everything(Container[str]):
+    """Whatever one asks for is in it."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _is_other_item(loop: Loop, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a count or a name that the loop gives to its variables has changed since."""
+    changed = loop.given - loop.carried
+    return any(
+        n in then and type(then[n]) is type(now.get(n)) and then[n] != now[n] for n in changed
+    )
+
+
+def _newer_attributes(loop: Loop, then: Path, now: Path) -> set[str]:
+    """Attributes that were assigned after `then`, in the turn before, and not again up to `now`."""
+    newer = {name for code, line in then for name in attributes_assigned(code, after=line)}
+    newer -= loop.attributes_until(now[0][1])
+    for code, line in now[1:]:
+        newer -= attributes_assigned(code, until=line)
+    return newer
 
 
 def _is_same_turn(loop: Loop, then: Path, now: Path) -> bool:
@@ -359,8 +460,11 @@ def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
 class _Probe(StepListener):
     """Hears of the steps of a replay, and ends it where the bad value was noticed."""
 
-    def __init__(self, guard: Guard, noticed: Incident, finding: BadValues, turn: Turn) -> None:
+    def __init__(
+        self, guard: Guard, noticed: Incident, finding: BadValues, turn: Turn, body: Body
+    ) -> None:
         self._guard, self._noticed, self._finding, self._turn = guard, noticed, finding, turn
+        self._body = body
         self._moments = deque(turn.since)
         self._unscaled: list[tuple[Any, Any]] = []
         self._found: Incident | None = None
@@ -389,12 +493,11 @@ class _Probe(StepListener):
             deliveries.again = None
             attachment.remove()
 
-    def run(self, body: Body, *, seconds: float) -> Replayed:
+    def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
         try:
-            carried = self._turn.began.values_in(self._turn.frame)
-            values = call_within(seconds, body.run, carried)
+            results = call_within(seconds, body.run, values)
             self._reason = "it did not come to where the value was noticed"
-            self._look_at(values)
+            self._look_at(results)
             self._came_to_end = True
         except ReplayEnded as end:
             self._reason = end.reason
@@ -417,7 +520,9 @@ class _Probe(StepListener):
                 if moment.batch is GONE:
                     break
                 moment.restore_random()
-                return moment.batch
+                instead = self._turn.instead
+                is_other = instead is not None and instead[0] is moment.batch
+                return instead[1] if instead is not None and is_other else moment.batch
         raise ReplayEnded("it asks for a batch that is not there any more")
 
     def _saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
@@ -434,6 +539,7 @@ class _Probe(StepListener):
                 if not all_finite([loss]):
                     self._end(BadValues([("loss", loss)], self._finding.optimizer))
                 self._loss = float(unwrapped(loss).detach().mean())  # host sync
+        self._guard.past.tracing.begin_backward(roots)
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
@@ -500,6 +606,9 @@ class _Probe(StepListener):
         if not pairs:  # weights and statistics, which are where they were
             pairs = list(self._values.values())
         pairs += [(p.grad, g) for p, g in self._before if p.grad is not None and g is not None]
+        for now, then in self._body.changes(sys._getframe()):
+            if isinstance(now, Tensor) and isinstance(then, Tensor):
+                pairs.append((now, then))
         return bool(pairs) and all(_same_bits(one, two) for one, two in pairs)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import itertools
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +40,19 @@ class Loop:
     def line(self) -> int:
         return self.node.lineno
 
+    @functools.cached_property
+    def given(self) -> frozenset[str]:
+        """The variables that have a value when a turn begins: those of `for`, or arguments."""
+        node = self.node
+        if isinstance(node, ast.For):
+            names = (each.id for each in ast.walk(node.target) if isinstance(each, ast.Name))
+            return frozenset(names)
+        if isinstance(node, ast.While):
+            return frozenset()
+        one = node.args
+        named = [*one.posonlyargs, *one.args, *one.kwonlyargs, one.vararg, one.kwarg]
+        return frozenset(each.arg for each in named if each is not None)
+
     def statement(self, line: int) -> int:
         """The number of the statement of the body that is running at this line; -1: the header."""
         body = self.node.body
@@ -51,6 +65,19 @@ class Loop:
         leaves = (ast.Break, ast.Return)
         ends = [n for n in _walk_scope(self.node) if isinstance(n, leaves) and n.lineno == line]
         return bool(ends) or self.statement(line) < 0
+
+    def assigned_between(self, first: int, line: int | None) -> set[str]:
+        """The variables that the body may have assigned on its way from the one line to the other.
+
+        What the statement at `line` assigns is not assigned yet; None is the end of the body.
+        """
+        stores = _stores(self.node.body, line)
+        names = (node for node in stores if isinstance(node, ast.Name) and node.lineno >= first)
+        return {node.id for node in names}
+
+    def attributes_until(self, line: int) -> set[str]:
+        """The attributes, of whatever object, that the body may have assigned up to this line."""
+        return {n.attr for n in _stores(self.node.body, line) if isinstance(n, ast.Attribute)}
 
     def repeats(self, number: int) -> bool:
         """Whether that statement has a loop inside, so that it may pass a place several times."""
@@ -110,6 +137,53 @@ def _yields_of(loop: ast.For) -> Iterator[ast.Yield]:
             names = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
             if names & taken:
                 yield node
+
+
+def _stores(body: Iterable[ast.stmt], line: int | None) -> Iterator[Any]:
+    """What the statements have assigned when they stand at this line, as nodes."""
+    for statement in body:
+        if line is not None and statement.lineno > line:
+            break
+        is_under_way = line is not None and line <= _last(statement)
+        parts = list(ast.iter_child_nodes(statement))
+        handlers = [each for each in parts if isinstance(each, (ast.ExceptHandler, ast.match_case))]
+        inner = [each for each in parts if isinstance(each, ast.stmt)]
+        inner += [each for handler in handlers for each in handler.body]
+        if inner:
+            repeats = is_under_way and isinstance(statement, (ast.For, ast.While))
+            yield from _stores(inner, None if repeats else line)  # what its turns before did, too
+        elif is_under_way:
+            continue
+        own = [each for each in parts if each not in inner and each not in handlers]
+        for node in itertools.chain(*map(_walk_scope, own)):
+            if isinstance(getattr(node, "ctx", None), ast.Store):
+                yield node
+
+
+def attributes_assigned(code: CodeType, *, after: int = 0, until: int | None = None) -> set[str]:
+    """The attributes that a function assigns, of whatever object, between these lines of it."""
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    stores = () if scope is None else _stores(scope.body, until)
+    found = (node for node in stores if isinstance(node, ast.Attribute) and node.lineno > after)
+    return {node.attr for node in found}
+
+
+def yields_at(code: CodeType, line: int) -> list[ast.Yield]:
+    """The yields of a generator's function that stand on this line."""
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    nodes = () if scope is None else _walk_scope(scope)
+    return [n for n in nodes if isinstance(n, ast.Yield) and n.lineno <= line <= _last(n)]
+
+
+def _last(node: ast.expr | ast.stmt) -> int:
+    return node.lineno if node.end_lineno is None else node.end_lineno
+
+
+def assigned_in(statements: Iterable[ast.stmt]) -> set[str]:
+    """The names that the statements assign, functions that they define among them."""
+    nodes = [node for each in statements for node in _walk_scope(each)]
+    names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return names | {each.name for each in statements if isinstance(each, _SCOPES[:2])}
 
 
 @functools.lru_cache(maxsize=1 << 6)
@@ -281,6 +355,7 @@ class Body:
     """The statements of a loop's body up to the running one, as a function of the variables."""
 
     function: Callable[..., Any]
+    code: CodeType
     space: Mapping[str, Any]
     assigned: frozenset[str]
     shared: frozenset[str]  # names of the module that it assigns
@@ -292,6 +367,19 @@ class Body:
             for _ in result:
                 pass
         return result if isinstance(result, dict) else {}
+
+    def changes(self, frame: FrameType | None) -> list[tuple[Any, Any]]:
+        """Values of the variables that it has assigned, before it was run and now.
+
+        `frame` is one inside it.
+        """
+        while frame is not None and frame.f_code is not self.code:
+            frame = frame.f_back
+        if frame is None:
+            return []
+        now = {**variables_of(frame), **{n: frame.f_globals.get(n) for n in self.shared}}
+        both = [n for n in self.assigned if n in now and n in self.space]
+        return [(now[n], self.space[n]) for n in both if now[n] is not self.space[n]]
 
 
 def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None = None) -> Body:
@@ -308,19 +396,13 @@ def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None =
         raise CannotRunError("the loop waits for others")
     copied = [_mangled(copy.deepcopy(each), frame.f_code) for each in statements]
     copied = [_GivesVariables().visit(each) for each in copied]
-    stored = {
-        node.id
-        for each in copied
-        for node in _walk_scope(each)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    stored |= {each.name for each in copied if isinstance(each, _SCOPES[:2])}
+    stored = assigned_in(copied)
     is_module = not frame.f_code.co_flags & _OPTIMIZED
     values = variables_of(frame)
     shared = stored | {"__turn"} if is_module else _declared_global(frame.f_code)
     make = _compiled_for_module if is_module else _compiled_for_function
-    function = make(frame, values, copied, sorted(shared))
-    return Body(function, values, frozenset(stored), frozenset(shared))
+    function, code = make(frame, values, copied, sorted(shared))
+    return Body(function, code, values, frozenset(stored), frozenset(shared))
 
 
 _VARIABLES = "__import__('builtins').locals()"
@@ -379,14 +461,13 @@ def _define(name: str, names: Iterable[str], body: list[ast.stmt]) -> Any:
     return ast.FunctionDef(**{key: parts[key] for key in ast.FunctionDef._fields if key in parts})
 
 
-def _made(frame: FrameType, function: Any) -> Callable[..., Any]:
+def _made(frame: FrameType, function: Any) -> Any:
     module = ast.fix_missing_locations(ast.Module(body=[function], type_ignores=[]))
     space: dict[str, Any] = {}
     flags = frame.f_code.co_flags & _FUTURE
     code = compile(module, frame.f_code.co_filename, "exec", flags=flags, dont_inherit=True)
     exec(code, frame.f_globals, space)
-    made: Callable[..., Any] = space[function.name]
-    return made
+    return space[function.name]
 
 
 def _name_like(function: Any, code: CodeType) -> None:
@@ -401,7 +482,7 @@ _FUTURE = 0x1FF0000  # the compiler flags of `from __future__ import ...`
 
 def _compiled_for_module(
     frame: FrameType, variables: Mapping[str, Any], body: list[ast.stmt], shared: list[str]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], CodeType]:
     function = _made(frame, _define("__body__", [], [ast.Global(shared), *_once(body)]))
     _name_like(function, frame.f_code)
 
@@ -409,12 +490,12 @@ def _compiled_for_module(
         result = function()
         return dict(frame.f_globals) if isinstance(result, dict) else result
 
-    return call
+    return call, function.__code__
 
 
 def _compiled_for_function(
     frame: FrameType, variables: Mapping[str, Any], body: list[ast.stmt], shared: list[str]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], CodeType]:
     code = frame.f_code
     first = code.co_varnames[:1]  # `super()` asks for the first argument
     names = dict.fromkeys([*first, *variables])
@@ -430,4 +511,4 @@ def _compiled_for_function(
     def call(values: Mapping[str, Any]) -> Any:
         return function(*(values[name] for name in free))
 
-    return call
+    return call, function.__code__

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import csv
 import ctypes
 import functools
 import gc
@@ -21,7 +22,8 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -90,11 +92,14 @@ def call_within(seconds: float, function: Callable[..., Any], *args: Any) -> Any
 
     Nothing else is interrupted, so what has to be put back is put back after it.
     """
-    ident, lock, is_over = threading.get_ident(), threading.Lock(), [False]
+    ident, lock = threading.get_ident(), threading.Lock()
+    is_over = was_late = False
 
     def end() -> None:
+        nonlocal was_late
         with lock:
-            if not is_over[0]:
+            if not is_over:
+                was_late = True
                 _raise_in(ident, ctypes.py_object(ReplayTooLong))
 
     timer = threading.Timer(seconds, end)
@@ -104,9 +109,21 @@ def call_within(seconds: float, function: Callable[..., Any], *args: Any) -> Any
         return function(*args)
     finally:
         with lock:
-            is_over[0] = True
-            _raise_in(ident, ctypes.py_object())  # one that is on its way does not come
+            is_over = True
         timer.cancel()
+        if was_late:
+            _let_it_come()
+
+
+def _let_it_come() -> None:
+    """Have an error that is on its way come here.
+
+    To take it back (with no error in its place) leaves the interpreter a sign that something is
+    on its way; where a profiler or debugger is at work, Python 3.11 waits for that for ever.
+    """
+    with contextlib.suppress(ReplayTooLong):
+        for _ in range(1000):
+            pass
 
 
 class ReplayTooLong(ReplayEnded):
@@ -450,17 +467,14 @@ def _open_for_reading(original: Any, file: Any, mode: str = "r", *args: Any, **k
 def _open_files_aside() -> Iterator[None]:
     """Let what is written to open files go nowhere.
 
-    Their descriptors lead to the null device meanwhile. Another thread might write to one of them
-    just then and lose it, so where there are such threads, the first write ends the block instead.
+    Their descriptors lead to the null device meanwhile. Files that other threads hold may be
+    written by them just then: a write of ours to one of these ends the block instead.
     """
     files = [file for file in _open_files() if _descriptor(file) is not None]
-    if not files:
-        yield
-        return
-    if _has_writing_threads():
-        with _ended_by_writes():
-            yield
-        return
+    shared = _files_of_threads(files) if files else set()
+    if any(_descriptor(file) in shared for file in _files_of_csv_writers()):
+        raise ReplayEnded("a table is open that another thread may write")  # which nobody sees
+    files = [file for file in files if _descriptor(file) not in shared]
     null = os.open(os.devnull, os.O_WRONLY)
     aside: list[tuple[int, int]] = []
     try:
@@ -468,7 +482,8 @@ def _open_files_aside() -> Iterator[None]:
         for number in {file.fileno() for file in files}:  # a text file has layers with the same
             aside.append((number, os.dup(number)))
             os.dup2(null, number)
-        yield
+        with _ended_by_writes(shared) if shared else contextlib.nullcontext():
+            yield
     finally:
         _flush(files)
         for number, kept in aside:
@@ -500,28 +515,59 @@ def _descriptor(file: Any) -> int | None:
         return None
 
 
-def _has_writing_threads() -> bool:
-    """Whether threads are running that may write; those of loaders and bars do not."""
+def _files_of_threads(files: Iterable[Any]) -> set[int | None]:
+    """The descriptors of those files that other threads hold; those of loaders and bars do not."""
     ours = threading.get_ident()
     quiet = ("QueueFeederThread", "pin_memory", "tqdm", "TMonitor", "stayfinite")
-    names = [
-        f"{type(each).__name__} {each.name}"
-        for each in threading.enumerate()
-        if each.ident != ours and each is not threading.main_thread()
-    ]
-    return any(not any(word in name for word in quiet) for name in names)
+    frames = sys._current_frames()
+    todo: deque[Any] = deque()
+    for thread in threading.enumerate():
+        is_quiet = any(word in f"{type(thread).__name__} {thread.name}" for word in quiet)
+        if thread.ident == ours or thread is threading.main_thread() or is_quiet:
+            continue
+        todo.append(vars(thread))
+        frame = frames.get(thread.ident or 0)
+        while frame is not None:
+            todo.append(variables_of(frame))
+            frame = frame.f_back
+    wanted, found, seen = {id(file) for file in files}, set[int | None](), set[int]()
+    while todo and len(seen) < _MOST_OBJECTS:
+        value = todo.popleft()
+        if id(value) in seen or isinstance(value, (str, bytes, int, float, Tensor, *_NOT_WALKED)):
+            continue
+        seen.add(id(value))
+        if id(value) in wanted:
+            found.add(_descriptor(value))
+        if isinstance(value, types.FunctionType):
+            todo.extend(value.__closure__ or ())  # not its module's names: all is reached by them
+        else:
+            todo.extend(gc.get_referents(value))
+    return found
+
+
+_NOT_WALKED = (type, types.ModuleType, types.FrameType, types.CodeType)
+
+
+def _files_of_csv_writers() -> list[Any]:
+    """What they write is written by C code to C code, so nobody can see it coming."""
+    methods = [m for w in gc.get_objects() if type(w) is _csv_writer for m in gc.get_referents(w)]
+    return [each.__self__ for each in methods if hasattr(each, "__self__")]
+
+
+_csv_writer = type(csv.writer(io.StringIO()))
 
 
 @contextlib.contextmanager
-def _ended_by_writes() -> Iterator[None]:
-    """End the block at the first write of this thread to an open file."""
+def _ended_by_writes(shared: Container[int | None]) -> Iterator[None]:
+    """End the block at the first write of this thread to one of these files."""
     before = sys.getprofile()
     layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
     def watch(frame: FrameType, event: str, called: Any) -> None:
         writes = event == "c_call" and called.__name__ in ("write", "writelines", "truncate")
-        if writes and isinstance(getattr(called, "__self__", None), layers):
-            raise ReplayEnded("it writes to a file that is open")
+        file = getattr(called, "__self__", None) if writes else None
+        if isinstance(file, layers) and _descriptor(file) in shared:
+            raise ReplayEnded("it writes to a file that another thread may write")
 
     sys.setprofile(watch)
     try:

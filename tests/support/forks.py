@@ -173,6 +173,8 @@ def _import_what_forks_need() -> None:
     import torch
     import torch._dynamo
     import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
     import torch.distributions
     import torch.nn.parallel
     import torch.utils.checkpoint

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import csv
 import ctypes
 import functools
 import gc
@@ -35,7 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stayfinite.living import living
+from stayfinite.living import CSV_WRITER, FILES, living
 from stayfinite.locate.source import USER, kind_of
 from stayfinite.replay.loop import is_forwarding, variables_of
 from stayfinite.replay.moments import is_users_class
@@ -416,7 +415,7 @@ def _no_effects(*, is_last: bool) -> Iterator[None]:
         ]
         if not is_last:
             # Where a generator stands cannot be put back.
-            found = [each for each in gc.get_objects() if type(each) is types.GeneratorType]
+            found = living(types.GeneratorType)
             old = {id(each) for each in found if kind_of(each.gi_code) == USER}
             others.append((builtins, "next", functools.partial(_next_of_new, next, old)))
         for owner, name, other in others:
@@ -501,9 +500,8 @@ def _flush(files: Iterable[Any]) -> None:
 
 def _open_files() -> list[Any]:
     """Files that are open for writing; the outermost layer of each."""
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
     standard = {id(each) for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    found = [each for each in gc.get_objects() if type(each) in kinds]
+    found = [file for kind in FILES for file in living(kind) if type(file) is kind]
     files = [each for each in found if not each.closed and id(each) not in standard]
     return [each for each in files if each.writable() and (_descriptor(each) or 0) > 2]
 
@@ -550,23 +548,19 @@ _NOT_WALKED = (type, types.ModuleType, types.FrameType, types.CodeType)
 
 def _files_of_csv_writers() -> list[Any]:
     """What they write is written by C code to C code, so nobody can see it coming."""
-    methods = [m for w in gc.get_objects() if type(w) is _csv_writer for m in gc.get_referents(w)]
+    methods = [method for writer in living(CSV_WRITER) for method in gc.get_referents(writer)]
     return [each.__self__ for each in methods if hasattr(each, "__self__")]
-
-
-_csv_writer = type(csv.writer(io.StringIO()))
 
 
 @contextlib.contextmanager
 def _ended_by_writes(shared: Container[int | None]) -> Iterator[None]:
     """End the block at the first write of this thread to one of these files."""
     before = sys.getprofile()
-    layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
     def watch(frame: FrameType, event: str, called: Any) -> None:
         writes = event == "c_call" and called.__name__ in ("write", "writelines", "truncate")
         file = getattr(called, "__self__", None) if writes else None
-        if isinstance(file, layers) and _descriptor(file) in shared:
+        if isinstance(file, FILES) and _descriptor(file) in shared:
             raise ReplayEnded("it writes to a file that another thread may write")
 
     sys.setprofile(watch)

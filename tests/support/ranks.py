@@ -9,11 +9,12 @@ from typing import Any
 from forks import SOURCE, Fork
 
 HEAD = """
-import json, sys, torch, torch.distributed as dist
+import datetime, json, sys, torch, torch.distributed as dist
 from stayfinite.distributed import agree, rank, world_size
 folder, me, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
-dist.init_process_group({how}, init_method=f"file://{{folder}}/meeting", rank=me, world_size=world)
+dist.init_process_group({how}, init_method=f"file://{{folder}}/meeting", rank=me, world_size=world,
+                        timeout=datetime.timedelta(seconds={seconds}))
 """
 TAIL = """
 json.dump(said, open(f"{folder}/{me}.json", "w"))
@@ -21,10 +22,15 @@ dist.destroy_process_group()
 """
 
 
-def answers(folder: Path, body: str, *, world: int = 2, how: str = '"gloo"') -> list[Any]:
-    """What each process has put into `said`; it finds its rank in `me`."""
+def answers(
+    folder: Path, body: str, *, world: int = 2, how: str = '"gloo"', seconds: float = 60
+) -> list[Any]:
+    """What each process has put into `said`; it finds its rank in `me`.
+
+    Whoever waits for another rank longer than these seconds gets an error.
+    """
     script = folder / "rank.py"
-    script.write_text(HEAD.format(how=how) + body + TAIL)
+    script.write_text(HEAD.format(how=how, seconds=seconds) + body + TAIL)
     environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
     processes = []
     for me in range(world):

@@ -35,7 +35,7 @@ from stayfinite.detect.hooks import (
     watch_scaling,
     watch_steps,
 )
-from stayfinite.detect.memory import unwrapped
+from stayfinite.detect.memory import local, unwrapped
 from stayfinite.guard.evidence import (
     BadValues,
     bad_gradients,
@@ -258,7 +258,9 @@ class LoopReplay:
         probe = _Probe(guard, noticed, finding, turn)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
-            all_of_them.enter_context(protected(frames, is_last=guard.settings.on_nan == "stop"))
+            is_last = guard.settings.on_nan == "stop"
+            is_apart = noticed.world > 1
+            all_of_them.enter_context(protected(frames, is_last=is_last, is_apart=is_apart))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
@@ -496,6 +498,9 @@ class _Probe(StepListener):
 
     def _is_as_noticed(self, found: BadValues) -> bool:
         """Whether the values are those that were noticed, bit by bit."""
+        if self._noticed.world > 1:  # gradients were those of all ranks
+            losses = [(n, v) for n, v in found.named if n in self._values and "." not in n]
+            return all(_same_bits(v, self._values[name][1]) for name, v in losses)
         pairs = [(v, self._values[name][1]) for name, v in found.named if name in self._values]
         if not pairs:  # weights and statistics, which are where they were
             pairs = list(self._values.values())
@@ -525,10 +530,11 @@ def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> No
     for param, gradient in zip(params_of(optimizer), gradients, strict=False):
         param.grad = gradient
         if not all_finite([param]):
-            noise = torch.randn(param.shape, generator=generator).mul_(0.02).to(param)
-            param.copy_(torch.where(param.isfinite(), param, noise))
+            own = local(param)
+            noise = torch.randn(own.shape, generator=generator).mul_(0.02).to(own)
+            own.copy_(torch.where(own.isfinite(), own, noise))
         held = optimizer.state[param].values() if param in optimizer.state else ()
-        for tensor in (value for value in held if isinstance(value, Tensor)):
+        for tensor in (local(value) for value in held if isinstance(value, Tensor)):
             if tensor.is_floating_point() and not all_finite([tensor]):
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -556,7 +562,9 @@ def _said(incident: Incident, turn: Turn, folder: str | None, *, is_same: bool) 
     """The incident with a line on how it was found."""
     where = f"{relative(turn.loop.file, folder)}:{turn.loop.line}"
     how = "went bad again in the same way, bit for bit" if is_same else "went bad again"
-    said = f"The loop at {where} was run again from the beginning of this step: it {how}."
+    how = "went bad again" if incident.world > 1 else how  # gradients were those of all ranks
+    alone = " on this rank alone" if incident.world > 1 else ""
+    said = f"The loop at {where} was run again{alone} from the beginning of this step: it {how}."
     if not is_same:
         said += " Some values were not the same as the first time."
     return _with_evidence(incident, said)

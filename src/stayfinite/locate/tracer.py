@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect.finite import classify
-from stayfinite.detect.memory import unwrapped
+from stayfinite.detect.memory import is_sharded, local, unwrapped
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.locate.capture import KeptCalls, is_parameter
@@ -169,6 +169,8 @@ class Tracer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if types and any(map(is_sharded, types)):
+            return NotImplemented  # a DTensor's: it comes again as what it does to the shards
         if self.is_paused:
             return func(*args, **kwargs)
         try:
@@ -413,6 +415,7 @@ class Facts:
 
     def enter(self, tensor: Tensor, path: str) -> None:
         """A top-level module is given this: where is its largest value?"""
+        tensor = local(tensor)
         is_plain = tensor.layout is torch.strided and tensor.is_floating_point()
         if not is_plain or not tensor.numel() or tensor.requires_grad:
             return
@@ -478,6 +481,7 @@ def _batch_dim(tensor: Tensor, size: int | None) -> int | None:
 
 def _bad_rows(tensor: Tensor, dim: int) -> dict[str, Any]:
     """The rows that hold a bad value, and how many they are."""
+    tensor = local(tensor)
     if not tensor.dim() or tensor.layout is not torch.strided:
         return {}
     bad = ~torch.isfinite(tensor.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -94,6 +95,18 @@ def heard(rank: int, topic: str) -> str:
     store = _store()
     store.wait([_key(topic, rank)], _PATIENCE)
     return str(store.get(_key(topic, rank)).decode())
+
+
+def meet(topic: str, count: int) -> bool:
+    """Whether so many ranks come here before long; there is no collective in this."""
+    store, key = _store(), f"stayfinite/{topic}"
+    until = time.monotonic() + _PATIENCE.total_seconds()
+    store.add(key, 1)
+    while store.add(key, 0) < count:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 _END = "stayfinite/end"

@@ -160,7 +160,7 @@ def test_the_most_certain_rank_is_the_first_of_the_highest(scenes: dict[str, lis
 def test_a_capsule_is_written_where_the_step_went_bad(scenes: dict[str, list[Any]]) -> None:
     first, second = scenes["capsules"]
     assert first == ["the step went bad on rank 1: call guard.capsule there.", "1-0.capsule"]
-    assert second == ["0-1.capsule", "1-1.capsule"]
+    assert second == ["0-1.capsule", "the step went bad on rank 0: call guard.capsule there."]
 
 
 def test_show_names_the_rank_and_tells_of_a_shared_incident_once(

@@ -235,7 +235,7 @@ def train(
             for step in range(steps):
                 if skips and step == AT:
                     continue
-                strike(fault, step)
+                strike(fault, step)  # in the block, so that the guard hears of it
                 if ours:
                     guard.step(update, step)
                 else:

@@ -29,8 +29,17 @@ def answers(
 
     Whoever waits for another rank longer than these seconds gets an error.
     """
+    codes, said = outcomes(folder, body + TAIL, world=world, how=how, seconds=seconds)
+    assert codes == [0] * world, "\n".join(said)
+    return [json.loads((folder / f"{me}.json").read_text()) for me in range(world)]
+
+
+def outcomes(
+    folder: Path, body: str, *, world: int = 2, how: str = '"gloo"', seconds: float = 60
+) -> tuple[list[int], list[str]]:
+    """The exit codes of the processes, and what they printed."""
     script = folder / "rank.py"
-    script.write_text(HEAD.format(how=how, seconds=seconds) + body + TAIL)
+    script.write_text(HEAD.format(how=how, seconds=seconds) + body)
     environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
     processes = []
     for me in range(world):
@@ -38,6 +47,4 @@ def answers(
         with open(folder / f"{me}.out", "wb") as out:
             processes.append(Fork(words, env=environment, cwd=folder, stdout=out, stderr=out))
     codes = [process.wait(timeout=240) for process in processes]
-    said = (folder / f"{me}.out" for me in range(world))
-    assert codes == [0] * world, "\n".join(path.read_text() for path in said)
-    return [json.loads((folder / f"{me}.json").read_text()) for me in range(world)]
+    return codes, [(folder / f"{me}.out").read_text() for me in range(world)]

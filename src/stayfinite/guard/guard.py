@@ -736,12 +736,19 @@ class Guard(StepListener):
         is_ours = is_ours or any(job.replay is not None for job in self.jobs.values())
         if not self.notes_moments or self.past.tracing.is_on or is_ours:
             return None
-        if incident.world > 1 and not self.past.rank_groups.may_run_apart(finding.optimizer):
+        optimizer, groups = finding.optimizer, self.past.rank_groups
+        ranks = None if optimizer is None else groups.of(optimizer)
+        is_together = ranks is not None and not ranks.is_replicated
+        if incident.world > 1 and not is_together and not groups.may_run_apart(optimizer):
             return None
         from stayfinite.guard.loop_replay import LoopReplay, standing_at, standing_in
 
         if self._loop_replay is None:
             self._loop_replay = LoopReplay(self, self.past.moments)
+        if ranks is not None and is_together:
+            if finding.is_after_update:
+                return None
+            return self._loop_replay.locate_together(incident, finding, standing_at(frame), ranks)
         is_over = finding.is_after_update and not self.past.moments.has_weights
         if is_over and not finding.is_in_turn:
             return self._loop_replay.locate_update(incident, finding)

@@ -36,12 +36,14 @@ from stayfinite.detect.hooks import (
     watch_steps,
 )
 from stayfinite.detect.memory import local, unwrapped
+from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     BadValues,
     bad_gradients,
     bad_parameters,
     explain_incident,
 )
+from stayfinite.guard.ranks import Ranks
 from stayfinite.living import living, one_look
 from stayfinite.locate.source import call_at, relative
 from stayfinite.records import Incident
@@ -49,6 +51,7 @@ from stayfinite.replay.loop import (
     Body,
     CannotRunError,
     Loop,
+    asks_for_rank,
     body_of,
     function_around,
     loops_around,
@@ -133,6 +136,39 @@ class LoopReplay:
                     return located
                 similar = located if similar is None or found.is_same else similar
         return similar
+
+    @one_look()
+    def locate_together(
+        self,
+        incident: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+        ranks: Ranks,
+    ) -> Incident | None:
+        """The same where a step needs all ranks, as sharded parameters do: each must come here.
+
+        They run it from its beginning to its update, bad or not, so that nobody is waited for.
+        """
+        self.reasons = []
+        turn = next(self._turns(standing), None) if self._left else None
+        is_able = turn is not None and (ranks.is_pipeline or not asks_for_rank(turn.loop))
+        if turn is not None and is_able:
+            try:
+                body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+            except (CannotRunError, SyntaxError, ValueError) as error:
+                self.reasons.append(str(error))
+                is_able = False
+        if ranks.agree(not is_able) or turn is None:
+            return None
+        self._left -= 1
+        found = self.run(turn, incident, finding, standing, ranks=ranks)
+        if not ranks.have_all_come():
+            said = f"a step could not be run again on all ranks ({found.reason})"
+            raise TrainingAbortedError(f"{said}, and the others wait for this one.")
+        if found.incident is None:
+            self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
+            return None
+        return _said(found.incident, turn, self.folder, is_same=found.is_same)
 
     @property
     def folder(self) -> str | None:
@@ -235,10 +271,11 @@ class LoopReplay:
         standing: Sequence[tuple[FrameType, int]],
         *,
         seconds: float = _MOST_SECONDS,
+        ranks: Ranks | None = None,
     ) -> Replayed:
-        """Run the turn again; everything is as before afterwards."""
+        """Run the turn again, with all `ranks` if given; everything is as before afterwards."""
         try:
-            return self._run(turn, noticed, finding, standing, seconds)
+            return self._run(turn, noticed, finding, standing, seconds, ranks)
         except ReplayEnded as end:  # by something of ours; it must not reach the user's code
             return Replayed(reason=end.reason)
 
@@ -249,17 +286,18 @@ class LoopReplay:
         finding: BadValues,
         standing: Sequence[tuple[FrameType, int]],
         seconds: float,
+        ranks: Ranks | None,
     ) -> Replayed:
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
         except (CannotRunError, SyntaxError, ValueError) as error:
             return Replayed(reason=str(error))
         guard = self._guard
-        probe = _Probe(guard, noticed, finding, turn)
+        probe = _Probe(guard, noticed, finding, turn, is_together=ranks is not None)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
             is_last = guard.settings.on_nan == "stop"
-            is_apart = noticed.world > 1
+            is_apart = noticed.world > 1 and ranks is None
             all_of_them.enter_context(protected(frames, is_last=is_last, is_apart=is_apart))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
@@ -288,7 +326,7 @@ class LoopReplay:
             had = self._moments.has_gradients.get(id(optimizer), False)
             for param in params_of(optimizer):
                 if param.grad is not None:
-                    param.grad = torch.zeros_like(param.grad) if had else None
+                    param.grad = torch.zeros_like(param.grad) if had else None  # no collective
 
 
 Path = list[tuple[CodeType, int]]
@@ -361,7 +399,17 @@ def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
 class _Probe(StepListener):
     """Hears of the steps of a replay, and ends it where the bad value was noticed."""
 
-    def __init__(self, guard: Guard, noticed: Incident, finding: BadValues, turn: Turn) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        noticed: Incident,
+        finding: BadValues,
+        turn: Turn,
+        *,
+        is_together: bool = False,
+    ) -> None:
+        self._is_together = is_together  # all ranks run it, up to the update
+        self._bad_loss: BadValues | None = None
         self._guard, self._noticed, self._finding, self._turn = guard, noticed, finding, turn
         self._moments = deque(turn.since)
         self._unscaled: list[tuple[Any, Any]] = []
@@ -394,7 +442,10 @@ class _Probe(StepListener):
     def run(self, body: Body, *, seconds: float) -> Replayed:
         try:
             carried = self._turn.began.values_in(self._turn.frame)
-            values = call_within(seconds, body.run, carried)
+            if self._is_together:  # nobody may leave the others alone
+                values = body.run(carried)
+            else:
+                values = call_within(seconds, body.run, carried)
             self._reason = "it did not come to where the value was noticed"
             self._look_at(values)
             self._came_to_end = True
@@ -434,7 +485,11 @@ class _Probe(StepListener):
             if root.numel() == 1:
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
                 if not all_finite([loss]):
-                    self._end(BadValues([("loss", loss)], self._finding.optimizer))
+                    bad = BadValues([("loss", loss)], self._finding.optimizer)
+                    if not self._is_together:
+                        self._end(bad)
+                    self._bad_loss = self._bad_loss or bad
+                    return
                 self._loss = float(unwrapped(loss).detach().mean())  # host sync
 
     def judge(
@@ -461,7 +516,10 @@ class _Probe(StepListener):
             raise ReplayEnded
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
-        if not all_finite(gradients_of(optimizer)):
+        if self._bad_loss is not None:
+            self._end(self._bad_loss)
+        # What was born here may have gone to the shard of another rank.
+        if self._is_together or not all_finite(gradients_of(optimizer)):
             self._end(bad_gradients(pairs_of(optimizer), optimizer))
 
     def _look_at(self, values: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -33,6 +34,7 @@ from stayfinite.distributed import (
     heard,
     is_lost_peer,
     last_word,
+    meet,
     rank,
     say_word,
     tell,
@@ -48,22 +50,31 @@ from stayfinite.training import params_of
 logger = logging.getLogger("stayfinite")
 
 # How sure a rank is that a bad value began with it.
-_BORN, _BEFORE_REDUCTION, _AFTER_REDUCTION = 3, 2, 1
+_HARMED, _BORN, _BEFORE_REDUCTION, _AFTER_REDUCTION = 4, 3, 2, 1
 
 
 class Ranks:
     """What this rank knows of the step under way, and what all know of the last update."""
 
-    def __init__(self, groups: Sequence[Group], *, is_replicated: bool, looks: EarlyLooks) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        is_replicated: bool,
+        is_pipeline: bool,
+        looks: EarlyLooks,
+    ) -> None:
         self.groups = groups
         self.is_replicated = is_replicated  # all hold the same parameters
+        self.is_pipeline = is_pipeline
         self.looks = looks
         self.word = Word()
         self.loss: BadValues | None = None  # bad, on this rank, in the step under way
         self.had_loss: BadValues | None = None  # the same, once its update was asked about
         self.harm: BadValues | None = None  # that the last update has done on this rank
         self.had_harm: BadValues | None = None  # the same, once all have been told of it
-        self._told = 0
+        self._told = self._meetings = 0
+        self._size = math.prod(dist.get_world_size(group) for group in groups)
         self._sight: Sight | None = None
         self._guess: Origin | None = None
 
@@ -79,6 +90,8 @@ class Ranks:
             certainty = _BORN
         if not certainty and is_bad:
             certainty = _AFTER_REDUCTION
+        if is_harmed:  # whatever came of it elsewhere
+            certainty = _HARMED
         self.had_harm, self.harm, self._sight = self.harm, None, sight
         self.had_loss, self.loss = self.loss, None
         try:
@@ -88,6 +101,11 @@ class Ranks:
         except RuntimeError as error:
             raise PeerLostError(_lost(error)) from error
         return self.word
+
+    def have_all_come(self) -> bool:
+        """Whether all ranks come here soon; who is missing waits for this one in a collective."""
+        self._meetings += 1
+        return meet(f"replay {self.word.number}.{self._meetings}", self._size)
 
     def saw_bad_loss(self, finding: BadValues) -> None:
         """A backward pass is about to begin from it; it has to run, since the others' does."""
@@ -135,9 +153,7 @@ class Ranks:
         if sight is None:
             return incident
         origin = Origin(phase=sight.phase, module=sight.module, exact=False)
-        diagnosis = Diagnosis(
-            cause="unknown", why=sight.why, fix="", confidence="possible", evidence=()
-        )
+        diagnosis = incident.diagnosis or Diagnosis(cause="unknown", why=sight.why, fix="")
         return dataclasses.replace(incident, origin=origin, diagnosis=diagnosis)
 
 
@@ -298,6 +314,9 @@ class RankGroups:
         for param in params if replicas else ():
             looks.attach(_look_at_gradient(param, looks))
         for wrapper in wrappers:
+            flat = getattr(wrapper, "_flat_param", None)  # private: FSDP1's, whole in a pass
+            if flat is not None:
+                looks.attach(_look_at_gradient(flat, looks))
             for group in _sharded_groups(wrapper):
                 looks.attach(_look_before_reduction(wrapper, group, looks))
         for stage in stages:
@@ -309,7 +328,7 @@ class RankGroups:
             groups = (replicas[0].process_group,)
         else:
             groups = WORLD if stages or not meshes else _mesh_groups(meshes[0])
-        return Ranks(groups, is_replicated=is_replicated, looks=looks)
+        return Ranks(groups, is_replicated=is_replicated, is_pipeline=bool(stages), looks=looks)
 
 
 def _wrappers(ours: set[int]) -> list[nn.Module]:
@@ -366,11 +385,13 @@ def _sharded_groups(module: nn.Module) -> list[Any]:
 
 
 def unsharded_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The whole parameters that FSDP2 puts in the place of its shards during a pass."""
-    groups = [group for root in modules for m in root.modules() for group in _sharded_groups(m)]
-    params = [param for group in groups for param in group.fsdp_params]
+    """The whole parameters that FSDP puts in the place of its shards during a pass."""
+    inner = [module for root in modules for module in root.modules()]
+    params = [p for module in inner for group in _sharded_groups(module) for p in group.fsdp_params]
     # Private: nothing public leads from one to the other.
-    return [p._unsharded_param for p in params if hasattr(p, "_unsharded_param")]
+    whole = [getattr(param, "_unsharded_param", None) for param in params]
+    whole += [getattr(module, "_flat_param", None) for module in inner]
+    return [param for param in whole if param is not None]
 
 
 def _look_before_reduction(module: nn.Module, group: Any, looks: EarlyLooks) -> Attachment:

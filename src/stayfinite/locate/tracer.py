@@ -80,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self._infos = OpInfos()
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
+        self.first_birth: Event | None = None  # in the step under way
         self.facts = Facts(self._past, self.nodes, reads)
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
@@ -240,6 +241,8 @@ class Tracer(TorchDispatchMode):
                 summarize(name, t) for name, t in given if t.numel() and not holds(written, t)
             )
             event.outputs = (summarize("output", bad),)
+            if kind == "birth" and self.first_birth is None and not call.info.is_collective:
+                self.first_birth = event
         else:
             event.facts = self.facts.of_spread(call, bad, sys._getframe(2))
         self._mark(bad, event, replace=bool(written) and covers_storage(bad))

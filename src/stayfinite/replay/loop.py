@@ -9,6 +9,7 @@ import ast
 import copy
 import functools
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,15 @@ class Loop:
     def repeats(self, number: int) -> bool:
         """Whether that statement has a loop inside, so that it may pass a place several times."""
         return number >= 0 and any(map(_is_loop, _walk_scope(self.node.body[number])))
+
+
+_RANK = re.compile("rank|main_?process|master|is_main|chief")
+
+
+def asks_for_rank(loop: Loop) -> bool:
+    """Whether something in the loop is done on some ranks only, as far as its names tell."""
+    tests = [n.test for n in _walk_scope(loop.node) if isinstance(n, (ast.If, ast.IfExp))]
+    return any(_RANK.search(ast.unparse(test).lower()) for test in tests)
 
 
 def loops_around(code: CodeType, line: int) -> tuple[Loop, ...]:

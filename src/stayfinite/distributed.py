@@ -111,8 +111,10 @@ def meet(topic: str, count: int) -> bool:
 
 _END = "stayfinite/end"
 # What gloo and NCCL say on a rank that has lost another one.
-LOST_PEER = ("gloo", "closed by peer", "reset by peer", "Connection closed", "Broken pipe")
-LOST_PEER += ("NCCL", "pair closure")
+_LOST_PEER = (
+    *("gloo", "closed by peer", "reset by peer", "Connection closed", "Broken pipe"),
+    *("NCCL", "pair closure"),
+)
 
 
 def leave_word(error: BaseException) -> None:
@@ -135,7 +137,7 @@ def last_word() -> str | None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether it says no more than that another rank is gone."""
-    is_theirs = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PEER)
+    is_theirs = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
     return is_theirs and world_size() > 1
 
 

@@ -175,7 +175,8 @@ def test_the_line_is_found_where_it_stands_whatever_the_reduction(
     incident = left_out_together(broken, kind, fault)
     line, module, cause = LINES[fault]
     module = "0" if kind == "pipeline" else module  # of its stage
-    assert (incident["code"], incident["module"], incident["cause"]) == (line, module, cause)
+    assert (incident["code"], incident["module"]) == (line, module)
+    assert incident["cause"] == ("low_precision_underflow" if "fp16" in kind else cause)
 
 
 @pytest.mark.parametrize("kind", FOUR)

@@ -230,18 +230,18 @@ def train(
         guard = stayfinite.watch(model, optimizer, scaler=scaler, on_nan=on_nan, sinks=[], **how)
     counted = Collectives()
     error: BaseException | None = None
-    with guard, counted if counts else contextlib.nullcontext():
-        try:
+    try:
+        with guard, counted if counts else contextlib.nullcontext():
             for step in range(steps):
                 if skips and step == AT:
                     continue
-                strike(fault, step)  # in the block, so that the guard hears of it
+                strike(fault, step)
                 if ours:
                     guard.step(update, step)
                 else:
                     update(step)
-        except Exception as caught:
-            error = caught
+    except Exception as caught:
+        error = caught
     return told(job.weights(), optimizer, losses, guard, error) | {"count": dict(counted.count)}
 
 
@@ -262,8 +262,8 @@ def train_pipeline(
     if on_nan is not None:
         guard = stayfinite.watch(model, optimizer, on_nan=on_nan, sinks=[])  # type: ignore[arg-type]
     error: BaseException | None = None
-    with guard:
-        try:
+    try:
+        with guard:
             for step in range(steps):
                 x, _, target = batch_of(step, 1, fault)
                 if skips and step == AT:
@@ -278,8 +278,8 @@ def train_pipeline(
                     model[0].up.weight.grad[0, 0] = float("inf")
                 optimizer.step()
                 losses.append(float(sum(float(part.detach()) for part in parts)))
-        except Exception as caught:
-            error = caught
+    except Exception as caught:
+        error = caught
     return told(list(model.parameters()), optimizer, losses, guard, error)
 
 

@@ -245,7 +245,6 @@ class RankGroups:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Optimizer], Ranks | None]] = {}
         self.given: Group | None = None  # by the user
-        self.has_given = False
 
     def at_update(self, optimizer: Optimizer) -> Ranks | None:
         """The ranks that make its updates together; None if this process is alone with it."""
@@ -307,7 +306,7 @@ class RankGroups:
         wrappers = _wrappers(ours)
         stages = [stage for stage in _stages() if _holds(stage.submod, ours)]
         meshes = [param.device_mesh for param in params if is_sharded(type(param))]  # type: ignore[attr-defined]
-        if not (wrappers or stages or meshes or self.has_given):
+        if not (wrappers or stages or meshes or self.given is not None):
             return None
         looks = EarlyLooks()
         replicas = [each for each in wrappers if isinstance(each, DistributedDataParallel)]
@@ -322,7 +321,7 @@ class RankGroups:
         for stage in stages:
             looks.attach(_look_at_stage(stage, looks))
         is_replicated = bool(replicas) and not (meshes or stages or len(wrappers) > len(replicas))
-        if self.has_given:
+        if self.given is not None:
             groups: Sequence[Group] = (self.given,)
         elif is_replicated:
             groups = (replicas[0].process_group,)
@@ -381,7 +380,7 @@ def _sharded_groups(module: nn.Module) -> list[Any]:
     if not hasattr(module, "set_custom_reduce_scatter"):
         return []
     # Private: set_custom_reduce_scatter() would throw away what the user may have put there.
-    return list(module._get_fsdp_state()._fsdp_param_groups)  # type: ignore[operator, union-attr]
+    return list(module._get_fsdp_state()._fsdp_param_groups)  # type: ignore[operator]
 
 
 def unsharded_of(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -353,10 +353,10 @@ class Guard(StepListener):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._leave(error)
+            self.tell_ranks(error)
         self.close()
 
-    def _leave(self, error: BaseException) -> None:
+    def tell_ranks(self, error: BaseException) -> None:
         """This process ends by an error: the other ranks may want to know why."""
         if world_size() > 1:
             note_lost_peer(error)
@@ -417,7 +417,7 @@ class Guard(StepListener):
     def script_crashed(self, error: BaseException) -> None:
         """The script died of an error of its own; an incident if a NaN was behind it."""
         past = self.past
-        self._leave(error)
+        self.tell_ranks(error)
         if past.incidents or self._attachment is None:
             return
         with past.aside:

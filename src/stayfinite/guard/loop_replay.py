@@ -151,7 +151,9 @@ class LoopReplay:
         """
         self.reasons = []
         turn = next(self._turns(standing), None) if self._left else None
-        is_able = turn is not None and (ranks.is_pipeline or not asks_for_rank(turn.loop))
+        # Whoever gives up midway leaves the others waiting, and the run ends; with "stop" it does.
+        is_sure = ranks.is_pipeline or self._guard.settings.on_nan == "stop"
+        is_able = turn is not None and (is_sure or not asks_for_rank(turn.loop, until=turn.line))
         if turn is not None and is_able:
             try:
                 body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)

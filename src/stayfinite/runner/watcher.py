@@ -148,7 +148,7 @@ class Watch:
         return ProcessRecord(
             pid=self.pid,
             born=birth_of_process(self.pid) or "",
-            rank=self.rank or 0,
+            rank=self.rank or rank(),
             result=result,
             saw_torch=guard is not None,
             stopped=self.has_stopped or is_ended,

@@ -432,7 +432,59 @@ def workers(watch, folder):
     return left(model, optimizer)
 
 
+def target_that_the_body_changes(watch, folder):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with watch(model, optimizer):
+        for number, (x, _) in enumerate(loader(shuffle=True)):
+            x = x * (1 + number % 2)
+            loss = loss_of(model, x)
+            x = x + 3.0
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return left(model, optimizer)
+
+
+def list_whose_items_the_body_changes(watch, folder):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = list(loader())
+    with watch(model, optimizer):
+        for number, (x, _) in enumerate(batches):
+            x = x * 2.0
+            loss = loss_of(model, x)
+            x = x + 3.0
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert number < ROWS
+    return left(model, optimizer)
+
+
+def minibatches(x, size):
+    for start in range(0, len(x), size):
+        yield x[start : start + size], start
+
+
+def generator_whose_items_the_body_changes(watch, folder):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with watch(model, optimizer):
+        for x, _ in minibatches(table(), 4):
+            x = x * 2.0
+            loss = loss_of(model, x)
+            x = x + 3.0
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return left(model, optimizer)
+
+
 SHAPES = [
+    target_that_the_body_changes,
+    list_whose_items_the_body_changes,
+    generator_whose_items_the_body_changes,
     *(plain_for, shuffled_with_batch_norm, while_true_with_next, endless_generator),
     *(drawn_from_generators, fetched_ahead, accumulation, inner_loop_of_micro_batches),
     *(trainer_with_a_log, method_with_super, carried_hidden_state, module_that_remembers),

@@ -198,3 +198,18 @@ def test_everything_that_was_replaced_is_back():
         1 / 0  # noqa: B018
     assert [getattr(*name) for name in names] == before
     assert streams == (sys.stdout, sys.stderr, sys.getprofile(), logging.root.manager.disable)
+
+
+def test_a_deadline_and_a_profiler_get_on_with_each_other():
+    code = (
+        "import sys\n"
+        "from stayfinite.replay.protection import ReplayTooLong, call_within\n"
+        "sys.setprofile(lambda *details: None)\n"
+        "assert call_within(60.0, lambda: 3) == 3\n"
+        "try:\n"
+        "    call_within(0.1, lambda: [None for _ in iter(int, 1)])\n"
+        "except ReplayTooLong:\n"
+        "    print(sum(map(lambda n: n, range(10))))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert ended.stdout.strip() == b"45", ended.stderr

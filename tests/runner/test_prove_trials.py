@@ -32,9 +32,6 @@ def entropy(share):
 """
 
 
-NO_EXPERIMENTS = "import stayfinite.runner.prove as p; p.experiment = lambda case: case"
-
-
 def _run(scripts: Any, *options: str) -> tuple[dict[str, Any], str]:
     scripts.write(SCRIPT)
     scripts.write(LOSSES, "losses.py")
@@ -42,7 +39,6 @@ def _run(scripts: Any, *options: str) -> tuple[dict[str, Any], str]:
         "train.py",
         options=["--no-record", "--json", "out.json", *options],
         env={"PYTHONDONTWRITEBYTECODE": ""},
-        first=NO_EXPERIMENTS,
     )
     assert done.code == 3, done.err.decode()
     return scripts.result()["incidents"][0], done.err.decode()
@@ -106,7 +102,7 @@ def test_a_script_that_writes_is_explained_and_its_files_stay_as_its_own_run_lef
         scripts.write(WRITES)
         (scripts.folder / "model.pt").write_bytes(b"of another day")
         options = ("--no-record", "--json", str(tmp_path / f"{name}.json"), *options)
-        done = scripts.warm("train.py", options=options, first=NO_EXPERIMENTS)
+        done = scripts.warm("train.py", options=options)
         assert done.code == 3, done.err.decode()
         return scripts.result(f"../{name}.json")["incidents"][0], _files(scripts.folder)
 
@@ -130,7 +126,6 @@ def test_where_writes_are_refused_a_trial_counts_up_to_the_first(scripts: Any) -
         "train.py",
         options=["--no-record", "--json", "out.json", "--prove", "30"],
         env={"STAYFINITE_SANDBOX": "landlock"},
-        first=NO_EXPERIMENTS,
     )
     (incident,) = scripts.result()["incidents"]
     assert "finite for 12 steps so far" in incident["diagnosis"]["evidence"][-1]

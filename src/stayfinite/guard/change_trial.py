@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import os
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from stayfinite.budget import Budget
@@ -20,33 +18,25 @@ from stayfinite.records import Incident
 from stayfinite.replay.swap import changed_loop, swapped
 
 if TYPE_CHECKING:
-    from stayfinite.guard.evidence import BadValues
-    from stayfinite.guard.loop_replay import LoopReplay, Turn
+    from stayfinite.guard.loop_replay import StepAgain
 
 logger = logging.getLogger("stayfinite")
 
 
 def with_change(
-    replay: LoopReplay,
-    turn: Turn,
-    incident: Incident,
-    finding: BadValues,
-    standing: Sequence[tuple[FrameType, int]],
-    *,
-    seconds: float,
-    losses: Sequence[float],
+    step: StepAgain, incident: Incident, *, seconds: float, losses: Sequence[float]
 ) -> Incident:
     """The incident with the first change of the source that makes the same step finite, if any.
 
     `losses` are those of the steps before.
     """
-    folder = replay.folder or os.getcwd()
+    folder = step.replay.folder or os.getcwd()
     budget = Budget(seconds)
     for patch in patches_for(incident, folder=folder, files=_own_files(folder)):
         if budget.left <= 0:
             break
         try:
-            loss = _loss_with(patch, replay, turn, incident, finding, standing)
+            loss = _loss_with(patch, step)
         except Exception:
             logger.debug("a change could not be tried in place", exc_info=True)
             continue
@@ -55,24 +45,15 @@ def with_change(
     return incident
 
 
-def _loss_with(
-    patch: Patch,
-    replay: LoopReplay,
-    turn: Turn,
-    incident: Incident,
-    finding: BadValues,
-    standing: Sequence[tuple[FrameType, int]],
-) -> float | None:
+def _loss_with(patch: Patch, step: StepAgain) -> float | None:
     """The loss of the same step with the change; None if it is bad, or was not run."""
-    is_loops_file = os.path.realpath(patch.file) == os.path.realpath(turn.loop.file)
-    loop = changed_loop(turn.loop, patch.after) if is_loops_file else None
-    with contextlib.ExitStack() as all_of_them:
-        is_changed = all_of_them.enter_context(swapped(patch.file, patch.after))
-        if loop is not None:
-            turn = dataclasses.replace(turn, loop=loop, line=None)
-        elif not is_changed:
+    loop = step.turn.loop
+    is_loops_file = os.path.realpath(patch.file) == os.path.realpath(loop.file)
+    changed = changed_loop(loop, patch.after) if is_loops_file else None
+    with swapped(patch.file, patch.after) as is_changed:
+        if changed is None and not is_changed:
             return None
-        found = replay.run(turn, incident, finding, standing)
+        found = step.run() if changed is None else step.run(loop=changed, line=None)
     is_good = found.incident is None and found.came_to_end and found.loss is not None
     return found.loss if is_good else None
 

@@ -2,21 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from stayfinite.detect.hooks import Attachment, together
+from stayfinite.domains import HALVES
+from stayfinite.explain.experiments import CannotReplayError, Change
+from stayfinite.locate.loss_terms import only_term
 from stayfinite.locate.source import user_place
 from stayfinite.nested import children, map_leaves
+from stayfinite.records import Origin
+from stayfinite.recover.float32 import raised
 from stayfinite.training import params_of
+
+if TYPE_CHECKING:
+    from stayfinite.guard.guard import Guard
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@contextlib.contextmanager
+def changed_conditions(
+    guard: Guard, change: Change, *, cause: str, origin: Origin, modules: Sequence[nn.Module]
+) -> Iterator[None]:
+    """A block in which one term alone is differentiated, modules are more precise, and so on.
+
+    CannotReplayError before or after it if the change does not apply to what ran.
+    """
+    begun = inside = None
+    with contextlib.ExitStack() as all_of_them:
+        if change.term is not None:
+            nodes = only_term(change.term, lambda: guard.past.tracing.nodes)
+            begun = all_of_them.enter_context(nodes)
+        if change.precision is not None:
+            dtype = _higher_dtype(change.precision, origin)
+            all_of_them.enter_context(raised(modules, dtype))
+        if change.is_compiled and not _has_compiled(modules):
+            raise CannotReplayError("nothing is compiled")
+        if change.is_guarded:
+            inside = all_of_them.enter_context(_kept_inside(cause, origin))
+        yield
+        if inside is not None and not inside.applied:
+            raise CannotReplayError("the operation could not be guarded")
+        if begun is not None and len(begun) != 1:
+            raise CannotReplayError("there is not one backward pass from a sum")
+
+
+def _has_compiled(roots: Iterable[nn.Module]) -> bool:
+    # Whoever compiles has imported it, and it takes seconds: it is not imported to ask.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    modules = (module for root in roots for module in root.modules())
+    return dynamo is not None and any(isinstance(m, dynamo.OptimizedModule) for m in modules)
+
+
+def _higher_dtype(precision: str, origin: Origin) -> torch.dtype:
+    """The type to compute in; CannotReplayError if it is no higher than the one that went bad."""
+    dtypes = {each.dtype for each in origin.outputs}
+    if precision == "float32" and not dtypes & set(HALVES):
+        raise CannotReplayError("it is not in a lower precision")
+    return _DTYPES[precision]
+
+
+def _kept_inside(cause: str, origin: Origin) -> KeptInside:
+    """The guard for the operation that went bad; CannotReplayError if there is none."""
+    if cause not in KEPT_FOR or origin.file is None or origin.line is None:
+        raise CannotReplayError("there is no guard for it")
+    return KeptInside(cause, file=origin.file, line=origin.line)
+
+
+def terms_of(origin: Origin, scaler: Any) -> tuple[str, ...]:
+    """The terms of the loss whose backward pass went bad; in a forward pass the values tell."""
+    if scaler is not None:  # a term alone would go without its scale
+        return ()
+    return tuple(name for name, _ in origin.facts.get("term", {}).get("terms", ()))
 
 
 def clip_updates(optimizers: Iterable[Optimizer], *, max_norm: float) -> Attachment:
@@ -81,6 +148,19 @@ class Split:
             if start < end:
                 leaf[0].view(-1)[start:end] = other[start:end]
             offset += other.numel()
+        return batch
+
+    def changed(self, change: Change) -> Any:
+        """The batch that the change asks for."""
+        batch = self._batch
+        if change.rows is not None:
+            if not self.rows:
+                raise CannotReplayError("the batch cannot be split")
+            batch = self.only(change.rows)
+            if change.replaced is not None and change.donor is not None:
+                batch = self.with_values(batch, *change.replaced, change.donor)
+        if change.precision is not None:
+            batch = in_float64(batch) if change.precision == "float64" else in_float32(batch)
         return batch
 
     def _floats(self, batch: Any) -> list[Tensor]:

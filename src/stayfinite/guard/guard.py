@@ -891,8 +891,10 @@ class GuardPast:
         on_step: StepSeen | None = None,  # told of each attempted update
         on_begin: Callable[[], None] | None = None,  # of the first backward pass
         on_bad_loss: Callable[[Tensor], None] | None = None,
+        on_located: Callable[[Incident], None] | None = None,  # before anything is proven
     ) -> None:
         self.on_incident, self.on_begin, self.on_bad_loss = on_incident, on_begin, on_bad_loss
+        self.on_located = on_located
         self.incidents: list[Incident] = []
         self.scaler_skips = 0
         self.stopped = self.crashed = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 import traceback
 from collections import deque
@@ -55,9 +56,11 @@ from stayfinite.replay.loop import (
     body_of,
     function_around,
     loops_around,
+    variables_of,
 )
 from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
+from stayfinite.replay.target import names_given, replaced_in, values_at_start
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
 
 if TYPE_CHECKING:
@@ -85,6 +88,37 @@ class Turn:
     since: tuple[Moment, ...]
     first: int = 0
     later: Moment | None = None
+    instead: tuple[Any, Any] | None = None  # a batch, and another in its place
+
+    @property
+    def batch(self) -> Any:
+        """The batch of this turn; GONE if there is none, or several, or it is not known."""
+        handed = [each for each in self.since if each.kind == "delivered"]
+        handed += [self.began] if self._is_start else []
+        return handed[0].batch if len(handed) == 1 else GONE
+
+    @property
+    def _is_start(self) -> bool:
+        """Whether it began as a loader handed its batch to the loop."""
+        line = self.began.line_in(self.frame)
+        is_header = line is not None and self.loop.statement(line) < 0
+        return is_header and self.began.kind == "delivered"
+
+    def values(self) -> dict[str, Any]:
+        """The variables that had other values as it began; CannotRunError if some are unknown."""
+        values = self.began.values_in(self.frame)
+        if self.first:
+            return values
+        is_known = self._is_start and self.began.batch is not GONE
+        delivered = [self.began.batch] if is_known else []
+        given = values_at_start(self.loop, self.frame, delivered)
+        names = names_given(self.loop)
+        values = {n: v for n, v in values.items() if n not in names} | given
+        if self.instead is not None and is_known:
+            variables = variables_of(self.frame)
+            now = {n: values.get(n, variables.get(n)) for n in names}
+            values |= {n: replaced_in(value, *self.instead) for n, value in now.items()}
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +130,22 @@ class Replayed:
     reason: str | None = None
     loss: float | None = None  # of its last backward pass, if that was finite
     came_to_end: bool = False
+
+
+@dataclass(frozen=True)
+class StepAgain:
+    """A bad step that a turn of a loop has shown, and shows as often as it is run again."""
+
+    replay: LoopReplay
+    turn: Turn
+    incident: Incident
+    finding: BadValues
+    standing: Sequence[tuple[FrameType, int]]
+
+    def run(self, **changed: Any) -> Replayed:
+        """Run it again, with these fields of its turn changed."""
+        turn = dataclasses.replace(self.turn, **changed)
+        return self.replay.run(turn, self.incident, self.finding, self.standing)
 
 
 class LoopReplay:
@@ -120,6 +170,7 @@ class LoopReplay:
         self._left -= 1
         until = time.monotonic() + _MOST_SECONDS
         similar: Incident | None = None
+        its_turn: Turn | None = None
         for turn in self._turns(standing):
             seconds = until - time.monotonic()
             if seconds <= 0:
@@ -129,13 +180,22 @@ class LoopReplay:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
             elif found.is_same or similar is None:
                 located = _said(found.incident, turn, self.folder, is_same=found.is_same)
-                located = self._with_change(turn, located, finding, standing)
                 origin = located.origin
                 # What was there before the turn may have been made in a turn further out.
-                if found.is_same and not (origin and origin.facts.get("foreign")):
-                    return located
-                similar = located if similar is None or found.is_same else similar
-        return similar
+                is_final = found.is_same and not (origin and origin.facts.get("foreign"))
+                if is_final or similar is None or found.is_same:
+                    similar, its_turn = located, turn
+                if is_final:
+                    break
+        if similar is None or its_turn is None:
+            return None
+        on_located = self._guard.past.on_located
+        if on_located is not None and not finding.was_read:  # one that is read may be trained on
+            on_located(similar)
+        if self._guard.past.rank_groups.known():
+            return similar  # the other ranks wait for it
+        step = StepAgain(self, its_turn, similar, finding, standing)
+        return self._with_proof(step, self._with_change(step, similar))
 
     @one_look()
     def locate_together(
@@ -157,6 +217,7 @@ class LoopReplay:
         if turn is not None and is_able:
             try:
                 body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+                turn.values()
             except (CannotRunError, SyntaxError, ValueError) as error:
                 self.reasons.append(str(error))
                 is_able = False
@@ -177,20 +238,27 @@ class LoopReplay:
         """What files in incidents are named relative to."""
         return self._guard.settings.folder
 
-    def _with_change(
-        self,
-        turn: Turn,
-        incident: Incident,
-        finding: BadValues,
-        standing: Sequence[tuple[FrameType, int]],
-    ) -> Incident:
+    def _with_change(self, step: StepAgain, incident: Incident) -> Incident:
         seconds = self._guard.settings.change_seconds
         if not seconds:
             return incident
         from stayfinite.guard.change_trial import with_change
 
-        losses = self._guard.evidence.recent_losses(finding.optimizer)
-        return with_change(self, turn, incident, finding, standing, seconds=seconds, losses=losses)
+        losses = self._guard.evidence.recent_losses(step.finding.optimizer)
+        return with_change(step, incident, seconds=seconds, losses=losses)
+
+    def _with_proof(self, step: StepAgain, incident: Incident) -> Incident:
+        if not self._guard.settings.prove_seconds:
+            return incident
+        from stayfinite.guard.loop_experiments import LoopExperiments
+        from stayfinite.guard.replay import prove
+
+        return prove(
+            self._guard,
+            incident,
+            lambda placed: LoopExperiments(self._guard, step, placed),
+            step.finding.optimizer,
+        )
 
     def _turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
         """What may be run again, most likely first: loops from the innermost, then functions."""
@@ -292,10 +360,11 @@ class LoopReplay:
     ) -> Replayed:
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+            values = turn.values()
         except (CannotRunError, SyntaxError, ValueError) as error:
             return Replayed(reason=str(error))
         guard = self._guard
-        probe = _Probe(guard, noticed, finding, turn, is_together=ranks is not None)
+        probe = _Probe(guard, noticed, finding, turn, body, is_together=ranks is not None)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
             is_last = guard.settings.on_nan == "stop"
@@ -305,12 +374,12 @@ class LoopReplay:
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
             all_of_them.enter_context(torch.enable_grad())
-            self._put_beginning(turn, body)
+            self._put_beginning(turn, body, values)
             all_of_them.enter_context(guard.traced())
             all_of_them.enter_context(probe.attached())
-            return probe.run(body, seconds=seconds)
+            return probe.run(body, values, seconds=seconds)
 
-    def _put_beginning(self, turn: Turn, body: Body) -> None:
+    def _put_beginning(self, turn: Turn, body: Body, values: Mapping[str, Any]) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
         moment = turn.began
         for later in reversed(turn.since):  # objects that are newer than the beginning
@@ -319,7 +388,7 @@ class LoopReplay:
         if turn.later is not None:
             turn.later.restore_attributes()
         if body.shared:
-            turn.frame.f_globals.update(moment.values_in(turn.frame))
+            turn.frame.f_globals.update(values)
         self._moments.restore_weights()
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
@@ -407,12 +476,14 @@ class _Probe(StepListener):
         noticed: Incident,
         finding: BadValues,
         turn: Turn,
+        body: Body,
         *,
         is_together: bool = False,
     ) -> None:
         self._is_together = is_together  # all ranks run it, up to the update
         self._bad_loss: BadValues | None = None
         self._guard, self._noticed, self._finding, self._turn = guard, noticed, finding, turn
+        self._body = body
         self._moments = deque(turn.since)
         self._unscaled: list[tuple[Any, Any]] = []
         self._found: Incident | None = None
@@ -441,15 +512,14 @@ class _Probe(StepListener):
             deliveries.again = None
             attachment.remove()
 
-    def run(self, body: Body, *, seconds: float) -> Replayed:
+    def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
         try:
-            carried = self._turn.began.values_in(self._turn.frame)
             if self._is_together:  # nobody may leave the others alone
-                values = body.run(carried)
+                results = body.run(values)
             else:
-                values = call_within(seconds, body.run, carried)
+                results = call_within(seconds, body.run, values)
             self._reason = "it did not come to where the value was noticed"
-            self._look_at(values)
+            self._look_at(results)
             self._came_to_end = True
         except ReplayEnded as end:
             self._reason = end.reason
@@ -472,7 +542,9 @@ class _Probe(StepListener):
                 if moment.batch is GONE:
                     break
                 moment.restore_random()
-                return moment.batch
+                instead = self._turn.instead
+                is_other = instead is not None and instead[0] is moment.batch
+                return instead[1] if instead is not None and is_other else moment.batch
         raise ReplayEnded("it asks for a batch that is not there any more")
 
     def _saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
@@ -491,8 +563,9 @@ class _Probe(StepListener):
                     if not self._is_together:
                         self._end(bad)
                     self._bad_loss = self._bad_loss or bad
-                    return
+                    continue
                 self._loss = float(unwrapped(loss).detach().mean())  # host sync
+        self._guard.past.tracing.begin_backward(roots)
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
@@ -565,6 +638,9 @@ class _Probe(StepListener):
         if not pairs:  # weights and statistics, which are where they were
             pairs = list(self._values.values())
         pairs += [(p.grad, g) for p, g in self._before if p.grad is not None and g is not None]
+        for now, then in self._body.changes(sys._getframe()):
+            if isinstance(now, Tensor) and isinstance(then, Tensor):
+                pairs.append((now, then))
         return bool(pairs) and all(_same_bits(one, two) for one, two in pairs)
 
 

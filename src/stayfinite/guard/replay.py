@@ -7,19 +7,19 @@ import dataclasses
 import logging
 import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
+from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import run_again
+from stayfinite.domains import HALVES
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
 from stayfinite.explain.experiments import (
     CannotReplayError,
     Change,
     Lab,
+    Replays,
     Seen,
     experiment,
     judged,
@@ -27,19 +27,16 @@ from stayfinite.explain.experiments import (
     with_samples,
 )
 from stayfinite.guard.conditions import (
-    KEPT_FOR,
-    KeptInside,
     Split,
+    changed_conditions,
     clip_updates,
-    in_float32,
-    in_float64,
     multiply_scale,
+    terms_of,
 )
 from stayfinite.guard.job import Job, finding_of
-from stayfinite.locate.loss_terms import only_term
+from stayfinite.locate.samples import Delivery
 from stayfinite.records import Diagnosis, Incident, Origin
 from stayfinite.recover.actions import lower_rates
-from stayfinite.recover.float32 import raised
 from stayfinite.snapshot import RandomState, Snapshot
 from stayfinite.snapshot.walk import PARTS
 from stayfinite.training import pairs_of, params_of, put_gradients
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("stayfinite")
-_LOW = ("float16", "bfloat16")
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 NO_BATCH = object()
 _MOST_TIMES = 3  # for one place
 
@@ -98,10 +93,7 @@ class StepReplays:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Of a step whose backward pass went bad; in a forward pass the values tell."""
-        if self._job.parts.scaler is not None:  # a term alone would go without its scale
-            return ()
-        return tuple(name for name, _ in self._origin.facts.get("term", {}).get("terms", ()))
+        return terms_of(self._origin, self._job.parts.scaler)
 
     @property
     def snapshots(self) -> int:
@@ -119,41 +111,30 @@ class StepReplays:
             self._job.state.restore(self._whole, rewind_loader=False)
 
     def _changed_batch(self, change: Change) -> Any:
-        batch = self._batch
-        if change.rows is not None:
-            if self.split is None or not self.split.rows:
+        if self.split is None:
+            if change.rows is not None:
                 raise CannotReplayError("the batch cannot be split")
-            batch = self.split.only(change.rows)
-            if change.replaced is not None and change.donor is not None:
-                batch = self.split.with_values(batch, *change.replaced, change.donor)
-        if change.precision is not None and batch is not NO_BATCH:
-            batch = in_float64(batch) if change.precision == "float64" else in_float32(batch)
-        return batch
+            return NO_BATCH
+        return self.split.changed(change)
 
     @contextlib.contextmanager
     def _conditions(self, change: Change) -> Iterator[None]:
         if change.steps:
             self._come_again(change)
-        begun = inside = None
-        with contextlib.ExitStack() as all_of_them:
-            if change.term is not None:
-                begun = all_of_them.enter_context(
-                    only_term(change.term, lambda: self._guard.past.tracing.nodes)
-                )
-            if change.precision is not None:
-                dtype = higher_dtype(change.precision, self._origin)
-                all_of_them.enter_context(raised(self._job.parts.modules, dtype))
-            if change.is_compiled and not _has_compiled(self._job.parts.modules):
-                raise CannotReplayError("nothing is compiled")
+        modules = self._job.parts.modules
+        with changed_conditions(
+            self._guard, change, cause=self._cause, origin=self._origin, modules=modules
+        ):
             if change.snapshot is not None:
                 self._earlier()[change.snapshot].restore(parts=("parameters", "buffers"))
-            if change.is_guarded:
-                inside = all_of_them.enter_context(kept_inside(self._cause, self._origin))
             yield
-            if inside is not None and not inside.applied:
-                raise CannotReplayError("the operation could not be guarded")
-            if begun is not None and len(begun) != 1:
-                raise CannotReplayError("there is not one backward pass from a sum")
+
+    def samples(self) -> tuple[list[Any] | None, str]:
+        """The dataset's numbers of the rows, if they are known, and its name."""
+        if self._batch is NO_BATCH:
+            return None, ""
+        deliveries, is_alone = self._guard.past.tracing.deliveries, not self._reruns.is_whole
+        return samples_of(deliveries.of(self._batch, exactly=is_alone), self.rows)
 
     @property
     def steps(self) -> int:
@@ -192,26 +173,11 @@ class StepReplays:
         return [snapshot for snapshot in kept if snapshot.step < now]
 
 
-def _has_compiled(roots: Iterable[nn.Module]) -> bool:
-    # Whoever compiles has imported it, and it takes seconds: it is not imported to ask.
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    modules = (module for root in roots for module in root.modules())
-    return dynamo is not None and any(isinstance(m, dynamo.OptimizedModule) for m in modules)
-
-
-def higher_dtype(precision: str, origin: Origin) -> torch.dtype:
-    """The type to compute in; CannotReplayError if it is no higher than the one that went bad."""
-    dtypes = {each.dtype for each in origin.outputs}
-    if precision == "float32" and not dtypes & set(_LOW):
-        raise CannotReplayError("it is not in a lower precision")
-    return _DTYPES[precision]
-
-
-def kept_inside(cause: str, origin: Origin) -> KeptInside:
-    """The guard for the operation that went bad; CannotReplayError if there is none."""
-    if cause not in KEPT_FOR or origin.file is None or origin.line is None:
-        raise CannotReplayError("there is no guard for it")
-    return KeptInside(cause, file=origin.file, line=origin.line)
+def samples_of(delivery: Delivery | None, rows: int) -> tuple[list[Any] | None, str]:
+    """The dataset's numbers of the rows of a batch, if they are known, and its name."""
+    if delivery is None or len(delivery.indices or ()) != rows:
+        return None, ""
+    return delivery.indices, delivery.dataset
 
 
 def seen_of(found: Incident | None, change: Change) -> Seen:
@@ -223,32 +189,47 @@ def seen_of(found: Incident | None, change: Change) -> Seen:
     if origin is None:
         return Seen(is_finite=False, kind=kind)
     dtypes = {each.dtype for each in origin.outputs}
-    if change.precision is not None and dtypes & {*_LOW, "float32"} - {change.precision}:
+    if change.precision is not None and dtypes & {*HALVES, "float32"} - {change.precision}:
         raise CannotReplayError("the step goes back to a lower precision by itself")
     return Seen(is_finite=False, op=origin.op, file=origin.file, line=origin.line, kind=kind)
 
 
+class Experiments(Replays, Protocol):
+    """A step on which experiments can be made here and now."""
+
+    split: Split | None
+
+    @property
+    def steps(self) -> int:
+        """How many steps before it can be run again."""
+
+    def samples(self) -> tuple[list[Any] | None, str]:
+        """The dataset's numbers of the rows, if they are known, and its name."""
+
+
 def prove(
-    guard: Guard, job: Job, incident: Incident, reruns: Reruns, batch: Any = NO_BATCH
+    guard: Guard,
+    incident: Incident,
+    experiments_on: Callable[[Incident], Experiments],
+    optimizer: Optimizer | None,
 ) -> Incident:
     """The incident with what experiments showed; as it was if there is no time for any.
 
     The state is as before afterwards. An error of ours is logged and goes no further.
     """
     seconds, origin, diagnosis = guard.settings.prove_seconds, incident.origin, incident.diagnosis
-    if not seconds or origin is None or diagnosis is None or job.is_distributed:
+    if not seconds or origin is None or diagnosis is None or incident.world > 1:
         return incident
     place = (origin.file, origin.line, diagnosis.cause)
     guard.examined.append(place)
     if guard.examined.count(place) > _MOST_TIMES:
         return incident
     try:
-        is_diverging = guard.is_diverging(incident, job.parts.optimizer)
+        is_diverging = guard.is_diverging(incident, optimizer)
         with guard.evidence.kept():
             placed = dataclasses.replace(incident, origin=absolute(origin, guard.settings.folder))
-            replays = StepReplays(guard, job, placed, reruns, batch)
-            lab = Lab(replays, seconds=seconds)
-            steps = replays.steps
+            replays = experiments_on(placed)
+            lab, steps = Lab(replays, seconds=seconds), replays.steps
             findings = experiment(lab, diagnosis, origin, steps=steps, is_diverging=is_diverging)
     except NonFiniteError:
         return incident  # the state was bad before the step: there is nothing to go back to
@@ -257,16 +238,24 @@ def prove(
     except Exception:
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
-    is_alone = not reruns.is_whole
-    delivery = (
-        None if batch is NO_BATCH else guard.past.tracing.deliveries.of(batch, exactly=is_alone)
-    )
-    if delivery is not None and len(delivery.indices or ()) == replays.rows:
-        indices, dataset = delivery.indices, delivery.dataset
-        findings = [with_samples(each, indices, dataset) for each in findings]
+    findings = [with_samples(each, *replays.samples()) for each in findings]
     judgement = judged(diagnosis, origin, findings, is_diverging=is_diverging)
     why_not = replays.split.why_not if replays.split is not None else None
     return dataclasses.replace(incident, diagnosis=with_reason(judgement, why_not))
+
+
+def prove_step(
+    guard: Guard, job: Job, incident: Incident, reruns: Reruns, batch: Any = NO_BATCH
+) -> Incident:
+    """The incident with what experiments on a step showed that somebody can run again."""
+    if job.is_distributed:
+        return incident
+    return prove(
+        guard,
+        incident,
+        lambda placed: StepReplays(guard, job, placed, reruns, batch),
+        job.parts.optimizer,
+    )
 
 
 def absolute(origin: Origin, folder: str | None) -> Origin:
@@ -325,7 +314,7 @@ class Replay:
         if found is None:
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN) if self.is_whole else noticed
         known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
-        return prove(self._guard, job, known, _ReplayReruns(self, job), self._batch())
+        return prove_step(self._guard, job, known, _ReplayReruns(self, job), self._batch())
 
     def find(self, job: Job, batch: Any = NO_BATCH) -> Incident | None:
         """What is bad this time."""

@@ -218,10 +218,10 @@ class GuardedStep:
         """The incident with what experiments on these calls showed."""
         if not self._guard.settings.prove_seconds:
             return incident
-        from stayfinite.guard.replay import NO_BATCH, prove
+        from stayfinite.guard.replay import NO_BATCH, prove_step
 
         batch = self._calls[-1][1] if len(self._calls) == 1 else NO_BATCH
-        return prove(self._guard, self._job, incident, self, batch)
+        return prove_step(self._guard, self._job, incident, self, batch)
 
     def run(self, batch: Any, *, traced: bool) -> Incident | None:
         """What is bad when the calls run with this batch; no update happens."""

@@ -111,6 +111,10 @@ class Tracing:
     def tick_for_backward(self, roots: Sequence[Tensor], *, arm_at: int | None) -> None:
         """One more backward pass, from these roots."""
         self.tick(arm_at=arm_at)
+        self.begin_backward(roots)
+
+    def begin_backward(self, roots: Sequence[Tensor]) -> None:
+        """The backward pass that runs now begins from these roots."""
         if self._tracer is not None:
             self._tracer.facts.roots = roots  # until the next tick
 

@@ -142,6 +142,24 @@ def _yields_of(loop: ast.For) -> Iterator[ast.Yield]:
                 yield node
 
 
+def yields_at(code: CodeType, line: int) -> list[ast.Yield]:
+    """The yields of a generator's function that stand on this line."""
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    nodes = () if scope is None else _walk_scope(scope)
+    return [n for n in nodes if isinstance(n, ast.Yield) and n.lineno <= line <= _last(n)]
+
+
+def _last(node: ast.expr) -> int:
+    return node.lineno if node.end_lineno is None else node.end_lineno
+
+
+def assigned_in(statements: Iterable[ast.stmt]) -> set[str]:
+    """The names that the statements assign, functions that they define among them."""
+    nodes = [node for each in statements for node in _walk_scope(each)]
+    names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return names | {each.name for each in statements if isinstance(each, _SCOPES[:2])}
+
+
 @functools.lru_cache(maxsize=1 << 6)
 def _tree(file: str) -> ast.Module | None:
     text = "".join(linecache.getlines(file))
@@ -311,6 +329,7 @@ class Body:
     """The statements of a loop's body up to the running one, as a function of the variables."""
 
     function: Callable[..., Any]
+    code: CodeType
     space: Mapping[str, Any]
     assigned: frozenset[str]
     shared: frozenset[str]  # names of the module that it assigns
@@ -322,6 +341,19 @@ class Body:
             for _ in result:
                 pass
         return result if isinstance(result, dict) else {}
+
+    def changes(self, frame: FrameType | None) -> list[tuple[Any, Any]]:
+        """Values of the variables that it has assigned, before it was run and now.
+
+        `frame` is one inside it.
+        """
+        while frame is not None and frame.f_code is not self.code:
+            frame = frame.f_back
+        if frame is None:
+            return []
+        now = {**variables_of(frame), **{n: frame.f_globals.get(n) for n in self.shared}}
+        both = [n for n in self.assigned if n in now and n in self.space]
+        return [(now[n], self.space[n]) for n in both if now[n] is not self.space[n]]
 
 
 def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None = None) -> Body:
@@ -338,19 +370,13 @@ def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None =
         raise CannotRunError("the loop waits for others")
     copied = [_mangled(copy.deepcopy(each), frame.f_code) for each in statements]
     copied = [_GivesVariables().visit(each) for each in copied]
-    stored = {
-        node.id
-        for each in copied
-        for node in _walk_scope(each)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    stored |= {each.name for each in copied if isinstance(each, _SCOPES[:2])}
+    stored = assigned_in(copied)
     is_module = not frame.f_code.co_flags & _OPTIMIZED
     values = variables_of(frame)
     shared = stored | {"__turn"} if is_module else _declared_global(frame.f_code)
     make = _compiled_for_module if is_module else _compiled_for_function
-    function = make(frame, values, copied, sorted(shared))
-    return Body(function, values, frozenset(stored), frozenset(shared))
+    function, code = make(frame, values, copied, sorted(shared))
+    return Body(function, code, values, frozenset(stored), frozenset(shared))
 
 
 _VARIABLES = "__import__('builtins').locals()"
@@ -409,14 +435,13 @@ def _define(name: str, names: Iterable[str], body: list[ast.stmt]) -> Any:
     return ast.FunctionDef(**{key: parts[key] for key in ast.FunctionDef._fields if key in parts})
 
 
-def _made(frame: FrameType, function: Any) -> Callable[..., Any]:
+def _made(frame: FrameType, function: Any) -> Any:
     module = ast.fix_missing_locations(ast.Module(body=[function], type_ignores=[]))
     space: dict[str, Any] = {}
     flags = frame.f_code.co_flags & _FUTURE
     code = compile(module, frame.f_code.co_filename, "exec", flags=flags, dont_inherit=True)
     exec(code, frame.f_globals, space)
-    made: Callable[..., Any] = space[function.name]
-    return made
+    return space[function.name]
 
 
 def _name_like(function: Any, code: CodeType) -> None:
@@ -431,7 +456,7 @@ _FUTURE = 0x1FF0000  # the compiler flags of `from __future__ import ...`
 
 def _compiled_for_module(
     frame: FrameType, variables: Mapping[str, Any], body: list[ast.stmt], shared: list[str]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], CodeType]:
     function = _made(frame, _define("__body__", [], [ast.Global(shared), *_once(body)]))
     _name_like(function, frame.f_code)
 
@@ -439,12 +464,12 @@ def _compiled_for_module(
         result = function()
         return dict(frame.f_globals) if isinstance(result, dict) else result
 
-    return call
+    return call, function.__code__
 
 
 def _compiled_for_function(
     frame: FrameType, variables: Mapping[str, Any], body: list[ast.stmt], shared: list[str]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], CodeType]:
     code = frame.f_code
     first = code.co_varnames[:1]  # `super()` asks for the first argument
     names = dict.fromkeys([*first, *variables])
@@ -460,4 +485,4 @@ def _compiled_for_function(
     def call(values: Mapping[str, Any]) -> Any:
         return function(*(values[name] for name in free))
 
-    return call
+    return call, function.__code__

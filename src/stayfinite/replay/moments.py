@@ -16,7 +16,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -95,7 +95,7 @@ class Moment:
                 return [(s.code, line_at(s.code, s.lasti)) for s in self.spots[number::-1]]
         return []
 
-    def values_in(self, frame: FrameType) -> Mapping[str, Any]:
+    def values_in(self, frame: FrameType) -> dict[str, Any]:
         """Names that the loops in this frame carry, with their values at this moment."""
         held = next((values for number, values in self.names if number == id(frame)), {})
         return {n: copy.copy(v) if type(v) in _ITERATORS else v for n, v in held.items()}

@@ -104,6 +104,7 @@ def first_settings(options: RunOptions, target: Target) -> GuardSettings:
         max_scaler_skips=options.max_scaler_skips,
         trace="start" if options.trace else "never",
         again=options.again,
-        change_seconds=min(options.prove, 15),
+        prove_seconds=min(options.prove, 15) / 2,
+        change_seconds=min(options.prove, 15) / 2,
         folder=target.folder,
     )

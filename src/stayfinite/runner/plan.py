@@ -25,7 +25,7 @@ MAIN = "main"  # the key of the process that the script begins in
 VARIABLE = "STAYFINITE_PLAN"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-Purpose = Literal["run", "second", "trial", "lab", "preflight"]
+Purpose = Literal["run", "second", "trial", "preflight"]
 
 ours = threading.local()  # `is_writing` while a file is written that is not the script's doing
 
@@ -57,15 +57,6 @@ class CapsuleWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabOrder:
-    """The incident that experiments are made on, for how long, and where the diagnosis goes."""
-
-    incident: Incident
-    seconds: float
-    result: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Where a process reports to, how its guard watches, and what it repeats.
 
@@ -91,7 +82,6 @@ class Plan:
     command: tuple[str, ...] = ()
     instead: dict[str, str] = field(default_factory=dict)
     capsule: CapsuleWish | None = None
-    lab: LabOrder | None = None
     sandboxes: tuple[str, ...] = ()
     sandbox: str | None = None
     writable: tuple[str, ...] = ()

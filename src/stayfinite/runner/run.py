@@ -59,7 +59,17 @@ def run(target: Target, *, options: RunOptions) -> None:
     _running.append(scene)
     watch = Watch(scene.plan, key=processes.rank_key(os.environ) if scene.is_rank else MAIN)
     watch.listeners.append(lambda watch, incident: _tell(scene, incident))
-    watch_and_leave(watch, target, finish=lambda ending: close(scene, watch, ending))
+    early: list[Incident] = []
+
+    def show_early(incident: Incident) -> None:
+        if os.getpid() == scene.plan.pid and not early:
+            early.append(incident)
+            _show(incident, folder=Path(scene.plan.script_folder), verbose=options.verbose)
+
+    # Proofs may take long, so what is known is shown before them.
+    if options.prove and scene.plan.stops and not scene.is_rank:
+        watch.on_located = show_early
+    watch_and_leave(watch, target, finish=lambda ending: close(scene, watch, ending, early))
 
 
 def watch_and_leave(watch: Watch, target: Target, *, finish: Callable[[Ending], int]) -> None:
@@ -130,8 +140,11 @@ def _tell(scene: Scene, incident: Incident) -> None:
 _MOST_SHOWN = 3
 
 
-def close(scene: Scene, watch: Watch, ending: Ending) -> int:
-    """Say and save what was found; the result is the exit code of the run."""
+def close(scene: Scene, watch: Watch, ending: Ending, early: list[Incident]) -> int:
+    """Say and save what was found; the result is the exit code of the run.
+
+    `early` are the incidents that were shown already.
+    """
     code = exit_code(watch, ending)
     with step_aside("the report"):
         script.flush()
@@ -152,7 +165,7 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
             exit: Exit = "script-error" if ending.code else "finite"
             exit = "incident" if result.incidents else exit
             result = verdict.of(dataclasses.replace(result, exit=exit))
-            result = _conclude(scene, records, result)
+            result = _conclude(scene, records, result, early)
             ended = dataclasses.replace(ending, code=code)
             for remark in result.remarks if result.incidents else ():
                 say(remark)
@@ -164,20 +177,18 @@ def close(scene: Scene, watch: Watch, ending: Ending) -> int:
     return code
 
 
-def _conclude(scene: Scene, records: list[ProcessRecord], result: RunResult) -> RunResult:
+def _conclude(
+    scene: Scene, records: list[ProcessRecord], result: RunResult, early: list[Incident]
+) -> RunResult:
+    """`early` are the incidents that were shown before anything was proven of them."""
     stages: tuple[Stage, ...] = ()
     if result.incidents:
         # Late: a run that stays finite should not wait for the rules and changes that they import.
         from stayfinite.runner.capsules import deliver
-        from stayfinite.runner.prove import experiment, try_changes
+        from stayfinite.runner.prove import try_changes
         from stayfinite.runner.second_run import look_again
 
-        stages = (look_again, try_changes, experiment, deliver)
-    # Proofs may take long, so what is known is shown before them.
-    early = [each for each in result.incidents[:1] if scene.options.prove and _is_seen(each)]
-    early = early if scene.plan.stops and not scene.is_rank else []
-    for incident in early:
-        _show(incident, folder=Path(scene.plan.script_folder), verbose=scene.options.verbose)
+        stages = (look_again, try_changes, deliver)
     budget = Budget(scene.options.prove)
     case = Case(scene=scene, records=records, result=result, budget=budget)
     case = run_stages(case, *stages, save=functools.partial(_write, scene))

@@ -23,7 +23,6 @@ from stayfinite.runner.capsules import keep_capsule
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.options import RunOptions
 from stayfinite.runner.plan import (
-    MAIN,
     Effect,
     Plan,
     ProcessRecord,
@@ -76,6 +75,7 @@ class Watch:
         self.pid = os.getpid()
         self.post: Post | None = None  # of the guard; set by the reporter
         self.listeners: list[Listener] = []
+        self.on_located: Callable[[Incident], None] | None = None  # before anything is proven
         self.is_muted = False
         self.is_over = False  # the reporter has ended the script
         self._forget()
@@ -236,10 +236,6 @@ def _reporter_of(watch: Watch) -> Reporter:
         from stayfinite.runner.preflight_run import RiskReporter
 
         return RiskReporter(watch)
-    if watch.plan.lab is not None and watch.key == MAIN:
-        from stayfinite.runner.prove import LabReporter
-
-        return LabReporter(watch, watch.plan.lab)
     return IncidentReporter(watch)
 
 
@@ -261,6 +257,7 @@ class IncidentReporter:
                 on_incident=self._tell,
                 on_step=self._stepped,
                 on_bad_loss=self._trains_on,
+                on_located=self._located,
             )
         finally:
             if was_on:
@@ -297,6 +294,10 @@ class IncidentReporter:
     def _trains_on(self, loss: Any) -> None:
         if self._read is not None:
             self._read.trains_on(loss)
+
+    def _located(self, incident: Incident) -> None:
+        if self._watch.on_located is not None and not self._watch.is_muted:
+            self._watch.on_located(incident)
 
     def _tell(self, incident: Incident) -> None:
         watch = self._watch

@@ -305,7 +305,7 @@ class Guard(StepListener):
             self.record(pending)
         elif statistics := bad_statistics(evidence.statistics()):
             found = bad_running_statistics(statistics, evidence.at_work())
-            self.answer.harmed(dataclasses.replace(found, is_in_turn=True))
+            self._harmed(dataclasses.replace(found, is_in_turn=True))
 
     def _other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Another optimizer than the one that is watched has made its update."""
@@ -620,7 +620,8 @@ class Guard(StepListener):
         past, job = self.past, self.jobs.get(id(optimizer))
         has_trouble = job is not None and job.trouble is not None
         ranks = past.rank_groups.at_update(optimizer)
-        if ranks is not None and scaler is not None:  # else `judge` has asked them
+        is_looking = self.own_step is not None and self.own_step.vetoes_all
+        if ranks is not None and scaler is not None and not is_looking:  # else `judge` has asked
             is_bad = has_trouble or (job is None and ranks.loss is not None)
             word = ranks.ask(verdict=BAD if is_bad else SKIPPED, is_harmed=ranks.harm is not None)
             has_trouble = word.verdict == BAD
@@ -690,13 +691,19 @@ class Guard(StepListener):
         self.answer.harmed(dataclasses.replace(found, is_after_update=True))
 
     def _answer_unheard_harm(self) -> None:
-        """No update will come with which the other ranks could be told of the last one."""
+        """No update will come with which the other ranks could be told of the last one.
+
+        Where all have the same weights, each goes back by itself.
+        """
         for ranks in self.past.rank_groups.known():
             finding, ranks.harm = ranks.harm, None
-            if finding is not None and ranks.is_replicated:  # all have the same weights
-                self.answer.harmed(finding)
-            elif finding is not None:
-                self.tell(dataclasses.replace(finding, did=_AFTER_LAST), strategy="none")
+            if finding is None:
+                continue
+            job = self.jobs.get(id(finding.optimizer)) if ranks.is_replicated else None
+            done = None if job is None else job.roll_back()
+            found = dataclasses.replace(finding, did=done or _AFTER_LAST)
+            self.tell(found, strategy="none" if done is None else "reset")
+            self.past.stopped = self.past.stopped or self.settings.on_nan == "stop"
 
     def shared(self, incident: Incident, optimizer: Optimizer | None) -> Incident:
         """The incident as the rank where it began tells it, if several train together."""

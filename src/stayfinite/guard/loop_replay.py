@@ -231,7 +231,7 @@ class LoopReplay:
         if found.incident is None:
             self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
             return None
-        return _said(found.incident, turn, self.folder, is_same=found.is_same)
+        return _said(found.incident, turn, self.folder, is_same=found.is_same, is_together=True)
 
     @property
     def folder(self) -> str | None:
@@ -694,13 +694,22 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _said(incident: Incident, turn: Turn, folder: str | None, *, is_same: bool) -> Incident:
+def _said(
+    incident: Incident,
+    turn: Turn,
+    folder: str | None,
+    *,
+    is_same: bool,
+    is_together: bool = False,
+) -> Incident:
     """The incident with a line on how it was found."""
     where = f"{relative(turn.loop.file, folder)}:{turn.loop.line}"
     how = "went bad again in the same way, bit for bit" if is_same else "went bad again"
     how = "went bad again" if incident.world > 1 else how  # gradients were those of all ranks
-    alone = " on this rank alone" if incident.world > 1 else ""
-    said = f"The loop at {where} was run again{alone} from the beginning of this step: it {how}."
+    by = ""
+    if incident.world > 1:
+        by = " on all ranks together" if is_together else " on this rank alone"
+    said = f"The loop at {where} was run again{by} from the beginning of this step: it {how}."
     if not is_same:
         said += " Some values were not the same as the first time."
     return _with_evidence(incident, said)

@@ -122,6 +122,8 @@ class Ranks:
 
         Who is named leaves it in the store. Only if nobody was, all are asked once more.
         """
+        if self.word.is_fine:
+            return incident  # the others know nothing of it
         if self.word.rank < 0 and not self._told:  # one of them may have seen it since
             seen = _BEFORE_REDUCTION if _is_own(incident) else 0
             verdict, is_harmed = self.word.verdict, self.word.is_harmed
@@ -187,6 +189,9 @@ Look = tuple[Tensor, Callable[[], str | None], Phase, bool]
 """A sum that is bad if anything was; the module; the phase; and whether it came in from outside."""
 
 
+_MOST_LOOKS = 4096
+
+
 class EarlyLooks:
     """Sums over what a rank has before it is reduced over all, read when an update is at hand.
 
@@ -207,6 +212,8 @@ class EarlyLooks:
     ) -> None:
         if alone:  # a step is run again
             return
+        if len(self._looks) >= _MOST_LOOKS:  # many passes, and no update
+            self._looks = self._bad()
         plain = local(tensor).detach()
         if plain.is_floating_point() and plain.numel():
             low = plain.dtype in (torch.float16, torch.bfloat16)
@@ -215,11 +222,8 @@ class EarlyLooks:
 
     def take(self, *, is_bad: bool) -> Sight | None:
         """What was seen since the last update; None if all was fine, or if not `is_bad`."""
-        looks, self._looks = self._looks, []
-        if not is_bad or not looks:
-            return None
-        values = torch.stack([total.double() for total, *_ in looks]).tolist()  # host sync
-        bad = [look for look, value in zip(looks, values, strict=True) if not math.isfinite(value)]
+        bad = self._bad() if is_bad else []
+        self._looks = []
         if not bad:
             return None
         _, module, phase, came_in = bad[0]
@@ -229,6 +233,13 @@ class EarlyLooks:
         where = f" of {name}" if name else ""
         why = f"It was there in the {phase} pass{where} before the ranks were brought together."
         return Sight(_BORN if phase == "forward" else _BEFORE_REDUCTION, phase, name, why)
+
+    def _bad(self) -> list[Look]:
+        if not self._looks:
+            return []
+        totals = torch.stack([total.double() for total, *_ in self._looks]).tolist()  # host sync
+        pairs = zip(self._looks, totals, strict=True)
+        return [look for look, total in pairs if not math.isfinite(total)]
 
     def attach(self, attachment: Attachment) -> None:
         self._attachments.append(attachment)

@@ -94,11 +94,15 @@ def test_one_small_collective_for_each_update_and_no_other(
 KINDS = ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "fsdp1-orig", "tp", "pipeline")
 FAULTS: dict[str, tuple[str, ...]] = {
     "ddp": ("data", "forward", "backward", "flip"),
-    "fsdp2": ("data", "forward", "backward", "flip"),
-    "fsdp1": ("forward", "backward", "flip"),
+    "fsdp2": ("forward", "backward", "flip"),
+    "fsdp2-bf16": ("flip",),
+    "fsdp2-fp16": ("forward",),
+    "fsdp1": ("backward", "flip"),
+    "fsdp1-orig": ("forward",),
+    "tp": ("forward",),
 }
 CELLS = [(kind, fault) for kind in KINDS for fault in FAULTS.get(kind, ("forward", "flip"))]
-CELLS_OF_FOUR = [(kind, fault) for kind in FOUR for fault in ("backward", "flip")]
+CELLS_OF_FOUR = [("fsdp2-hsdp", "backward"), ("fsdp2-hsdp", "flip"), ("tp-fsdp2", "backward")]
 STEPS = 6
 
 

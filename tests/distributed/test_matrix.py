@@ -41,6 +41,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes: list[Scene] = [(kind, {"steps": 3}) for kind in HEALTHY]
     scenes += [(kind, {"steps": 3, "on_nan": "recover"}) for kind in HEALTHY]
     scenes += [(kind, {"steps": 3, "on_nan": "stop"}) for kind in ("ddp", "fsdp2", "pipeline")]
+    scenes += [("ddp", {"steps": 3, "joins": True})]
+    scenes += [("ddp", {"steps": 3, "joins": True, "on_nan": "recover"})]
     for kind in ACCUMULATING:
         scenes += [(kind, {"steps": 3, "accumulate": 2})]
         scenes += [(kind, {"steps": 3, "accumulate": 2, "on_nan": "recover"})]
@@ -56,7 +58,8 @@ def same_training(one: list[Any], two: list[Any]) -> bool:
 def test_a_healthy_run_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
     plain = of(healthy, kind, steps=3)
     ours = [name for name in healthy if name.startswith(f"('{kind}', ") and "on_nan" in name]
-    for watched in (healthy[name] for name in ours if "accumulate" not in name):
+    others = ("accumulate", "joins")
+    for watched in (healthy[n] for n in ours if not any(word in n for word in others)):
         assert same_training(plain, watched)
         assert [each["incidents"] for each in watched] == [[], []]
 
@@ -67,6 +70,13 @@ def test_accumulation_is_byte_identical(healthy: dict[str, list[Any]], kind: str
     watched = of(healthy, kind, steps=3, accumulate=2, on_nan="recover")
     assert same_training(plain, watched)
     assert [each["incidents"] for each in watched] == [[], []]
+
+
+def test_a_rank_that_ends_early_is_not_waited_for(healthy: dict[str, list[Any]]) -> None:
+    """Inside DDP's join() the others go on without it."""
+    plain = of(healthy, "ddp", steps=3, joins=True)
+    assert same_training(plain, of(healthy, "ddp", steps=3, joins=True, on_nan="recover"))
+    assert [each["updates"] for each in plain] == [[3], [2]]
 
 
 COUNTED = ("ddp", "fsdp2", "tp")

@@ -195,10 +195,14 @@ def train(
     steps: int = STEPS,
     skips: bool = False,
     counts: bool = False,
+    joins: bool = False,
     again: str = "auto",
     config: Any = None,
 ) -> dict[str, Any]:
-    """Train, and say what came of it. With `skips` all ranks leave step AT out themselves."""
+    """Train, and say what came of it. With `skips` all ranks leave step AT out themselves.
+
+    If it `joins`, rank 1 has one step less than the others.
+    """
     if kind == "pipeline":
         return train_pipeline(fault=fault, on_nan=on_nan, skips=skips, steps=steps)
     job = Job(kind)
@@ -231,8 +235,9 @@ def train(
     counted = Collectives()
     error: BaseException | None = None
     try:
-        with guard, counted if counts else contextlib.nullcontext():
-            for step in range(steps):
+        uneven = model.join() if joins else contextlib.nullcontext()
+        with guard, uneven, counted if counts else contextlib.nullcontext():
+            for step in range(steps - (joins and dist.get_rank() == 1)):
                 if skips and step == AT:
                     continue
                 strike(fault, step)

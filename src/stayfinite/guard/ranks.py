@@ -63,8 +63,10 @@ class Ranks:
         is_replicated: bool,
         is_pipeline: bool,
         looks: EarlyLooks,
+        replicas: Iterable[nn.Module] = (),
     ) -> None:
         self.groups = groups
+        self._replicas = [weakref.ref(each) for each in replicas]
         self.is_replicated = is_replicated  # all hold the same parameters
         self.is_pipeline = is_pipeline
         self.looks = looks
@@ -94,6 +96,9 @@ class Ranks:
             certainty = _HARMED
         self.had_harm, self.harm, self._sight = self.harm, None, sight
         self.had_loss, self.loss = self.loss, None
+        if self._may_miss_some():
+            self.word = Word(verdict, is_harmed)
+            return self.word
         try:
             self.word = say_word(
                 self.groups, verdict=verdict, is_harmed=is_harmed, certainty=certainty
@@ -101,6 +106,15 @@ class Ranks:
         except RuntimeError as error:
             raise PeerLostError(_lost(error)) from error
         return self.word
+
+    def _may_miss_some(self) -> bool:
+        """Whether DDP's join() lets ranks end before the others, which then ask for nothing.
+
+        Gradients are the same on those that are left, so each decides by itself.
+        """
+        found: list[Any] = [each() for each in self._replicas]
+        # Private: there is no public way to see that a join() is around.
+        return any(each is not None and each._join_config.enable for each in found)
 
     def have_all_come(self) -> bool:
         """Whether all ranks come here soon; who is missing waits for this one in a collective."""
@@ -115,14 +129,14 @@ class Ranks:
 
     def agree(self, flag: bool) -> bool:
         """Whether it is so on any rank; all must ask together."""
-        return agree(flag, self.groups)
+        return flag if self._may_miss_some() else agree(flag, self.groups)
 
     def shared(self, incident: Incident) -> Incident:
         """The incident of the rank where it began, on every rank; its rank is -1 if nobody knows.
 
         Who is named leaves it in the store. Only if nobody was, all are asked once more.
         """
-        if self.word.is_fine:
+        if self.word.is_fine or self._may_miss_some():
             return incident  # the others know nothing of it
         if self.word.rank < 0 and not self._told:  # one of them may have seen it since
             seen = _BEFORE_REDUCTION if _is_own(incident) else 0
@@ -338,7 +352,13 @@ class RankGroups:
             groups = (replicas[0].process_group,)
         else:
             groups = WORLD if stages or not meshes else _mesh_groups(meshes[0])
-        return Ranks(groups, is_replicated=is_replicated, is_pipeline=bool(stages), looks=looks)
+        return Ranks(
+            groups,
+            is_replicated=is_replicated,
+            is_pipeline=bool(stages),
+            looks=looks,
+            replicas=replicas,
+        )
 
 
 def _wrappers(ours: set[int]) -> list[nn.Module]:

@@ -111,6 +111,14 @@ class TrainingAbortedError(StayFiniteError, RuntimeError):
         self.incident = incident
 
 
+class PeerLostError(TrainingAbortedError):
+    """Another rank of the training is gone, so this one cannot go on.
+
+    >>> str(PeerLostError("rank 1 ended: ValueError: a bad file"))
+    'rank 1 ended: ValueError: a bad file'
+    """
+
+
 class TrainingSetupError(StayFiniteError, ValueError):
     """Training cannot begin like this; `problems` has everything that is wrong.
 

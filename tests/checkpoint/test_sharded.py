@@ -29,8 +29,6 @@ from stayfinite.checkpoint import (
 from stayfinite.cli import main
 from stayfinite.errors import CheckpointError, InputError, NonFiniteError
 
-SHORT = '"gloo", timeout=__import__("datetime").timedelta(seconds=60)'
-
 SAVED = (
     IMPORT
     + """
@@ -59,12 +57,12 @@ for kind, name in KINDS:
 
 def loaded_on(folder: Path, world: int, kinds: list[tuple[str, str]]) -> list[Any]:
     (folder / "meeting").unlink(missing_ok=True)
-    return answers(folder, LOADED.replace("KINDS", repr(kinds)), world=world, how=SHORT)
+    return answers(folder, LOADED.replace("KINDS", repr(kinds)), world=world)
 
 
 def test_what_two_ranks_save_is_loaded_on_one_two_and_four(tmp_path: Path) -> None:
     kinds = ["fsdp", "tp", "ddp"]
-    saved = answers(tmp_path, SAVED.replace("KINDS", repr(kinds)), how=SHORT)
+    saved = answers(tmp_path, SAVED.replace("KINDS", repr(kinds)))
     assert saved[0] == saved[1]
     assert saved[0]["fsdp"] == saved[0]["ddp"]
     expected = [saved[0][kind] for kind in kinds]
@@ -121,7 +119,7 @@ said += [text_of(lambda: stayfinite.save_checkpoint(f"{folder}/other", model=oth
 
 
 def test_what_one_rank_finds_bad_is_refused_on_all_with_the_same_error(tmp_path: Path) -> None:
-    one, other = answers(tmp_path, REFUSED, how=SHORT)
+    one, other = answers(tmp_path, REFUSED)
     assert one == other
     kind, text = one[0]
     assert kind == "NonFiniteError"
@@ -158,7 +156,7 @@ said.append(saving.result().name)
 
 
 def test_async_saves_what_was_there_when_it_was_called(tmp_path: Path) -> None:
-    one, other = answers(tmp_path, ASYNC, how=SHORT)
+    one, other = answers(tmp_path, ASYNC)
     assert one == other
     assert one[-1] == "last"
     for name, step in (("last", 3), ("last.1", 2)):
@@ -200,7 +198,7 @@ for step in range(3):
 @pytest.mark.parametrize("point", ["writing", "metadata", "renames"])
 def test_a_rank_that_is_killed_leaves_the_generation_before(tmp_path: Path, point: str) -> None:
     script = tmp_path / "rank.py"
-    script.write_text(HEAD.format(how=SHORT) + f"point = {point!r}\n" + KILLED)
+    script.write_text(HEAD.format(how='"gloo"', seconds=60) + f"point = {point!r}\n" + KILLED)
     environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "out", "wb") as out:
         words = [[str(script), str(tmp_path), str(me), "2"] for me in range(2)]

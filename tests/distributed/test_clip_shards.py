@@ -8,8 +8,6 @@ from typing import Any
 from meshes import IMPORT
 from ranks import answers
 
-SHORT = '"gloo", timeout=__import__("datetime").timedelta(seconds=60)'
-
 HELPERS = (
     IMPORT
     + """
@@ -84,7 +82,7 @@ def test_all_ranks_clip_by_the_norm_of_all(tmp_path: Path) -> None:
         folder = tmp_path / str(world)
         folder.mkdir()
         body = CLIPPED.replace("KINDS", repr(kinds))
-        first, *others = answers(folder, body, world=world, how=SHORT)
+        first, *others = answers(folder, body, world=world)
         assert others == [first] * (world - 1)
         for kind in kinds:
             assert [first[f"{kind} {power}"][1] for power in (1.0, 2.0, "inf")] == [dims] * 3
@@ -109,7 +107,7 @@ said += [torch.allclose(a, local(p.grad), rtol=1e-5) for a, p in zip(theirs_grad
 
 
 def test_two_ranks_clip_as_torch_does(tmp_path: Path) -> None:
-    for said in answers(tmp_path, LIKE_TORCH, how=SHORT):
+    for said in answers(tmp_path, LIKE_TORCH):
         assert all(said)
 
 
@@ -150,7 +148,7 @@ for drop in ("elements", "tensors", "nothing"):
 def bad_on_one_rank(folder: Path, kind: str, name: str, world: int) -> list[Any]:
     folder.mkdir()
     body = BAD.replace("KIND", repr(kind)).replace("NAME", repr(name))
-    first, *others = answers(folder, body, world=world, how=SHORT)
+    first, *others = answers(folder, body, world=world)
     assert others == [first] * (world - 1)
     for dropped, is_as_before in (each for each in first if len(each) == 2):
         assert dropped in ([name], [])

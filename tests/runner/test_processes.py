@@ -50,7 +50,8 @@ LINE = 10
 
 def test_forked_ranks_are_stopped_together_and_traced_again(scripts):
     scripts.write(GROUP)
-    done = scripts.watched("train.py", "fork", options=["--json", "out.json"])
+    options = ["--json", "out.json", "--again", "never"]
+    done = scripts.watched("train.py", "fork", options=options)
     assert (done.code, done.out) == (3, b"[-15, 3]\n"), done.err.decode()
     assert b"Traceback" not in done.err
     assert done.ours[0].startswith("step 2, rank 1: loss is NaN")

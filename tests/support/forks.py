@@ -23,6 +23,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ def _import_what_forks_need() -> None:
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
+    import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
     import torch.distributions
     import torch.nn.parallel
@@ -193,6 +195,8 @@ def _import_what_forks_need() -> None:
     import stayfinite.runner.second_run
 
     torch.set_num_threads(1)
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False  # torch's own: taking its operators apart takes many seconds
     for module in (stayfinite.runner.case, stayfinite.runner.preflight_run):
         forking = types.SimpleNamespace(**vars(subprocess))
         forking.Popen = _popen

@@ -9,11 +9,12 @@ from typing import Any
 from forks import SOURCE, Fork
 
 HEAD = """
-import json, sys, torch, torch.distributed as dist
+import datetime, json, sys, torch, torch.distributed as dist
 from stayfinite.distributed import agree, rank, world_size
 folder, me, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
-dist.init_process_group({how}, init_method=f"file://{{folder}}/meeting", rank=me, world_size=world)
+dist.init_process_group({how}, init_method=f"file://{{folder}}/meeting", rank=me, world_size=world,
+                        timeout=datetime.timedelta(seconds={seconds}))
 """
 TAIL = """
 json.dump(said, open(f"{folder}/{me}.json", "w"))
@@ -21,10 +22,24 @@ dist.destroy_process_group()
 """
 
 
-def answers(folder: Path, body: str, *, world: int = 2, how: str = '"gloo"') -> list[Any]:
-    """What each process has put into `said`; it finds its rank in `me`."""
+def answers(
+    folder: Path, body: str, *, world: int = 2, how: str = '"gloo"', seconds: float = 60
+) -> list[Any]:
+    """What each process has put into `said`; it finds its rank in `me`.
+
+    Whoever waits for another rank longer than these seconds gets an error.
+    """
+    codes, said = outcomes(folder, body + TAIL, world=world, how=how, seconds=seconds)
+    assert codes == [0] * world, "\n".join(said)
+    return [json.loads((folder / f"{me}.json").read_text()) for me in range(world)]
+
+
+def outcomes(
+    folder: Path, body: str, *, world: int = 2, how: str = '"gloo"', seconds: float = 60
+) -> tuple[list[int], list[str]]:
+    """The exit codes of the processes, and what they printed."""
     script = folder / "rank.py"
-    script.write_text(HEAD.format(how=how) + body + TAIL)
+    script.write_text(HEAD.format(how=how, seconds=seconds) + body)
     environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
     processes = []
     for me in range(world):
@@ -32,6 +47,4 @@ def answers(folder: Path, body: str, *, world: int = 2, how: str = '"gloo"') -> 
         with open(folder / f"{me}.out", "wb") as out:
             processes.append(Fork(words, env=environment, cwd=folder, stdout=out, stderr=out))
     codes = [process.wait(timeout=240) for process in processes]
-    said = (folder / f"{me}.out" for me in range(world))
-    assert codes == [0] * world, "\n".join(path.read_text() for path in said)
-    return [json.loads((folder / f"{me}.json").read_text()) for me in range(world)]
+    return codes, [(folder / f"{me}.out").read_text() for me in range(world)]

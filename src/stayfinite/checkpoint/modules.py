@@ -23,11 +23,10 @@ from stayfinite.checkpoint.values import (
     ByPart,
     Held,
     PlaceKind,
-    is_sharded,
-    local,
     named_parts,
     with_tensors,
 )
+from stayfinite.detect.memory import is_sharded, local
 from stayfinite.errors import InputError
 from stayfinite.training import params_of
 

@@ -34,7 +34,8 @@ from stayfinite.checkpoint.folder import folder_beside, install, is_dcp_folder, 
 from stayfinite.checkpoint.modules import Members
 from stayfinite.checkpoint.problem import Problem, errors_in
 from stayfinite.checkpoint.save import ASIDE, collect, plain, refused_save
-from stayfinite.checkpoint.values import Held, hold, is_sharded, local, own_contents
+from stayfinite.checkpoint.values import Held, hold, own_contents
+from stayfinite.detect.memory import is_sharded, local
 from stayfinite.distributed import rank, world_size
 from stayfinite.errors import CheckpointError, InputError, StayFiniteError
 
@@ -184,7 +185,8 @@ def _digest_of_names(tree: Any, held: Mapping[str, Held]) -> int:
     for model in tree["models"]:
         for place in model["tensors"].values():
             each = held[place["key"]]
-            if place["kind"] == "parameter" and not is_sharded(each.tensor):
+            is_whole = each.tensor is None or not is_sharded(each.tensor)
+            if place["kind"] == "parameter" and is_whole:
                 words.append((each.tally.low, each.tally.high))
     return int(xxh3_64_intdigest(repr(words).encode()) >> 1)  # it has a sign
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stayfinite.checkpoint.format import Tally, bytes_of, digest, tally
+from stayfinite.detect.memory import local
 from stayfinite.errors import CheckpointError
 
 Layout = Literal["stayfinite", "torch", "lightning", "safetensors", "huggingface", "dcp"]
@@ -131,17 +132,6 @@ def hold(key: str, tensor: Tensor) -> Held:
         tally=tally(local(tensor)),
         tensor=tensor,
     )
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor, of which each rank has a part; without importing that class."""
-    return isinstance(tensor, Tensor) and hasattr(type(tensor), "to_local")
-
-
-def local(tensor: Any) -> Tensor:
-    """This rank's shard of a DTensor, which shares its memory; other tensors are it themselves."""
-    found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return found
 
 
 def is_same(one: Held, other: Held) -> bool:

@@ -167,7 +167,31 @@ def pieces(tensor: Tensor, limit: int = PIECE) -> Iterator[tuple[tuple[int, ...]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that torch.func's transforms have wrapped, or the tensor itself."""
+    """The tensor that torch.func's transforms have wrapped, or a DTensor's shard; else itself."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
-    return tensor
+    return local(tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; any other tensor as it is.
+
+    Nothing is ever asked of a DTensor itself: its sums and norms are collectives, which a rank that
+    asks alone would wait in for ever.
+    """
+    if type(tensor) in (Tensor, Parameter) or not is_sharded(tensor):
+        return tensor
+    shard: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    # One that a functional collective still fills is waited for.
+    return shard.trigger_wait() if hasattr(shard, "trigger_wait") else shard
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank has a part; its module is not imported to ask."""
+    return is_sharded_type(type(tensor))
+
+
+def is_sharded_type(kind: type) -> bool:
+    """The same of all tensors of a type."""
+    # Private, and the only way to the shard that makes no node in the graph: to_local() does.
+    return hasattr(kind, "_local_tensor") and hasattr(kind, "device_mesh")

@@ -20,7 +20,7 @@ from stayfinite.guard.evidence import (
     noticed_step,
     optimizer_behind,
 )
-from stayfinite.guard.job import Job, finding_of, incident_for_all_ranks
+from stayfinite.guard.job import Job, finding_of
 from stayfinite.living import leaves_of, one_look
 from stayfinite.records import Outcome
 from stayfinite.recover.config import RecoveryStrategy
@@ -65,7 +65,11 @@ class _Tell:
 
     def bad_loss(self, loss: Tensor) -> None:
         optimizer = optimizer_behind(loss, self._guard.evidence)
-        if optimizer is not None and self._has_harmed(optimizer):
+        if ranks := self._guard.past.rank_groups.behind(optimizer):
+            # The others are about to enter the collectives of the backward pass.
+            for each in ranks:
+                each.saw_bad_loss(BadValues([("loss", loss)], optimizer))
+        elif optimizer is not None and self._has_harmed(optimizer):
             self.notice(bad_parameters(optimizer))
         else:
             self.notice(BadValues([("loss", loss)], optimizer, did="the backward pass was not run"))
@@ -79,11 +83,16 @@ class _Tell:
         return not all_finite(params_of(optimizer))
 
     def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
-        self.notice(bad_gradients(gradients, optimizer))
+        found = bad_gradients(gradients, optimizer)
+        ranks = self._guard.past.rank_groups.of(optimizer)
+        if ranks is not None:
+            loss = [] if ranks.had_loss is None else ranks.had_loss.named
+            found = dataclasses.replace(found, named=[*loss, *found.named])
+        self.notice(found)
         return True
 
     def skipped(self, optimizer: Optimizer) -> None:
-        self.notice(bad_gradients(pairs_of(optimizer), optimizer))
+        self.refused(optimizer, pairs_of(optimizer))
 
     def harmed(self, finding: BadValues) -> None:
         self.notice(finding)
@@ -96,7 +105,7 @@ class Stop(_Tell):
     """Training ends before the update."""
 
     def notice(self, finding: BadValues) -> None:
-        incident = self._guard.tell(finding, strategy="stop")
+        incident = self._guard.tell_together(finding, strategy="stop")
         if incident is not None:
             self._guard.past.stopped = True
             said = f"stopped at step {incident.step}: {in_short(incident)}"
@@ -112,7 +121,7 @@ class Warn(_Tell):
         before, now = self._noticed, (id(finding.optimizer), noticed_step(finding, evidence))
         self._noticed = now
         if before != now:
-            self._guard.tell(finding, strategy="warn")
+            self._guard.tell_together(finding, strategy="warn")
 
     def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
         super().refused(optimizer, gradients)
@@ -137,6 +146,8 @@ class Recover:
     def bad_loss(self, loss: Tensor) -> None:
         guard, finding, leaves = self._guard, BadValues([("loss", loss)]), leaves_of([loss])
         owners = [job for job in guard.jobs.values() if job.owns(leaves)]
+        for ranks in filter(None, (job.ranks for job in owners)):
+            ranks.saw_bad_loss(finding)
         for job in owners:
             if job.trouble is None:
                 job.trouble = finding
@@ -176,7 +187,7 @@ class Recover:
         job.undo()
         if (replay := job.replay or guard.replay) is not None:
             incident = replay.locate(job, incident)
-        incident = incident_for_all_ranks(job, incident)
+        incident = guard.shared(incident, job.parts.optimizer)
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
@@ -209,6 +220,7 @@ class Recover:
             return
         guard.was_harmed = True
         incident = guard.incident(finding, strategy="recover")
+        incident = guard.shared(incident, finding.optimizer)
         random = RandomState.capture()
         done = job.roll_back() or job.initialise_anew()
         recovery = job.respond(incident)

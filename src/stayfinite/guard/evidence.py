@@ -485,7 +485,9 @@ def explain_incident(
     facts = {**origin.facts, "noticed_step": noticed}
     # A gradient that changed after it was computed was given by another rank, if there are any.
     is_foreign = bool(origin.lineage) and origin.lineage[0].kind == "foreign"
-    is_given = incident.world > 1 and is_foreign and not origin.op and origin.phase == "backward"
+    are_gradients = all(name.startswith("gradients.") for name, _ in finding.named)
+    is_arrived = origin.phase == "backward" or (origin.phase == "data" and are_gradients)
+    is_given = incident.world > 1 and is_foreign and not origin.op and is_arrived
     phase: Phase = "distributed" if is_given else origin.phase
     origin = dataclasses.replace(origin, facts=facts, phase=phase)
     locations = tuple(report.location for report in incident.reports)

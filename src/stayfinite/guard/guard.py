@@ -38,8 +38,9 @@ from stayfinite.detect.hooks import (
     watch_scaling,
     watch_steps,
 )
+from stayfinite.detect.memory import local
 from stayfinite.detect.veto import is_muted
-from stayfinite.distributed import rank
+from stayfinite.distributed import BAD, FINE, SKIPPED, leave_word, rank, world_size
 from stayfinite.errors import CapsuleError, ConfigError, TrainingAbortedError
 from stayfinite.guard.answers import ANSWERS, Answer
 from stayfinite.guard.evidence import (
@@ -56,6 +57,7 @@ from stayfinite.guard.evidence import (
     incident_of,
 )
 from stayfinite.guard.job import Job
+from stayfinite.guard.ranks import RankGroups, Ranks, is_inferring_shapes, note_lost_peer
 from stayfinite.guard.step import GuardedStep
 from stayfinite.living import Names, leaves_of
 from stayfinite.locate.clock import Tracing
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
 
 
 _TOO_LATE = "it was found when the script had ended, so nothing was undone"
+_AFTER_LAST = "it was found after the last update, so nothing was undone"
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -216,6 +219,15 @@ class Guard(StepListener):
                 self._check_parameters([job.parts.optimizer], everything=True)
                 job.begin()
 
+    def _entered(self, frame: FrameType) -> None:
+        """The first module is called, or the first since there is another optimizer."""
+        with self.past.aside:
+            self.past.rank_groups.look_around()
+            for job in self.jobs.values():
+                job.ranks = self.past.rank_groups.of(job.parts.optimizer)
+        if self.notes_moments:
+            self.past.moments.entered(frame)
+
     def attach(self, *more: Attachment) -> None:
         """Watch this process from now on; what is attached `more` is removed with the rest."""
         # A flag that is read one step late would come too late to undo that step.
@@ -224,11 +236,11 @@ class Guard(StepListener):
         if self.notes_moments:
             past.tracing.on_delivery = self._delivered
             past.tracing.deliveries.on_left = self._loader_left
-            more = (*more, watch_first_call(past.moments.entered))
             if self._only is not None:
                 more = (*more, Attachment(register_optimizer_step_post_hook(self._other).remove))
         self._attachment = together(
             *more,
+            watch_first_call(self._entered),
             watch_backward(self._before_backward, self._after_backward),
             watch_scaling(self._after_scaling),
             watch_loading(self._before_loading),
@@ -293,7 +305,7 @@ class Guard(StepListener):
             self.record(pending)
         elif statistics := bad_statistics(evidence.statistics()):
             found = bad_running_statistics(statistics, evidence.at_work())
-            self.answer.harmed(dataclasses.replace(found, is_in_turn=True))
+            self._harmed(dataclasses.replace(found, is_in_turn=True))
 
     def _other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Another optimizer than the one that is watched has made its update."""
@@ -320,24 +332,35 @@ class Guard(StepListener):
                 is_over = past.stopped or past.last_look.is_over
                 if self.is_attached and past.incidents and not is_over:
                     self._check_parameters([job.parts.optimizer], everything=True)
+            self._answer_unheard_harm()
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             with contextlib.suppress(TrainingAbortedError), past.aside:
                 attachment.flush()
                 if not past.incidents and not past.last_look.is_over:
                     self._check_parameters(past.evidence.optimizers(), everything=True)
+                    self._answer_unheard_harm()
             with contextlib.suppress(TrainingAbortedError):
                 attachment.remove()
             past.tracing.switch_off()
             past.moments.forget()
+            past.rank_groups.remove()
         for job in self.jobs.values():
             job.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.tell_ranks(error)
         self.close()
+
+    def tell_ranks(self, error: BaseException) -> None:
+        """This process ends by an error: the other ranks may want to know why."""
+        if world_size() > 1:
+            note_lost_peer(error)
+            leave_word(error)
 
     def end(self, modules: Mapping[str, nn.Module]) -> None:
         """The script is over: look once at its weights, which nothing can put back any more.
@@ -359,6 +382,9 @@ class Guard(StepListener):
             for finding in look.take(modules):
                 if not past.incidents:
                     self._found_at_end(finding)
+            for ranks in past.rank_groups.known():
+                if ranks.loss is not None and not past.incidents:
+                    self._found_at_end(ranks.loss)
             # A loss about which no update was asked.
             if any(map(bool, past.losses.far_flags())) and not past.incidents:  # host sync
                 self._found_at_end(BadValues([("loss", torch.tensor(torch.nan))]))
@@ -391,6 +417,7 @@ class Guard(StepListener):
     def script_crashed(self, error: BaseException) -> None:
         """The script died of an error of its own; an incident if a NaN was behind it."""
         past = self.past
+        self.tell_ranks(error)
         if past.incidents or self._attachment is None:
             return
         with past.aside:
@@ -415,6 +442,8 @@ class Guard(StepListener):
             return
         self._pending = None
         past = self.past
+        if is_inferring_shapes(sys._getframe(1)):
+            return
         if self.own_step is None:
             for job in self.jobs.values():
                 if job.trouble is not None:
@@ -495,32 +524,60 @@ class Guard(StepListener):
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
     ) -> Tensor | None:
         """True on the device where this update must not happen; None where it may."""
-        past = self.past
+        past, flag, job = self.past, None, self.jobs.get(id(optimizer))
+        ranks = past.rank_groups.at_update(optimizer)
         with past.aside:
             past.tracing.tick(arm_at=self.settings.arm_at)
             past.evidence.first_look(optimizer)
             if not self.settings.check_gradients or not self._is_due(optimizer):
                 gradients = []
-            far, flag = past.losses.far_flags(), None
+            if ranks is not None:
+                gradients = [local(gradient) for gradient in gradients]
+            far = past.losses.far_flags()
             if on_device or far or not past.evidence.saw_finite(optimizer, gradients):
                 flag = nonfinite([*gradients, *far], exact_on_device=on_device)
-            job = self.jobs.get(id(optimizer))
-            return flag if job is None else self._verdict(job, flag)
-        return None
+            if job is not None:
+                flag = self._verdict(job, flag)
+        if ranks is None:
+            return flag
+        return self._verdict_of_all(ranks, optimizer, job, flag)
 
     def _verdict(self, job: Job, flag: Tensor | None) -> Tensor | None:
-        """Under DDP all ranks give one answer."""
         if job.trouble is None:
             job.trouble = job.bad_rates()
         is_bad = job.trouble is not None or job.manager.batches_to_skip > 0
         is_bad = is_bad or (self.own_step is not None and self.own_step.vetoes_all)
-        if job.is_distributed:
-            is_bad = job.any_rank(is_bad or (flag is not None and bool(flag)))  # host sync
         return torch.tensor(True) if is_bad else flag
+
+    def _verdict_of_all(
+        self, ranks: Ranks, optimizer: Optimizer, job: Job | None, flag: Tensor | None
+    ) -> Tensor:
+        """All ranks give one answer; whatever fails here, each of them has to ask."""
+        if self.own_step is not None and self.own_step.vetoes_all:
+            return torch.tensor(True)  # all ranks only look at this one
+        is_bad, is_harmed = True, ranks.harm is not None
+        with self.past.aside:
+            is_bad = flag is not None and bool(flag)  # host sync
+            is_bad = is_bad or (job is None and ranks.loss is not None)
+            if is_bad and not is_harmed and not all_finite(params_of(optimizer)):
+                ranks.harm, is_harmed = bad_parameters(optimizer), True
+        word = ranks.ask(verdict=BAD if is_bad else FINE, is_harmed=is_harmed)
+        if job is not None:
+            job.ranks = ranks
+            job.confirm_snapshot(is_good=not word.is_harmed)
+        return torch.tensor(not word.is_fine)
 
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
         """A bad update is at hand: make it an incident; true vetoes it."""
         with self.past.aside:
+            ranks = self.past.rank_groups.of(optimizer)
+            if ranks is not None:
+                if ranks.word.verdict == SKIPPED and not ranks.word.is_harmed:
+                    self._absorbed(optimizer, None)  # by the scaler of another rank
+                    return True
+                if ranks.word.is_harmed and self.own_step is None:
+                    self._answer_harm(ranks, optimizer)
+                    return self.settings.on_nan != "warn"
             return self.answer.refused(optimizer, gradients)
         return self.settings.on_nan != "warn"
 
@@ -561,27 +618,46 @@ class Guard(StepListener):
         With a bad loss it was not its scale that was at fault.
         """
         past, job = self.past, self.jobs.get(id(optimizer))
-        has_trouble = job is not None and job.any_rank(job.trouble is not None)
-        with past.aside:
-            past.was_skipped = True
-            if has_trouble:
-                self.answer.skipped(optimizer)
+        has_trouble = job is not None and job.trouble is not None
+        ranks = past.rank_groups.at_update(optimizer)
+        is_looking = self.own_step is not None and self.own_step.vetoes_all
+        if ranks is not None and scaler is not None and not is_looking:  # else `judge` has asked
+            is_bad = has_trouble or (job is None and ranks.loss is not None)
+            word = ranks.ask(verdict=BAD if is_bad else SKIPPED, is_harmed=ranks.harm is not None)
+            has_trouble = word.verdict == BAD
+            if job is not None:
+                job.confirm_snapshot(is_good=not word.is_harmed)
+            if word.is_harmed and self.own_step is None:
+                with past.aside:
+                    past.was_skipped = True
+                    self._answer_harm(ranks, optimizer)
                 return
-            past.tracing.tick(arm_at=self.settings.arm_at)
-            past.scaler_skips += 1
-            evidence = past.evidence
-            evidence.skips_in_a_row += 1
-            evidence.scale = scaler.get_scale() if scaler is not None else None
-            hopeless = evidence.scale is not None and evidence.scale <= 1.0
-            if evidence.skips_in_a_row > (1 if hopeless else self.settings.max_scaler_skips):
-                self.answer.skipped(optimizer)  # no loss scale is small enough
+        with past.aside:
+            if has_trouble:
+                past.was_skipped = True
+                self.answer.skipped(optimizer)
+            else:
+                self._absorbed(optimizer, scaler)
+
+    def _absorbed(self, optimizer: Optimizer, scaler: Any) -> None:
+        """An update that a scaler has skipped, for a reason that is its own."""
+        past = self.past
+        past.was_skipped = True
+        past.tracing.tick(arm_at=self.settings.arm_at)
+        past.scaler_skips += 1
+        evidence = past.evidence
+        evidence.skips_in_a_row += 1
+        evidence.scale = scaler.get_scale() if scaler is not None else None
+        hopeless = evidence.scale is not None and evidence.scale <= 1.0
+        if evidence.skips_in_a_row > (1 if hopeless else self.settings.max_scaler_skips):
+            self.answer.skipped(optimizer)  # no loss scale is small enough
 
     def _look_after_update(self, optimizer: Optimizer, job: Job | None) -> None:
         past = self.past
         if job is None:
             self._check_parameters([optimizer], everything=past.tracing.is_on)
-        elif job.any_rank(not job.is_finite_after_update(past.evidence.due)):
-            self.answer.harmed(bad_parameters(optimizer))
+        elif not job.is_finite_after_update(past.evidence.due):
+            self._harmed(bad_parameters(optimizer))
         elif past.tracing.is_on or past.evidence.statistics_are_due(optimizer):
             self._check_statistics(optimizer)
 
@@ -591,20 +667,57 @@ class Guard(StepListener):
         for optimizer in optimizers:
             params = params_of(optimizer) if everything else evidence.due(optimizer)
             if not all_finite(params):
-                self.answer.harmed(bad_parameters(optimizer))
+                self._harmed(bad_parameters(optimizer))
             if everything or evidence.statistics_are_due(optimizer):
                 self._check_statistics(optimizer)
 
     def _check_statistics(self, optimizer: Optimizer) -> None:
         bad = bad_statistics(self.past.evidence.statistics())
         if bad:
-            self.answer.harmed(bad_running_statistics(bad, optimizer))
+            self._harmed(bad_running_statistics(bad, optimizer))
+
+    def _harmed(self, finding: BadValues) -> None:
+        """The state of training has taken bad values; all ranks are told with the next update."""
+        optimizer = finding.optimizer
+        ranks = None if optimizer is None else self.past.rank_groups.of(optimizer)
+        if ranks is None:
+            self.answer.harmed(finding)
+        elif ranks.harm is None:
+            ranks.harm = finding
+
+    def _answer_harm(self, ranks: Ranks, optimizer: Optimizer) -> None:
+        """All ranks know by now that the update before has made something bad on one of them."""
+        found = ranks.had_harm if ranks.had_harm is not None else bad_parameters(optimizer)
+        self.answer.harmed(dataclasses.replace(found, is_after_update=True))
+
+    def _answer_unheard_harm(self) -> None:
+        """No update will come with which the other ranks could be told of the last one.
+
+        Where all have the same weights, each goes back by itself.
+        """
+        for ranks in self.past.rank_groups.known():
+            finding, ranks.harm = ranks.harm, None
+            if finding is None:
+                continue
+            job = self.jobs.get(id(finding.optimizer)) if ranks.is_replicated else None
+            done = None if job is None else job.roll_back()
+            found = dataclasses.replace(finding, did=done or _AFTER_LAST)
+            self.tell(found, strategy="none" if done is None else "reset")
+            self.past.stopped = self.past.stopped or self.settings.on_nan == "stop"
+
+    def shared(self, incident: Incident, optimizer: Optimizer | None) -> Incident:
+        """The incident as the rank where it began tells it, if several train together."""
+        ranks = None if optimizer is None else self.past.rank_groups.of(optimizer)
+        return incident if ranks is None else ranks.shared(incident)
 
     def mend_harm(self, job: Job, *, was_counted: bool = True) -> bool:
         """Whether parameters were bad, on any rank; they have been put back then."""
-        if not job.any_rank(not job.is_finite()):
+        optimizer = job.parts.optimizer
+        ranks = self.past.rank_groups.of(optimizer)
+        if not (ranks.word.is_harmed if ranks is not None else not job.is_finite()):
             return False
-        found = bad_parameters(job.parts.optimizer)
+        found = None if ranks is None else ranks.had_harm
+        found = bad_parameters(optimizer) if found is None else found
         self.answer.harmed(dataclasses.replace(found, is_after_update=was_counted))
         return True
 
@@ -628,12 +741,21 @@ class Guard(StepListener):
         """The incident as it shows when the running loop's body is run again; None if not."""
         is_ours = self.own_step is not None or self.replay is not None
         is_ours = is_ours or any(job.replay is not None for job in self.jobs.values())
-        if not self.notes_moments or self.past.tracing.is_on or is_ours or incident.world > 1:
+        if not self.notes_moments or self.past.tracing.is_on or is_ours:
+            return None
+        optimizer, groups = finding.optimizer, self.past.rank_groups
+        ranks = None if optimizer is None else groups.of(optimizer)
+        is_together = ranks is not None and not ranks.is_replicated
+        if incident.world > 1 and not is_together and not groups.may_run_apart(optimizer):
             return None
         from stayfinite.guard.loop_replay import LoopReplay, standing_at, standing_in
 
         if self._loop_replay is None:
             self._loop_replay = LoopReplay(self, self.past.moments)
+        if ranks is not None and is_together:
+            if finding.is_after_update:
+                return None
+            return self._loop_replay.locate_together(incident, finding, standing_at(frame), ranks)
         is_over = finding.is_after_update and not self.past.moments.has_weights
         if is_over and not finding.is_in_turn:
             return self._loop_replay.locate_update(incident, finding)
@@ -647,6 +769,14 @@ class Guard(StepListener):
         if len(self.past.incidents) >= MOST_INCIDENTS:
             return None
         return self.record(self.incident(finding, strategy=strategy))
+
+    def tell_together(self, finding: BadValues, *, strategy: str) -> Incident | None:
+        """The same where all ranks do so: the incident is that of the rank where it began."""
+        self.past.evidence.saw_bad = True
+        if len(self.past.incidents) >= MOST_INCIDENTS:
+            return None
+        incident = self.incident(finding, strategy=strategy)
+        return self.record(self.shared(incident, finding.optimizer))
 
     def record(self, incident: Incident) -> Incident:
         """Keep it, and tell whoever listens."""
@@ -664,7 +794,7 @@ class Guard(StepListener):
         outcome = Outcome(strategy=recovery.strategy.value, detail=recovery.detail)
         incident = dataclasses.replace(incident, outcome=outcome)
         self.record(incident)
-        if job.any_rank(not recovery.succeeded):
+        if not recovery.succeeded:
             self.past.stopped = True
             what = in_short(incident)
             raise TrainingAbortedError(
@@ -784,6 +914,7 @@ class GuardPast:
             "stayfinite failed inside a step; training goes on without it",
             pause=self.tracing.paused,
         )
+        self.rank_groups = RankGroups()
         self.losses = LossJudge(self.evidence)
         self.last_look = LastLook(self.evidence)
         self.later_traces = LaterTraces(self.tracing)

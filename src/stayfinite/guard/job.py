@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import logging
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite, surely_finite
 from stayfinite.detect.memory import plain_parts
-from stayfinite.distributed import agree, heard, most_certain, tell
 from stayfinite.errors import NonFiniteError
 from stayfinite.guard.evidence import BadValues, bad_gradients
-from stayfinite.records import Incident, from_json, to_json
+from stayfinite.guard.ranks import Ranks, is_inferring_shapes, unsharded_of
+from stayfinite.records import Incident
 from stayfinite.recover.actions import Done, Situation, Trouble, act
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
@@ -69,15 +67,30 @@ class Job:
         self._next_snapshot = 0
         self._good_rates: list[Any] = []
         self._held: tuple[TrainingState, Snapshot] | None = None
-        self.is_distributed = any(
-            isinstance(module, DistributedDataParallel) for module in parts.modules
-        )
+        self._ranks: Ranks | None = None
+        self._unconfirmed = -1  # step of a snapshot that other ranks may not have
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those that make its updates together; None if this process is alone with them."""
+        return self._ranks
+
+    @ranks.setter
+    def ranks(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        if ranks is not None:
+            self.ring.keep_at_least(2)  # the newest is not sure until all ranks have it
+
+    @property
+    def is_distributed(self) -> bool:
+        return self._ranks is not None
 
     def watch_beginnings(self, begins: Callable[[Job], None]) -> None:
         """Call `begins(self)` when a forward pass begins a step."""
 
         def hook(module: nn.Module, args: Any) -> None:
-            if self._mark is None and torch.is_grad_enabled() and not is_dynamo_compiling():
+            is_training = torch.is_grad_enabled() and not is_dynamo_compiling()
+            if self._mark is None and is_training and not is_inferring_shapes(sys._getframe(1)):
                 begins(self)
 
         for module in self.parts.modules:
@@ -90,7 +103,7 @@ class Job:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank of this job; all ranks must ask together."""
-        return agree(flag) if self.is_distributed else flag
+        return flag if self._ranks is None else self._ranks.agree(flag)
 
     @property
     def has_begun(self) -> bool:
@@ -111,10 +124,18 @@ class Job:
             self._next_snapshot = self.good_steps + self.config.snapshot_every
             try:
                 self.ring.take(step=self.good_steps)
+                self._unconfirmed = self.good_steps
             except NonFiniteError:
                 is_sound = False
         self._mark = self.state.mark()
         return is_sound
+
+    def confirm_snapshot(self, *, is_good: bool) -> None:
+        """All ranks have told whether the state of this step's beginning was good."""
+        newest = self.ring.back(0)
+        if not is_good and newest is not None and newest.step == self._unconfirmed:
+            self.ring.forget_newest()
+        self._unconfirmed = -1
 
     @property
     def snapshot_step(self) -> int:
@@ -224,6 +245,8 @@ class Job:
             module=module,
             will_rerun=will_rerun,
             good_steps=self.good_steps,
+            any_rank=None if self._ranks is None else self._ranks.agree,
+            is_sharded=self._ranks is not None and not self._ranks.is_replicated,
         )
 
     def clip(self) -> bool:
@@ -263,6 +286,8 @@ class Job:
         """Give parameters that were bad from the beginning small random values; which ones."""
         if self._look_around is None or self.good_steps or len(self.ring):
             return None
+        if self._ranks is not None:  # each rank would make up values of its own
+            return None
         bad = [p for p in params_of(self.parts.optimizer) if not all_finite([p])]
         generator = torch.Generator().manual_seed(0)  # always the same values
         for param in bad:
@@ -276,7 +301,10 @@ class Job:
 
     def owns(self, leaves: Iterable[Tensor]) -> bool:
         """Whether any of the tensors is a parameter of this job."""
-        ours = {id(param) for param in params_of(self.parts.optimizer)}
+        params = params_of(self.parts.optimizer)
+        if self._ranks is not None:
+            params += unsharded_of(self.parts.modules)
+        ours = set(map(id, params))
         return any(id(leaf) in ours for leaf in leaves)
 
     def forget_trouble_if_gone(self) -> None:
@@ -284,10 +312,14 @@ class Job:
 
         Of a DTensor only the local part is looked at.
         """
+        if self._ranks is not None and not self._ranks.is_replicated:
+            return  # FSDP keeps gradients elsewhere until it reduces them
         gradients = gradients_of(self.parts.optimizer)
         parts = (part for gradient in gradients for part in plain_parts(gradient))
         if not any(bool(part.any()) for part in parts):  # host sync; a NaN counts as any
             self.trouble = None
+            if self._ranks is not None:
+                self._ranks.loss = None
 
 
 def is_bad_rate(rate: Any) -> bool:
@@ -326,40 +358,3 @@ class Parts:
             ema=self.emas,
             loader=self.loader,
         )
-
-
-logger = logging.getLogger("stayfinite")
-_numbers = itertools.count(1)  # of the whole process: what an earlier guard told is not heard again
-
-
-def incident_for_all_ranks(job: Job, incident: Incident) -> Incident:
-    """The incident of the rank where it began; this rank's own if it began here too.
-
-    Its rank is -1 if no rank knows. All ranks of the job must ask together.
-    """
-    if not job.is_distributed or incident.world == 1:
-        return incident
-    topic, certainty = f"incident {next(_numbers)}", _certainty(incident)
-    if certainty:
-        try:
-            tell(topic, to_json(incident))
-        except Exception:
-            logger.warning("the other ranks could not be told of an incident", exc_info=True)
-    rank, highest = most_certain(certainty)
-    if not highest:
-        return dataclasses.replace(incident, rank=-1)
-    if certainty == highest:
-        return incident
-    try:
-        return from_json(Incident, heard(rank, topic))
-    except Exception:
-        logger.warning("rank %d was not heard about its incident", rank, exc_info=True)
-        return dataclasses.replace(incident, rank=rank)
-
-
-def _certainty(incident: Incident) -> int:
-    """How certain it is that it began here: 2 seen, 1 the loss is bad before any all-reduce."""
-    origin = incident.origin
-    if origin is not None and origin.exact:
-        return 0 if origin.phase == "distributed" else 2
-    return int(any(report.location == "loss" for report in incident.reports))

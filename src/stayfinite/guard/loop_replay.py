@@ -37,13 +37,15 @@ from stayfinite.detect.hooks import (
     watch_scaling,
     watch_steps,
 )
-from stayfinite.detect.memory import unwrapped
+from stayfinite.detect.memory import local, unwrapped
+from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     BadValues,
     bad_gradients,
     bad_parameters,
     explain_incident,
 )
+from stayfinite.guard.ranks import Ranks
 from stayfinite.living import living, one_look
 from stayfinite.locate.source import call_at, relative
 from stayfinite.records import Incident
@@ -51,6 +53,7 @@ from stayfinite.replay.loop import (
     Body,
     CannotRunError,
     Loop,
+    asks_for_rank,
     attributes_assigned,
     body_of,
     function_around,
@@ -195,8 +198,46 @@ class LoopReplay:
         on_located = self._guard.past.on_located
         if on_located is not None and not finding.was_read:  # one that is read may be trained on
             on_located(similar)
+        if self._guard.past.rank_groups.known():
+            return similar  # the other ranks wait for it
         step = StepAgain(self, its_turn, similar, finding, standing)
         return self._with_proof(step, self._with_change(step, similar))
+
+    @one_look()
+    def locate_together(
+        self,
+        incident: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+        ranks: Ranks,
+    ) -> Incident | None:
+        """The same where a step needs all ranks, as sharded parameters do: each must come here.
+
+        They run it from its beginning to its update, bad or not, so that nobody is waited for.
+        """
+        self.reasons = []
+        turn = next(self._turns(standing), None) if self._left else None
+        # Whoever gives up midway leaves the others waiting, and the run ends; with "stop" it does.
+        is_sure = ranks.is_pipeline or self._guard.settings.on_nan == "stop"
+        is_able = turn is not None and (is_sure or not asks_for_rank(turn.loop, until=turn.line))
+        if turn is not None and is_able:
+            try:
+                body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+                turn.values()
+            except (CannotRunError, SyntaxError, ValueError) as error:
+                self.reasons.append(str(error))
+                is_able = False
+        if ranks.agree(not is_able) or turn is None:
+            return None
+        self._left -= 1
+        found = self.run(turn, incident, finding, standing, ranks=ranks)
+        if not ranks.have_all_come():
+            said = f"a step could not be run again on all ranks ({found.reason})"
+            raise TrainingAbortedError(f"{said}, and the others wait for this one.")
+        if found.incident is None:
+            self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
+            return None
+        return _said(found.incident, turn, self.folder, is_same=found.is_same, is_together=True)
 
     @property
     def folder(self) -> str | None:
@@ -308,10 +349,11 @@ class LoopReplay:
         standing: Sequence[tuple[FrameType, int]],
         *,
         seconds: float = _MOST_SECONDS,
+        ranks: Ranks | None = None,
     ) -> Replayed:
-        """Run the turn again; everything is as before afterwards."""
+        """Run the turn again, with all `ranks` if given; everything is as before afterwards."""
         try:
-            return self._run(turn, noticed, finding, standing, seconds)
+            return self._run(turn, noticed, finding, standing, seconds, ranks)
         except ReplayEnded as end:  # by something of ours; it must not reach the user's code
             return Replayed(reason=end.reason)
 
@@ -322,6 +364,7 @@ class LoopReplay:
         finding: BadValues,
         standing: Sequence[tuple[FrameType, int]],
         seconds: float,
+        ranks: Ranks | None,
     ) -> Replayed:
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
@@ -329,12 +372,14 @@ class LoopReplay:
         except (CannotRunError, SyntaxError, ValueError) as error:
             return Replayed(reason=str(error))
         guard = self._guard
-        probe = _Probe(guard, noticed, finding, turn, body)
+        probe = _Probe(guard, noticed, finding, turn, body, is_together=ranks is not None)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
             # Private: the loop is not inside torch.func's transform in which the value was noticed.
             all_of_them.enter_context(temporarily_clear_interpreter_stack())
-            all_of_them.enter_context(protected(frames, is_last=guard.settings.on_nan == "stop"))
+            is_last = guard.settings.on_nan == "stop"
+            is_apart = noticed.world > 1 and ranks is None
+            all_of_them.enter_context(protected(frames, is_last=is_last, is_apart=is_apart))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
@@ -362,7 +407,7 @@ class LoopReplay:
             had = self._moments.has_gradients.get(id(optimizer), False)
             for param in params_of(optimizer):
                 if param.grad is not None:
-                    param.grad = torch.zeros_like(param.grad) if had else None
+                    param.grad = torch.zeros_like(param.grad) if had else None  # no collective
 
 
 Path = list[tuple[CodeType, int]]
@@ -464,8 +509,17 @@ class _Probe(StepListener):
     """Hears of the steps of a replay, and ends it where the bad value was noticed."""
 
     def __init__(
-        self, guard: Guard, noticed: Incident, finding: BadValues, turn: Turn, body: Body
+        self,
+        guard: Guard,
+        noticed: Incident,
+        finding: BadValues,
+        turn: Turn,
+        body: Body,
+        *,
+        is_together: bool = False,
     ) -> None:
+        self._is_together = is_together  # all ranks run it, up to the update
+        self._bad_loss: BadValues | None = None
         self._guard, self._noticed, self._finding, self._turn = guard, noticed, finding, turn
         self._body = body
         self._moments = deque(turn.since)
@@ -498,7 +552,10 @@ class _Probe(StepListener):
 
     def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
         try:
-            results = call_within(seconds, body.run, values)
+            if self._is_together:  # nobody may leave the others alone
+                results = body.run(values)
+            else:
+                results = call_within(seconds, body.run, values)
             self._reason = "it did not come to where the value was noticed"
             self._look_at(results)
             self._came_to_end = True
@@ -540,7 +597,11 @@ class _Probe(StepListener):
             if root.numel() == 1:
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
                 if not all_finite([loss]):
-                    self._end(BadValues([("loss", loss)], self._finding.optimizer))
+                    bad = BadValues([("loss", loss)], self._finding.optimizer)
+                    if not self._is_together:
+                        self._end(bad)
+                    self._bad_loss = self._bad_loss or bad
+                    continue
                 self._loss = float(unwrapped(loss).detach().mean())  # host sync
         self._guard.past.tracing.begin_backward(roots)
 
@@ -568,7 +629,10 @@ class _Probe(StepListener):
             raise ReplayEnded
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
-        if not all_finite(gradients_of(optimizer)):
+        if self._bad_loss is not None:
+            self._end(self._bad_loss)
+        # What was born here may have gone to the shard of another rank.
+        if self._is_together or not all_finite(gradients_of(optimizer)):
             self._end(bad_gradients(pairs_of(optimizer), optimizer))
 
     def _look_at(self, values: Mapping[str, Any]) -> None:
@@ -605,6 +669,9 @@ class _Probe(StepListener):
 
     def _is_as_noticed(self, found: BadValues) -> bool:
         """Whether the values are those that were noticed, bit by bit."""
+        if self._noticed.world > 1:  # gradients were those of all ranks
+            losses = [(n, v) for n, v in found.named if n in self._values and "." not in n]
+            return all(_same_bits(v, self._values[name][1]) for name, v in losses)
         pairs = [(v, self._values[name][1]) for name, v in found.named if name in self._values]
         if not pairs:  # weights and statistics, which are where they were
             pairs = list(self._values.values())
@@ -637,10 +704,11 @@ def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> No
     for param, gradient in zip(params_of(optimizer), gradients, strict=False):
         param.grad = gradient
         if not all_finite([param]):
-            noise = torch.randn(param.shape, generator=generator).mul_(0.02).to(param)
-            param.copy_(torch.where(param.isfinite(), param, noise))
+            own = local(param)
+            noise = torch.randn(own.shape, generator=generator).mul_(0.02).to(own)
+            own.copy_(torch.where(own.isfinite(), own, noise))
         held = optimizer.state[param].values() if param in optimizer.state else ()
-        for tensor in (value for value in held if isinstance(value, Tensor)):
+        for tensor in (local(value) for value in held if isinstance(value, Tensor)):
             if tensor.is_floating_point() and not all_finite([tensor]):
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -664,11 +732,22 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _said(incident: Incident, turn: Turn, folder: str | None, *, is_same: bool) -> Incident:
+def _said(
+    incident: Incident,
+    turn: Turn,
+    folder: str | None,
+    *,
+    is_same: bool,
+    is_together: bool = False,
+) -> Incident:
     """The incident with a line on how it was found."""
     where = f"{relative(turn.loop.file, folder)}:{turn.loop.line}"
     how = "went bad again in the same way, bit for bit" if is_same else "went bad again"
-    said = f"The loop at {where} was run again from the beginning of this step: it {how}."
+    how = "went bad again" if incident.world > 1 else how  # gradients were those of all ranks
+    by = ""
+    if incident.world > 1:
+        by = " on all ranks together" if is_together else " on this rank alone"
+    said = f"The loop at {where} was run again{by} from the beginning of this step: it {how}."
     if not is_same:
         said += " Some values were not the same as the first time."
     return _with_evidence(incident, said)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stayfinite.detect.detector import take_terms
+from stayfinite.detect.memory import local
 from stayfinite.distributed import rank as own_rank
 from stayfinite.distributed import world_size
 from stayfinite.guard.evidence import Evidence
@@ -156,7 +157,8 @@ class _Layers:
 
 def _sizes(gradients: list[Tensor]) -> tuple[list[float], list[float]]:
     """Norm and largest magnitude of each; empty where torch has no such kernel."""
-    plain = [gradient for gradient in gradients if type(gradient) is Tensor]
+    gradients = [local(gradient) for gradient in gradients]
+    plain = [gradient for gradient in gradients if type(gradient) is Tensor and gradient.numel()]
     if not plain or len(plain) < len(gradients):
         return [], []
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stayfinite.detect.hooks import run_again
 from stayfinite.explain.proof import alike
 from stayfinite.guard.evidence import BadValues
-from stayfinite.guard.job import Job, finding_of, incident_for_all_ranks
+from stayfinite.guard.job import Job, finding_of
 from stayfinite.living import one_look
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
@@ -182,7 +182,8 @@ class GuardedStep:
 
     def _answer(self, noticed: Incident, tries: int) -> Mode | None:
         """Locate, let the policy choose; how the calls are run once more."""
-        incident = incident_for_all_ranks(self._job, self._prove(self._locate(noticed)))
+        located = self._prove(self._locate(noticed))
+        incident = self._guard.shared(located, self._job.parts.optimizer)
         recovery = self._job.respond(incident, will_rerun=True)
         if recovery.back_at is not None or recovery.checkpoint is not None:
             # Training went back: the batches since are not on its way any more, but for these.

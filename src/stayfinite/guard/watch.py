@@ -34,6 +34,7 @@ def watch(
     run_dir: str | os.PathLike[str] | None = None,
     prove_seconds: float = 0.0,
     again: Literal["auto", "never"] = "auto",
+    group: Any = None,
 ) -> Guard:
     """A guard over this model's training, until `close()` or the end of a `with` block.
 
@@ -43,7 +44,9 @@ def watch(
     stderr, and to the trackers that run in this process. With `run_dir` steps and incidents
     are recorded there, for `stayfinite show`, `html` and `ui`. With `prove_seconds`, experiments
     on a bad step of `guard.step` may take so long: they run it again and again without its
-    update, to find the guilty samples and to prove the diagnosis.
+    update, to find the guilty samples and to prove the diagnosis. Ranks that train together by DDP,
+    FSDP, DTensors or a pipeline are found by themselves; where a script sums gradients itself,
+    `group` is their process group.
 
     >>> import torch, stayfinite
     >>> model = torch.nn.Linear(2, 1)
@@ -66,6 +69,8 @@ def watch(
     if recorder is not None:
         tell = told_to([recorder.heard, tell])
         guard.past = GuardPast(on_incident=tell, on_step=recorder.stepped)
+    if group is not None:
+        guard.past.rank_groups.given = group
     guard.keep_operations()
     guard.past.moments.watch_modules(model.modules())
     if on_nan == "recover":

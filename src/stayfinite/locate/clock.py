@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment, together
+from stayfinite.distributed import world_size
 from stayfinite.locate.samples import Deliveries, Delivery, Reads
 from stayfinite.nested import named_tensors
 from stayfinite.records import Origin
@@ -120,6 +121,8 @@ class Tracing:
     def stepped(self, steps: int, *, of: Optimizer, count: int) -> None:
         """An update is over; the optimizer has attempted `count`, the busiest one `steps`."""
         self._updates.append((self.clock, steps, id(of), count))
+        if self._tracer is not None:
+            self._tracer.first_birth = None
 
     def clock_before(self, clock: int, *, steps: int) -> int:
         """The clock so many updates before."""
@@ -142,6 +145,9 @@ class Tracing:
         from stayfinite.locate.origin import origin_of
 
         found = origin_of(self._tracer.events_of(tensors), folder=folder)
+        first = self._tracer.first_birth
+        if first is not None and world_size() > 1 and _is_from_outside(found, first):
+            found = origin_of([first], folder=folder)
         if found is None:
             return None
         origin, event = found
@@ -171,3 +177,15 @@ class Tracing:
         if of is None:
             return before[-1][1] if before else 0
         return next((count for _, _, key, count in reversed(before) if key == id(of)), 0)
+
+
+def _is_from_outside(found: tuple[Origin, Event] | None, first: Event) -> bool:
+    """Whether lineage ends at a collective, and this rank had made a bad value before that.
+
+    What comes out of one was written by nobody here: shards of gradients, sums over ranks.
+    """
+    if found is None:
+        return True
+    event = found[1]
+    is_foreign = event.kind == "foreign" and not event.facts.get("is_parameter")
+    return first.order < event.order and (is_foreign or event.phase == "distributed")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stayfinite.detect.finite import all_finite
+from stayfinite.detect.memory import local
 from stayfinite.locate.source import Place
 from stayfinite.records import HopKind, NaNType, TensorSummary
 
@@ -141,6 +142,7 @@ def nonfinite_constants(call: Call) -> list[float]:
 
 def is_bad(tensor: Tensor) -> bool:
     """Whether any element is not finite; one pass, confirmed only when the sum overflows."""
+    tensor = local(tensor)
     dtype = tensor.dtype
     if dtype is torch.float32 or dtype is torch.bfloat16 or dtype is torch.float64:
         try:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect.finite import classify
-from stayfinite.detect.memory import unwrapped
+from stayfinite.detect.memory import is_sharded, local, unwrapped
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.locate.capture import KeptCalls, is_parameter
@@ -80,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self._infos = OpInfos()
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
+        self.first_birth: Event | None = None  # in the step under way
         self.facts = Facts(self._past, self.nodes, reads)
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
@@ -169,6 +170,8 @@ class Tracer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if types and any(map(is_sharded, types)):
+            return NotImplemented  # a DTensor's: it comes again as what it does to the shards
         if self.is_paused:
             return func(*args, **kwargs)
         try:
@@ -238,6 +241,8 @@ class Tracer(TorchDispatchMode):
                 summarize(name, t) for name, t in given if t.numel() and not holds(written, t)
             )
             event.outputs = (summarize("output", bad),)
+            if kind == "birth" and self.first_birth is None and not call.info.is_collective:
+                self.first_birth = event
         else:
             event.facts = self.facts.of_spread(call, bad, sys._getframe(2))
         self._mark(bad, event, replace=bool(written) and covers_storage(bad))
@@ -413,6 +418,7 @@ class Facts:
 
     def enter(self, tensor: Tensor, path: str) -> None:
         """A top-level module is given this: where is its largest value?"""
+        tensor = local(tensor)
         is_plain = tensor.layout is torch.strided and tensor.is_floating_point()
         if not is_plain or not tensor.numel() or tensor.requires_grad:
             return
@@ -478,6 +484,7 @@ def _batch_dim(tensor: Tensor, size: int | None) -> int | None:
 
 def _bad_rows(tensor: Tensor, dim: int) -> dict[str, Any]:
     """The rows that hold a bad value, and how many they are."""
+    tensor = local(tensor)
     if not tensor.dim() or tensor.layout is not torch.strided:
         return {}
     bad = ~torch.isfinite(tensor.detach())

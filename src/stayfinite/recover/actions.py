@@ -50,7 +50,8 @@ class Situation:
     `module` is the dotted name of the guilty module, when it is known. `averages` are those of
     the weights, such as an EMA. `will_rerun` says that the step has been undone and can be run
     again, so there are no gradients of it now. `good_steps` is how many the weights have come, in
-    the count of the snapshots; None when that is not known.
+    the count of the snapshots; None when that is not known. `any_rank` asks all ranks that train
+    together; None when there is one. If `is_sharded`, each has a part of the gradients only.
     """
 
     model: nn.Module | None
@@ -62,6 +63,8 @@ class Situation:
     module: str | None = None
     will_rerun: bool = False
     good_steps: int | None = None
+    any_rank: Callable[[bool], bool] | None = None
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,8 @@ def act(
     gradient alone, while a gradient of zero would still move it.
     """
     action, keeps_weights = _ACTIONS[strategy]
+    if situation.is_sharded and strategy in _WHOLE_ONLY:
+        return Cannot("the parameters are sharded over ranks")
     try:
         if keeps_weights and (bad := first_bad_state(situation, trouble)):
             return Cannot(f"{bad} is not finite already, and only a good snapshot mends that")
@@ -121,6 +126,10 @@ def act(
     except Exception as error:
         logger.exception("the strategy %r failed", strategy.value)
         return Cannot(f"it failed: {type(error).__name__}: {error}")
+
+
+# Each rank would clip by the norm of its own shard, or change a module that FSDP has taken over.
+_WHOLE_ONLY = (RecoveryStrategy.CLIP_GRADIENTS, RecoveryStrategy.RAISE_PRECISION)
 
 
 def skip_step(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:

@@ -234,6 +234,11 @@ class NaNRecoveryManager:
         if way_back(strategy, situation, self.config) is not None:
             self._farthest.leave(situation, step=step, good=good)
         answer = act(strategy, situation, self.config, trouble)
+        # What is bad on one rank only keeps the others from it too.
+        if situation.any_rank is not None and strategy is not RecoveryStrategy.ABORT:
+            cannot = isinstance(answer, Cannot)
+            if situation.any_rank(cannot) and not cannot:
+                answer = Cannot("another rank cannot do it")
         if strategy is RecoveryStrategy.ABORT:  # if it failed, there is nothing beyond it
             done = Done(answer.reason) if isinstance(answer, Cannot) else answer
             return self._farthest.give_up(done, situation, step=step, good=good)

@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,35 @@ class Loop:
     def repeats(self, number: int) -> bool:
         """Whether that statement has a loop inside, so that it may pass a place several times."""
         return number >= 0 and any(map(_is_loop, _walk_scope(self.node.body[number])))
+
+
+_RANK = re.compile("rank|main_?process|master|is_main|chief")
+
+
+# What a rank may do alone in a replay: it is shown to nobody, and goes nowhere.
+_QUIET = frozenset(
+    ["print", "save", "log", "info", "debug", "warning", "write", "append", "update", "item"]
+    + ["add_scalar", "set_description", "set_postfix", "state_dict", "format", "join", "len"]
+    + ["float", "int", "str", "round", "time", "perf_counter", "makedirs", "mkdir", "is_main"]
+    + ["get_rank", "get_world_size", "is_main_process", "detach", "cpu", "mean", "sum"]
+)
+
+
+def asks_for_rank(loop: Loop, *, until: int | None) -> bool:
+    """Whether some ranks do something by themselves before this line, as far as names tell.
+
+    What is printed, logged or saved does not count.
+    """
+    branches = [
+        node
+        for node in _walk_scope(loop.node)
+        if isinstance(node, (ast.If, ast.IfExp))
+        and (until is None or node.lineno <= until)
+        and _RANK.search(ast.unparse(node.test).lower())
+    ]
+    calls = [n.func for b in branches for n in ast.walk(b) if isinstance(n, ast.Call)]
+    names = [getattr(call, "attr", getattr(call, "id", "")) for call in calls]
+    return not _QUIET.issuperset(names)
 
 
 def loops_around(code: CodeType, line: int) -> tuple[Loop, ...]:

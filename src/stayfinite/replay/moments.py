@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stayfinite.detect.memory import local
 from stayfinite.locate.source import USER, Place, kind_of, positions
 from stayfinite.nested import named_tensors
 from stayfinite.replay.loop import loops_around, variables_of
@@ -190,7 +191,8 @@ class Moments:
         """An update begins that may run the model on the way, with weights that it has moved."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if self._are_few(params):
-            self._weights[id(optimizer)] = [(p, p.detach().clone()) for p in params]
+            own = [local(param).detach() for param in params]
+            self._weights[id(optimizer)] = [(param, param.clone()) for param in own]
 
     @property
     def has_weights(self) -> bool:

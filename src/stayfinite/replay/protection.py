@@ -28,12 +28,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stayfinite.detect.memory import is_sharded_type, local
 from stayfinite.living import CSV_WRITER, FILES, living
 from stayfinite.locate.source import USER, kind_of
 from stayfinite.replay.loop import is_forwarding, variables_of
@@ -66,15 +69,23 @@ class ReplayEnded(BaseException):
 
 
 @contextlib.contextmanager
-def protected(frames: Iterable[FrameType], *, is_last: bool = False) -> Iterator[None]:
+def protected(
+    frames: Iterable[FrameType], *, is_last: bool = False, is_apart: bool = False
+) -> Iterator[None]:
     """Run the block and put everything back; `frames` are those whose variables it may change.
 
     ReplayEnded leaves the block where it would change a file or talk to anybody else, and, unless
-    it `is_last`, so that nothing follows, where it would move a generator on.
+    it `is_last`, so that nothing follows, where it would move a generator on. If it `is_apart`,
+    this rank runs it without the others: what they would add up stays as it is here.
     """
     kept = _Kept(list(frames))
     try:
-        with _silence(), _no_effects(is_last=is_last), UndoLog():
+        with contextlib.ExitStack() as all_of_them:
+            all_of_them.enter_context(_silence())
+            all_of_them.enter_context(_no_effects(is_last=is_last))
+            if is_apart:
+                all_of_them.enter_context(_apart_from_ranks())
+            all_of_them.enter_context(UndoLog(is_apart=is_apart))
             yield
     finally:
         kept.put_back()
@@ -135,8 +146,9 @@ class ReplayTooLong(ReplayEnded):
 class UndoLog(TorchDispatchMode):
     """Copies tensors that were there before just as an operation is about to write to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_apart: bool = False) -> None:
         super().__init__()
+        self._is_apart = is_apart
         self._new: set[int | None] = set()
         self._saved: dict[tuple[Any, ...], _KeptValue] = {}
         self._is_ours = False
@@ -155,8 +167,12 @@ class UndoLog(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if types and any(map(is_sharded_type, types)):
+            return NotImplemented  # a DTensor's: it comes again as what it does to the shards
         if self._is_ours:
             return func(*args, **kwargs)
+        if self._is_apart and func.namespace in _COLLECTIVES:
+            raise ReplayEnded("it talks to the other ranks")
         if func._schema.is_mutable:
             self._is_ours = True
             try:
@@ -186,7 +202,7 @@ class UndoLog(TorchDispatchMode):
 
     def _save(self, tensor: Tensor) -> None:
         memory = _memory(tensor)
-        if memory is None or memory in self._new:
+        if memory is None or memory in self._new or _is_freed(tensor):
             return
         key = (memory, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
         if key not in self._saved:
@@ -197,10 +213,13 @@ class _KeptValue:
     """A tensor's value, put back so that a graph which has kept the tensor does not notice."""
 
     def __init__(self, tensor: Tensor) -> None:
+        tensor = local(tensor)
         self._tensor, self._value = tensor, tensor.detach().clone()
         self._version = None if tensor.is_inference() else tensor._version
 
     def put_back(self) -> None:
+        if _is_freed(self._tensor):
+            return
         # Writing through .data does not count; what was written before has been counted.
         self._tensor.data.copy_(self._value)
         if self._version is not None:
@@ -213,6 +232,35 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield from value
         else:
             yield value
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
+@contextlib.contextmanager
+def _apart_from_ranks() -> Iterator[None]:
+    """Let sums and barriers over all ranks do nothing, and DDP leave gradients and buffers alone.
+
+    No other rank is there to take part: it would be waited for in vain.
+    """
+    flags = ("require_backward_grad_sync", "require_forward_param_sync")
+    with contextlib.ExitStack() as all_of_them:
+        for name in ("all_reduce", "reduce", "barrier"):
+            all_of_them.callback(setattr, dist, name, getattr(dist, name))
+            setattr(dist, name, _do_nothing)
+        for module in living(DistributedDataParallel):
+            for flag in flags:
+                all_of_them.callback(setattr, module, flag, getattr(module, flag))
+                setattr(module, flag, False)
+        yield
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether FSDP has given its memory back: nothing may be read or written there."""
+    try:
+        return bool(tensor.numel()) and not tensor.untyped_storage().size()
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _memory(tensor: Tensor) -> int | None:

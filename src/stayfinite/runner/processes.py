@@ -168,6 +168,9 @@ def _without_our_stop(process: Any, theirs: Callable[[], None], watch: Watch) ->
         except BaseException as error:
             if is_consequence(error, watch):
                 raise SystemExit(INCIDENT_CODE) from None
+            with step_aside("telling the other ranks"):
+                if watch.guard is not None:
+                    watch.guard.tell_ranks(error)
             # What multiprocessing prints for an error in run(), without the frame of this one.
             frame, inner = sys._getframe(1), without_our_frames(error).__traceback__
             error.__traceback__ = TracebackType(inner, frame, frame.f_lasti, frame.f_lineno)

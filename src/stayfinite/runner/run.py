@@ -170,6 +170,8 @@ def close(scene: Scene, watch: Watch, ending: Ending, early: list[Incident]) -> 
             for remark in result.remarks if result.incidents else ():
                 say(remark)
             say(last_line(records, result, verdict, ended, scene.options.on_nan))
+        elif watch.has_stopped:
+            time.sleep(processes.GRACE)  # the launcher ends the one that speaks when this one ends
     if scene.is_rank:
         processes.leave_ranks(watch)
     else:

@@ -27,7 +27,7 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import TracebackType
 from typing import Any
 
-from stayfinite.errors import TrainingAbortedError
+from stayfinite.errors import PeerLostError, TrainingAbortedError
 
 _launcher: list[types.ModuleType] = []
 
@@ -161,7 +161,7 @@ def ending_of(
 
 def is_ours(error: BaseException | None) -> bool:
     """Whether the error is our own stop, not something that the script made of it."""
-    return isinstance(error, TrainingAbortedError)
+    return isinstance(error, TrainingAbortedError) and not isinstance(error, PeerLostError)
 
 
 def leave(ending: Ending, code: int) -> None:

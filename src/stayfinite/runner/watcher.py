@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stayfinite.errors import ConfigError, PackageError
+from stayfinite.errors import ConfigError, PackageError, PeerLostError
 from stayfinite.records import Aftermath, Incident, RunResult
 from stayfinite.report.store.writer import RunInfo, StoreWriter, new_run_folder, run_info
 from stayfinite.runner.capsules import keep_capsule
@@ -148,7 +148,7 @@ class Watch:
         return ProcessRecord(
             pid=self.pid,
             born=birth_of_process(self.pid) or "",
-            rank=self.rank or 0,
+            rank=self.rank or rank(),
             result=result,
             saw_torch=guard is not None,
             stopped=self.has_stopped or is_ended,
@@ -430,9 +430,9 @@ def is_consequence(error: BaseException, watch: Watch) -> bool:
         return True
     kind = type(error)
     lost = watch.in_group and isinstance(error, RuntimeError)
-    if f"{kind.__module__}.{kind.__qualname__}" not in _MACHINERY and not (
-        lost and any(words in str(error) for words in _LOST_PEER)
-    ):
+    lost = lost and any(words in str(error) for words in _LOST_PEER)
+    lost = lost or isinstance(error, PeerLostError)
+    if f"{kind.__module__}.{kind.__qualname__}" not in _MACHINERY and not lost:
         return False
     return any(record.stopped for record in load_records(watch.plan.folder))
 

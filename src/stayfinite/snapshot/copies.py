@@ -52,7 +52,8 @@ def memories(tensor: Tensor) -> list[Tensor]:
         return []
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in memories(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in names]  # the mesh of a DTensor is among them
+        return [memory for part in parts if isinstance(part, Tensor) for memory in memories(part)]
     if _is_odd(tensor) or tensor.is_contiguous():
         return [tensor]
     return [compact(tensor)]

@@ -35,6 +35,7 @@ from stayfinite.snapshot.walk import (
     add_buffers,
     add_object,
     add_param_groups,
+    managed_modules,
     named_modules,
 )
 from stayfinite.training import params_of
@@ -72,11 +73,13 @@ class Marker:
 
     def _walk_modules(self) -> None:
         modules = [module for _, module in named_modules(self._members.models)]
-        held = [p for module in modules for p in module._parameters.values() if p is not None]
+        managed = managed_modules(self._members.models)
+        own = [module for module in modules if module not in managed]
+        held = [p for module in own for p in module._parameters.values() if p is not None]
         census = Census({id(param) for param in held})
         for module in modules:
             add_buffers(census, module, "", "buffers")
-            add_attributes(census, module, "", "attributes")
+            add_attributes(census, module, "", "attributes", is_managed=module in managed)
         tensors = [item.tensor for item in census.items]
         self._buffers = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
         # Dicts first, then lists, so that what is in them is found in two goes.
@@ -86,7 +89,7 @@ class Marker:
         numbers = sorted(range(len(kinds)), key=ranks.__getitem__)
         self._cells: list[Cell] = [census.cells[number] for number in numbers]
         self._counts = ranks.count(0), ranks.count(0) + ranks.count(1)
-        self._family = [box for m in modules for box in (m._modules, m._parameters)]
+        self._family = [m._modules for m in modules] + [m._parameters for m in own]
         self._things = self._things_in([cell.content() for cell in self._cells])
         self._held = held
         self._set_params()

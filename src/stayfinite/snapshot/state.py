@@ -144,7 +144,7 @@ class TrainingState:
 
 def _may_be_bad(item: Item) -> bool:
     """Whether it holds Inf on purpose, as masks do: not finite before training, nor trained."""
-    if item.tensor.requires_grad or item.part not in (*_VITAL, "buffers"):
+    if item.owner.requires_grad or item.part not in (*_VITAL, "buffers"):
         return False
     return item.part != "optimizer" and not all_finite([item.tensor])
 
@@ -334,6 +334,14 @@ class SnapshotRing:
             self._free.pop()
         self._kept.append(snapshot)
         return snapshot
+
+    def keep_at_least(self, slots: int) -> None:
+        """Have so many slots from now on."""
+        self._slots = max(self._slots, slots)
+
+    def forget_newest(self) -> None:
+        """It turned out not to be good; its memory is used again."""
+        self._free.append(self._kept.pop())
 
     def apart(self, *, step: int) -> Snapshot:
         """A snapshot of now that is not in the ring, in the host's memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
+from stayfinite.detect.memory import local
 from stayfinite.errors import InputError
 from stayfinite.snapshot.copies import (
     CONSTANTS,
@@ -113,11 +115,12 @@ PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor that belongs to training."""
+    """A tensor that belongs to training; of a DTensor, the `owner`, it is this rank's shard."""
 
     tensor: Tensor
     name: str
     part: str
+    owner: Tensor
 
 
 class Census:
@@ -146,7 +149,7 @@ class Census:
             if name in self._names:  # memory is found by name, so no two may share one
                 name = f"{name} ({len(self.items)})"
             self._names.add(name)
-            self.items.append(Item(tensor, name, part))
+            self.items.append(Item(local(tensor), name, part, tensor))
 
     def value(self, value: Any, name: str, part: str, enter: Enter = None) -> None:
         """Plain state of any kind."""
@@ -199,15 +202,24 @@ def add_modules(
 ) -> None:
     """Parameters, buffers, plain attributes; all as one `part`, or each as its own."""
     named = [(name, m) for name, m in named_modules(roots) if census.is_new(m)]
-    params = [(f"{name}{key}", p) for name, m in named for key, p in _held(m._parameters)]
+    managed = managed_modules(roots)
+    own = [(name, module) for name, module in named if module not in managed]
+    params = [(f"{name}{key}", p) for name, m in own for key, p in _held(m._parameters)]
     for name, param in params:
         census.tensor(param, f"{prefix}parameters.{name}", part or "parameters")
-    for name, module in named:
+    for name, module in own:
         census.cells.append(
             BoxCell(module._parameters, f"{prefix}parameters.{name}", part or "parameters")
         )
+    for name, module in named:
         add_buffers(census, module, f"{prefix}buffers.{name}", part or "buffers")
-        add_attributes(census, module, f"{prefix}attributes.{name}", part or "attributes")
+        add_attributes(
+            census,
+            module,
+            f"{prefix}attributes.{name}",
+            part or "attributes",
+            is_managed=module in managed,
+        )
     unique = list({id(param): param for _, param in params}.values())
     frozen = FrozenCell(unique, f"{prefix}requires_grad", part or "attributes")
     census.cells.append(frozen)
@@ -222,6 +234,26 @@ def named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]
             yield above + (f"{name}." if name else ""), module
 
 
+def managed_modules(roots: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules whose parameters FSDP exchanges: whole ones in a pass, shards between passes.
+
+    What they hold just now is not what is trained, and its memory is freed again: the optimizer's
+    parameters are.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return set()
+    return {
+        module
+        for root in roots
+        for wrapper in root.modules()
+        if any(kind.__name__ in _SHARDERS for kind in type(wrapper).__mro__)
+        for module in wrapper.modules()
+    }
+
+
+_SHARDERS = ("FSDPModule", "FullyShardedDataParallel")
+
+
 def _held(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
@@ -232,9 +264,16 @@ def add_buffers(census: Census, module: nn.Module, name: str, part: str) -> None
         census.tensor(buffer, f"{name}{key}", part)
 
 
-def add_attributes(census: Census, module: nn.Module, name: str, part: str) -> None:
-    is_wrapper = type(module).__module__.startswith(_WRAPPERS)
+def add_attributes(
+    census: Census, module: nn.Module, name: str, part: str, *, is_managed: bool = False
+) -> None:
+    # fully_shard() puts a class of its own before the user's.
+    kinds = [kind for kind in type(module).__mro__ if "_fully_shard" not in kind.__module__]
+    is_wrapper = kinds[0].__module__.startswith(_WRAPPERS)
     machinery: Container[str] = _AllButTraining() if is_wrapper else _MODULE_MACHINERY
+    if is_managed and not is_wrapper:  # FSDP1 has views of whole parameters there
+        tensors = {key for key, value in vars(module).items() if isinstance(value, Tensor)}
+        machinery = tensors | _MODULE_MACHINERY
     census.attributes(module, name.removesuffix("."), part, skipped=machinery)
 
 
@@ -258,7 +297,7 @@ def add_loose_parameters(census: Census, optimizers: Sequence[Optimizer]) -> dic
         for place, param in enumerate(params_of(optimizer)):
             census.tensor(param, f"parameters.optimizer{number}.{place}", "parameters")
     items = [item for item in census.items if item.part == "parameters"]
-    return {item.tensor: item.name.removeprefix("parameters.") for item in items}
+    return {item.owner: item.name.removeprefix("parameters.") for item in items}
 
 
 def add_gradients(census: Census, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,0 +1,262 @@
+"""Every kind of parallelism: a healthy run stays as it is, a bad step is left out by all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parallel import BACKWARD_LINE, FORWARD_LINE
+from ranks import answers
+
+SUPPORT = str(Path(__file__).parents[1] / "support")
+BODY = """
+sys.path.insert(0, {support!r})
+from parallel import train
+said = {{str(scene): train(scene[0], **scene[1]) for scene in {scenes!r}}}
+"""
+Scene = tuple[str, dict[str, Any]]
+
+
+def run(folder: Path, scenes: list[Scene], *, world: int) -> dict[str, list[Any]]:
+    body = BODY.format(support=SUPPORT, scenes=scenes)
+    said = answers(folder, body, world=world, seconds=120)
+    return {name: [each[name] for each in said] for name in said[0]}
+
+
+def of(found: dict[str, list[Any]], kind: str, **how: Any) -> list[Any]:
+    return found[str((kind, how))]
+
+
+HEALTHY = [
+    *("ddp", "ddp-view", "fsdp2", "fsdp2-keep", "fsdp2-bf16", "fsdp2-fp16"),
+    *("fsdp1", "fsdp1-orig", "tp", "pipeline"),
+]
+ACCUMULATING = ("ddp", "fsdp2", "fsdp1")
+FOUR = ("fsdp2-hsdp", "tp-fsdp2")
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenes: list[Scene] = [(kind, {"steps": 3}) for kind in HEALTHY]
+    scenes += [(kind, {"steps": 3, "on_nan": "recover"}) for kind in HEALTHY]
+    scenes += [(kind, {"steps": 3, "on_nan": "stop"}) for kind in ("ddp", "fsdp2", "pipeline")]
+    scenes += [("ddp", {"steps": 3, "joins": True})]
+    scenes += [("ddp", {"steps": 3, "joins": True, "on_nan": "recover"})]
+    for kind in ACCUMULATING:
+        scenes += [(kind, {"steps": 3, "accumulate": 2})]
+        scenes += [(kind, {"steps": 3, "accumulate": 2, "on_nan": "recover"})]
+    return run(tmp_path_factory.mktemp("healthy"), scenes, world=2)
+
+
+def same_training(one: list[Any], two: list[Any]) -> bool:
+    keys = ("weights", "losses", "updates")
+    return [[each[k] for k in keys] for each in one] == [[each[k] for k in keys] for each in two]
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_run_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
+    plain = of(healthy, kind, steps=3)
+    ours = [name for name in healthy if name.startswith(f"('{kind}', ") and "on_nan" in name]
+    others = ("accumulate", "joins")
+    for watched in (healthy[n] for n in ours if not any(word in n for word in others)):
+        assert same_training(plain, watched)
+        assert [each["incidents"] for each in watched] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ACCUMULATING)
+def test_accumulation_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
+    plain = of(healthy, kind, steps=3, accumulate=2)
+    watched = of(healthy, kind, steps=3, accumulate=2, on_nan="recover")
+    assert same_training(plain, watched)
+    assert [each["incidents"] for each in watched] == [[], []]
+
+
+def test_a_rank_that_ends_early_is_not_waited_for(healthy: dict[str, list[Any]]) -> None:
+    """Inside DDP's join() the others go on without it."""
+    plain = of(healthy, "ddp", steps=3, joins=True)
+    assert same_training(plain, of(healthy, "ddp", steps=3, joins=True, on_nan="recover"))
+    assert [each["updates"] for each in plain] == [[3], [2]]
+
+
+COUNTED = ("ddp", "fsdp2", "tp")
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenes: list[Scene] = [(kind, {"steps": 3, "counts": True}) for kind in COUNTED]
+    for on_nan in ("stop", "warn", "recover"):
+        scenes += [(kind, {"steps": 3, "counts": True, "on_nan": on_nan}) for kind in COUNTED]
+    return run(tmp_path_factory.mktemp("counted"), scenes, world=2)
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "warn", "recover"])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_one_small_collective_for_each_update_and_no_other(
+    counted: dict[str, list[Any]], kind: str, on_nan: str
+) -> None:
+    plain = of(counted, kind, steps=3, counts=True)[0]["count"]
+    for each in of(counted, kind, steps=3, counts=True, on_nan=on_nan):
+        more = {name: n - plain.get(name, 0) for name, n in each["count"].items()}
+        assert {name: n for name, n in more.items() if n} == {"allreduce_": 3}
+
+
+KINDS = ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "fsdp1-orig", "tp", "pipeline")
+FAULTS: dict[str, tuple[str, ...]] = {
+    "ddp": ("data", "forward", "backward", "flip"),
+    "fsdp2": ("forward", "backward", "flip"),
+    "fsdp2-bf16": ("flip",),
+    "fsdp2-fp16": ("forward",),
+    "fsdp1": ("backward", "flip"),
+    "fsdp1-orig": ("forward",),
+    "tp": ("forward",),
+}
+CELLS = [(kind, fault) for kind in KINDS for fault in FAULTS.get(kind, ("forward", "flip"))]
+CELLS_OF_FOUR = [("fsdp2-hsdp", "backward"), ("fsdp2-hsdp", "flip"), ("tp-fsdp2", "backward")]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in KINDS]
+    scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in CELLS]
+    return run(tmp_path_factory.mktemp("broken"), scenes, world=2)
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in FOUR]
+    scenes += [(kind, {"steps": 3}) for kind in FOUR]
+    scenes += [(kind, {"steps": 3, "on_nan": "recover"}) for kind in FOUR]
+    scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in CELLS_OF_FOUR]
+    return run(tmp_path_factory.mktemp("four"), scenes, world=4)
+
+
+def left_out_together(found: dict[str, list[Any]], kind: str, fault: str) -> dict[str, Any]:
+    """The one incident, after a look at everything else."""
+    reference = of(found, kind, steps=STEPS, skips=True)
+    ranks = of(found, kind, steps=STEPS, fault=fault, on_nan="recover")
+    assert [each["error"] for each in ranks] == [None] * len(ranks)
+    assert [each["weights"] for each in ranks] == [each["weights"] for each in reference]
+    assert [each["updates"] for each in ranks] == [[STEPS - 1]] * len(ranks)
+    first = ranks[0]["incidents"]
+    assert all(each["incidents"] == first for each in ranks)
+    assert len(first) == 1
+    incident: dict[str, Any] = first[0]
+    assert incident["step"] == 4
+    return incident
+
+
+@pytest.mark.parametrize(("kind", "fault"), CELLS)
+def test_all_ranks_leave_the_same_step_out(
+    broken: dict[str, list[Any]], kind: str, fault: str
+) -> None:
+    incident = left_out_together(broken, kind, fault)
+    if kind == "tp":  # both ranks are given the same batch
+        assert incident["rank"] == 0
+    elif kind == "pipeline":
+        assert incident["rank"] == (0 if fault == "forward" else 1)
+    else:
+        assert incident["rank"] == 1
+
+
+@pytest.mark.parametrize(("kind", "fault"), CELLS_OF_FOUR)
+def test_four_ranks_leave_the_same_step_out(
+    of_four: dict[str, list[Any]], kind: str, fault: str
+) -> None:
+    incident = left_out_together(of_four, kind, fault)
+    replica_1 = {"fsdp2-hsdp": (1,), "tp-fsdp2": (2, 3)}[kind]
+    assert incident["rank"] in replica_1
+
+
+@pytest.mark.parametrize("kind", FOUR)
+def test_a_healthy_run_of_four_is_byte_identical(of_four: dict[str, list[Any]], kind: str) -> None:
+    plain, watched = of(of_four, kind, steps=3), of(of_four, kind, steps=3, on_nan="recover")
+    assert same_training(plain, watched)
+    assert [each["incidents"] for each in watched] == [[]] * 4
+
+
+LINES = {
+    "forward": (FORWARD_LINE, "embed", "cosine_zero_vector"),
+    "backward": (BACKWARD_LINE, "gate", "sqrt_grad_at_zero"),
+}
+
+
+@pytest.mark.parametrize(("kind", "fault"), [cell for cell in CELLS if cell[1] in LINES])
+def test_the_line_is_found_where_it_stands_whatever_the_reduction(
+    broken: dict[str, list[Any]], kind: str, fault: str
+) -> None:
+    incident = left_out_together(broken, kind, fault)
+    line, module, cause = LINES[fault]
+    module = "0" if kind == "pipeline" else module  # of its stage
+    assert (incident["code"], incident["module"]) == (line, module)
+    assert incident["cause"] == ("low_precision_underflow" if "fp16" in kind else cause)
+
+
+@pytest.mark.parametrize("kind", FOUR)
+def test_four_ranks_find_the_line(of_four: dict[str, list[Any]], kind: str) -> None:
+    incident = left_out_together(of_four, kind, "backward")
+    assert (incident["code"], incident["module"]) == (BACKWARD_LINE, "gate")
+
+
+STOPPED = [("ddp", "forward"), ("fsdp2", "forward"), ("fsdp2", "flip"), ("pipeline", "forward")]
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    scenes: list[Scene] = [(k, {"steps": STEPS, "fault": f, "on_nan": "stop"}) for k, f in STOPPED]
+    scenes += [("fsdp2", {"steps": STEPS, "fault": "forward", "on_nan": "warn"})]
+    for kind in ("ddp", "fsdp2", "fsdp1"):
+        scenes += [(kind, {"fault": "optimizer", "on_nan": "recover"})]
+    for fault in ("forward", "backward"):
+        scenes += [("fsdp2", {"steps": STEPS, "fault": fault, "on_nan": "recover", "ours": True})]
+    scenes += [("fsdp2", {"steps": STEPS, "skips": True})]
+    return run(tmp_path_factory.mktemp("more"), scenes, world=2)
+
+
+@pytest.mark.parametrize(("kind", "fault"), STOPPED)
+def test_all_ranks_stop_with_the_same_incident(
+    more: dict[str, list[Any]], kind: str, fault: str
+) -> None:
+    first, second = of(more, kind, steps=STEPS, fault=fault, on_nan="stop")
+    assert first["error"] == second["error"]
+    assert first["error"].startswith("TrainingAbortedError: stopped at step 4: ")
+    assert first["incidents"] == second["incidents"]
+    assert first["updates"] == second["updates"] == [4]
+    assert first["incidents"][0]["rank"] == (0 if kind == "pipeline" else 1)
+
+
+def test_all_ranks_warn_of_the_same_incident(more: dict[str, list[Any]]) -> None:
+    first, second = of(more, "fsdp2", steps=STEPS, fault="forward", on_nan="warn")
+    assert first["incidents"] == second["incidents"]
+    assert first["incidents"][0]["rank"] == 1
+    assert first["updates"] == second["updates"] == [STEPS]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
+def test_an_update_that_harms_one_rank_is_undone_on_all(
+    more: dict[str, list[Any]], kind: str
+) -> None:
+    first, second = of(more, kind, fault="optimizer", on_nan="recover")
+    assert first["is_finite"]
+    assert second["is_finite"]
+    assert first["updates"] == second["updates"] == [2]
+    assert first["incidents"] == second["incidents"]
+    (incident,) = first["incidents"]
+    assert (incident["step"], incident["rank"]) == (4, 1)
+    assert incident["did"].startswith("the state of 5 good steps before was put back")
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "module"),
+    [("forward", FORWARD_LINE, "embed"), ("backward", BACKWARD_LINE, "gate")],
+)
+def test_a_step_of_ours_finds_the_line_beyond_the_reduction(
+    more: dict[str, list[Any]], fault: str, line: str, module: str
+) -> None:
+    ranks = of(more, "fsdp2", steps=STEPS, fault=fault, on_nan="recover", ours=True)
+    reference = of(more, "fsdp2", steps=STEPS, skips=True)
+    assert [each["weights"] for each in ranks] == [each["weights"] for each in reference]
+    (incident,) = ranks[0]["incidents"]
+    assert ranks[1]["incidents"] == [incident]
+    assert (incident["rank"], incident["code"], incident["module"]) == (1, line, module)

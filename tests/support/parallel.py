@@ -1,0 +1,349 @@
+"""One small training in every kind of parallelism, with faults to order; runs on each rank."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stayfinite
+
+WIDTH, ROWS, STEPS, AT = 8, 4, 8, 4
+FORWARD_LINE = "unit = x / x.norm(dim=1, keepdim=True)"
+BACKWARD_LINE = "return torch.sqrt(self.lin(age))"
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = x / x.norm(dim=1, keepdim=True)
+        return self.inner(unit)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.lin.weight)
+
+    def forward(self, age: Tensor) -> Tensor:
+        return torch.sqrt(self.lin(age))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(torch.nn.functional.gelu(self.up(h)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gate, self.head = Embed(), Gate(), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, age: Tensor) -> Tensor:
+        h = self.embed(x) * self.gate(age)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def batch_of(step: int, replica: int, fault: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What a replica is given; the fault strikes replica 1 at step AT."""
+    generator = torch.Generator().manual_seed(1000 * replica + step)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    age = torch.rand(ROWS, 1, generator=generator) + 0.5
+    target = x.sum(1, keepdim=True).sin()
+    if step == AT and replica == 1:
+        if fault == "data":
+            x[2, 5] = float("nan")
+        if fault == "forward":
+            x[2] = 0.0
+        if fault == "backward":
+            age[2] = 0.0
+    return x, age, target
+
+
+def local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def digest(tensors: Any) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(local(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts every collective of this process, those of DTensors and of FSDP too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again as what it is made of
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
+            self.count[str(func).split(".")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Job:
+    """A model and an optimizer on this rank."""
+
+    def __init__(self, kind: str) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        self.kind, self.replica, self.scaler = kind, rank, None
+        build = kind.split("-")[0]
+        self.model: Any = getattr(self, f"_{build}")(Net, *kind.split("-")[1:])
+        groups: dict[str, list[Any]] = {}  # torch takes one mesh in a list
+        for param in self.model.parameters():
+            groups.setdefault(str(getattr(param, "device_mesh", "")), []).append(param)
+        self.optimizer = torch.optim.AdamW([{"params": g} for g in groups.values()], lr=1e-2)
+        assert world
+
+    def _ddp(self, net: Any, *options: str) -> nn.Module:
+        return DistributedDataParallel(net(), gradient_as_bucket_view="view" in options)
+
+    def _fsdp2(self, net: Any, *options: str) -> nn.Module:
+        world = dist.get_world_size()
+        shape, names = ((2, world // 2), ("replicate", "shard")) if "hsdp" in options else (
+            (world,), ("shard",)
+        )  # fmt: skip
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        policy = MixedPrecisionPolicy()
+        if "bf16" in options or "fp16" in options:
+            low = torch.bfloat16 if "bf16" in options else torch.float16
+            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        if "fp16" in options:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        model = net()
+        how: Any = {
+            "mesh": mesh,
+            "mp_policy": policy,
+            "reshard_after_forward": "keep" not in options,
+        }
+        for block in model.blocks:
+            fully_shard(block, **how)
+        return fully_shard(model, **how)
+
+    def _fsdp1(self, net: Any, *options: str) -> nn.Module:
+        return FullyShardedDataParallel(
+            net(), use_orig_params="orig" in options, device_id=torch.device("cpu")
+        )
+
+    def _tp(self, net: Any, *options: str) -> nn.Module:
+        world, model = dist.get_world_size(), net()
+        both = "fsdp2" in options
+        shape = (world // 2, 2) if both else (1, world)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+        if both:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        self.replica = mesh["dp"].get_local_rank() if both else 1
+        return model
+
+    def accumulating(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(is_last)
+        elif hasattr(self.model, "no_sync") and not is_last:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
+
+    def weights(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def train(
+    kind: str,
+    *,
+    fault: str | None = None,
+    on_nan: str | None = None,
+    ours: bool = False,
+    accumulate: int = 1,
+    steps: int = STEPS,
+    skips: bool = False,
+    counts: bool = False,
+    joins: bool = False,
+    again: str = "auto",
+    config: Any = None,
+) -> dict[str, Any]:
+    """Train, and say what came of it. With `skips` all ranks leave step AT out themselves.
+
+    If it `joins`, rank 1 has one step less than the others.
+    """
+    if kind == "pipeline":
+        return train_pipeline(fault=fault, on_nan=on_nan, skips=skips, steps=steps)
+    job = Job(kind)
+    model, optimizer, scaler = job.model, job.optimizer, job.scaler
+    losses: list[float] = []
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            x, age, target = batch_of(step + 100 * part, job.replica, fault)
+            with job.accumulating(is_last=part == accumulate - 1):
+                loss = nn.functional.mse_loss(model(x, age).float(), target)
+                (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.unscale_(optimizer)
+        strike_gradients(fault, step, job)
+        if kind.startswith(("ddp", "fsdp2")):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        losses.append(float(loss.detach()))
+
+    guard: Any = contextlib.nullcontext()
+    if on_nan is not None:
+        how: Any = {"again": again, "config": config}
+        guard = stayfinite.watch(model, optimizer, scaler=scaler, on_nan=on_nan, sinks=[], **how)
+    counted = Collectives()
+    error: BaseException | None = None
+    try:
+        uneven = model.join() if joins else contextlib.nullcontext()
+        with guard, uneven, counted if counts else contextlib.nullcontext():
+            for step in range(steps - (joins and dist.get_rank() == 1)):
+                if skips and step == AT:
+                    continue
+                strike(fault, step)
+                if ours:
+                    guard.step(update, step)
+                else:
+                    update(step)
+    except Exception as caught:
+        error = caught
+    return told(job.weights(), optimizer, losses, guard, error) | {"count": dict(counted.count)}
+
+
+def train_pipeline(
+    *, fault: str | None, on_nan: str | None, skips: bool, steps: int
+) -> dict[str, Any]:
+    """Two stages, one on each rank."""
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = (
+        nn.Sequential(Embed(), Block()) if not rank else nn.Sequential(Block(), nn.Linear(WIDTH, 1))
+    )
+    stage = PipelineStage(model, rank, world, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[float] = []
+    guard: Any = contextlib.nullcontext()
+    if on_nan is not None:
+        guard = stayfinite.watch(model, optimizer, on_nan=on_nan, sinks=[])  # type: ignore[arg-type]
+    error: BaseException | None = None
+    try:
+        with guard:
+            for step in range(steps):
+                x, _, target = batch_of(step, 1, fault)
+                if skips and step == AT:
+                    continue
+                optimizer.zero_grad()
+                parts: list[Tensor] = []
+                if rank == 0:
+                    schedule.step(x)
+                else:
+                    schedule.step(target=target, losses=parts)
+                if fault == "flip" and step == AT and rank == 1:
+                    model[0].up.weight.grad[0, 0] = float("inf")
+                optimizer.step()
+                losses.append(float(sum(float(part.detach()) for part in parts)))
+    except Exception as caught:
+        error = caught
+    return told(list(model.parameters()), optimizer, losses, guard, error)
+
+
+def strike(fault: str | None, step: int) -> None:
+    """What befalls a whole rank."""
+    if step == AT and dist.get_rank() == 1:
+        if fault == "raise":
+            raise ValueError("a bad file on this rank")
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def strike_gradients(fault: str | None, step: int, job: Job) -> None:
+    """A flipped bit after the reduction, on replica 1 alone; an eps that makes the update bad."""
+    if step != AT:
+        return
+    if fault == "flip" and job.replica == 1:
+        for param in job.weights():
+            if param.grad is not None and local(param.grad).numel():
+                local(param.grad).view(-1)[0] = float("inf")
+                break
+    if fault == "optimizer":
+        for group in job.optimizer.param_groups:
+            for param in group["params"]:
+                state = job.optimizer.state[param]
+                if dist.get_rank() == 1 and local(state["exp_avg"]).numel():
+                    local(state["exp_avg"]).view(-1)[0] = float("inf")
+
+
+def told(
+    weights: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    losses: list[float],
+    guard: Any,
+    error: BaseException | None,
+) -> dict[str, Any]:
+    found = []
+    for each in getattr(guard, "incidents", ()):
+        origin, diagnosis = each.origin, each.diagnosis
+        found.append(
+            {
+                "step": each.step,
+                "rank": each.rank,
+                "cause": diagnosis and diagnosis.cause,
+                "phase": origin and origin.phase,
+                "code": origin and origin.exact and origin.code,
+                "module": origin and origin.module,
+                "strategy": each.outcome and each.outcome.strategy,
+                "did": each.outcome and each.outcome.detail,
+                "reports": [report.location for report in each.reports][:3],
+            }
+        )
+    return {
+        "weights": digest(weights),
+        "is_finite": all(bool(local(w).isfinite().all()) for w in weights),
+        "updates": sorted({int(state["step"]) for state in optimizer.state.values()}),
+        "losses": hashlib.sha256(repr(losses).encode()).hexdigest()[:8],
+        "count_of_losses": len(losses),
+        "incidents": found,
+        "error": error and f"{type(error).__name__}: {error}",
+        "notes": list(getattr(error, "__notes__", ())),
+    }

@@ -63,6 +63,7 @@ class _Tell:
     def notice(self, finding: BadValues) -> None:
         raise NotImplementedError
 
+    @one_look()
     def bad_loss(self, loss: Tensor) -> None:
         optimizer = optimizer_behind(loss, self._guard.evidence)
         if ranks := self._guard.past.rank_groups.behind(optimizer):
@@ -104,6 +105,7 @@ class _Tell:
 class Stop(_Tell):
     """Training ends before the update."""
 
+    @one_look()
     def notice(self, finding: BadValues) -> None:
         incident = self._guard.tell_together(finding, strategy="stop")
         if incident is not None:
@@ -115,6 +117,7 @@ class Stop(_Tell):
 class Warn(_Tell):
     """Training goes on as it would; there is one incident for a bad step and what follows it."""
 
+    @one_look()
     def notice(self, finding: BadValues) -> None:
         evidence = self._guard.evidence
         evidence.saw_bad = True

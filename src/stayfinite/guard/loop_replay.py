@@ -108,6 +108,14 @@ class Turn:
         is_header = line is not None and self.loop.statement(line) < 0
         return is_header and self.began.kind == "delivered"
 
+    def ways(self) -> Iterator[Turn]:
+        """It, and then with objects as they were later, in case that they were changed since."""
+        yield self
+        if self.began.kind == "passed" and self.since:
+            yield dataclasses.replace(self, later=self.since[0])
+        elif self.began.attributes and not (self.is_start or self.first):
+            yield dataclasses.replace(self, newer=_Everything())
+
     def values(self) -> dict[str, Any]:
         """The variables that had other values as it began; CannotRunError if some are unknown."""
         values = self.began.values_in(self.frame)
@@ -175,26 +183,22 @@ class LoopReplay:
             return None
         self._left -= 1
         until = time.monotonic() + _MOST_SECONDS
-        similar: Incident | None = None
-        its_turn: Turn | None = None
-        for turn in self._turns(standing):
-            seconds = until - time.monotonic()
-            if seconds <= 0:
-                break
-            found = self.run(turn, incident, finding, standing, seconds=seconds)
+        best: tuple[Turn, Replayed] | None = None
+        for turn, found in self._replays(incident, finding, standing, until=until):
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
-            elif found.is_same or similar is None:
-                located = _said(found.incident, turn, self.folder, is_same=found.is_same)
-                origin = located.origin
-                # What was there before the turn may have been made in a turn further out.
-                is_final = found.is_same and not (origin and origin.facts.get("foreign"))
-                if is_final or similar is None or found.is_same:
-                    similar, its_turn = located, turn
-                if is_final:
-                    break
-        if similar is None or its_turn is None:
+                continue
+            origin = found.incident.origin
+            # What was there before the turn may have been made in a turn further out.
+            is_final = found.is_same and not (origin and origin.facts.get("foreign"))
+            if best is None or is_final or (found.is_same and not best[1].is_same):
+                best = turn, found
+            if is_final:
+                break
+        if best is None or best[1].incident is None:
             return None
+        its_turn, found = best
+        similar = _said(best[1].incident, its_turn, self.folder, is_same=found.is_same)
         on_located = self._guard.past.on_located
         if on_located is not None and not finding.was_read:  # one that is read may be trained on
             on_located(similar)
@@ -202,6 +206,25 @@ class LoopReplay:
             return similar  # the other ranks wait for it
         step = StepAgain(self, its_turn, similar, finding, standing)
         return self._with_proof(step, self._with_change(step, similar))
+
+    def _replays(
+        self,
+        incident: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+        *,
+        until: float,
+    ) -> Iterator[tuple[Turn, Replayed]]:
+        """Each turn that may be run again with what came of it, as long as there is time."""
+        for turn in self._turns(standing):
+            for way in turn.ways():
+                seconds = until - time.monotonic()
+                if seconds <= 0:
+                    return
+                found = self.run(way, incident, finding, standing, seconds=seconds)
+                yield way, found
+                if found.incident is not None:
+                    break
 
     @one_look()
     def locate_together(
@@ -286,10 +309,6 @@ class LoopReplay:
                 continue
             has_begun_before = has_begun_before or turn.first > 0
             yield turn
-            if turn.began.kind == "passed" and turn.since:
-                yield dataclasses.replace(turn, later=turn.since[0])
-            elif turn.began.attributes and not (turn.is_start or turn.first):
-                yield dataclasses.replace(turn, newer=_Everything())
 
     @one_look()
     def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:

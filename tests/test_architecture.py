@@ -102,6 +102,7 @@ PUBLIC = [
     "TrainingSetupError",
     "TrainingState",
     "__version__",
+    "async_save_checkpoint",
     "attach_nan_hooks",
     "check_data",
     "check_gradients",

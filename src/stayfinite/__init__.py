@@ -51,6 +51,7 @@ _HOME = {
     "Recovery": "recover.advice",
     "Checkpoint": "checkpoint",
     "Problem": "checkpoint",
+    "async_save_checkpoint": "checkpoint",
     "latest_good": "checkpoint",
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from stayfinite.amp.trainer import AMPTrainer as AMPTrainer
     from stayfinite.checkpoint import Checkpoint as Checkpoint
     from stayfinite.checkpoint import Problem as Problem
+    from stayfinite.checkpoint import async_save_checkpoint as async_save_checkpoint
     from stayfinite.checkpoint import first_bad_checkpoint as first_bad_checkpoint
     from stayfinite.checkpoint import latest_good as latest_good
     from stayfinite.checkpoint import load_checkpoint as load_checkpoint

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.optim import Optimizer
@@ -50,6 +51,9 @@ def clip_gradients(
     the module or the optimizer, by `names` (one for each parameter), or else by their number.
     Costs one pass and one host read when there is nothing to do.
 
+    Of DTensors the norm is that of all ranks, which scale by the same factor and must all call it:
+    one small all-reduce for each dimension of the mesh, four more when something is bad.
+
     >>> weight = torch.nn.Parameter(torch.zeros(3))
     >>> weight.grad = torch.tensor([3e38, float("nan"), 4e30])
     >>> clip_gradients(weight, 1.0, names=["weight"]).dropped
@@ -76,7 +80,7 @@ def check_drop(drop: str) -> None:
 
 
 def clip_whole(
-    gradients: Sequence[Gradient],
+    gradients: Gradients,
     allowed: Callable[[float, bool], float],
     *,
     norm_type: float = 2.0,
@@ -87,12 +91,15 @@ def clip_whole(
     It gets the norm, and whether it is of sound gradients, of which nothing was dropped.
     """
     parts = [part for gradient in gradients for part in gradient.memory]
-    norm, dropped = quick_norm(parts, norm_type), dict[str, int]()
+    quick, true = (quick_norm, true_norm)
+    if gradients.mesh is not None:
+        quick, true = gradients.quick_norm, gradients.true_norm
+    norm, dropped = quick(parts, norm_type), dict[str, int]()
     if norm is None:
         found = drop_bad(gradients, drop)
         if found is None:
             return untouched_result(gradients)
-        norm, dropped = true_norm(parts, norm_type), found
+        norm, dropped = true(parts, norm_type), found
     max_norm = allowed(float(norm), not dropped)
     if norm > max_norm:
         scale_down(parts, norm, max_norm)
@@ -127,7 +134,7 @@ class ClipResult:
 
 
 def result_of(
-    gradients: Sequence[Gradient],
+    gradients: Gradients,
     norm: float,
     after: float,
     dropped: Mapping[str, int],
@@ -149,25 +156,33 @@ def result_of(
     )
 
 
-def untouched_result(gradients: Sequence[Gradient]) -> ClipResult:
+def untouched_result(gradients: Gradients) -> ClipResult:
     """The result where something is bad, and nothing may be dropped."""
     return ClipResult(norm=math.nan, was_clipped=False, kept_elements=_elements(gradients))
 
 
-def _elements(gradients: Sequence[Gradient]) -> int:
+def _elements(gradients: Gradients) -> int:
+    if gradients.mesh is not None:
+        return sum(gradient.tensor.numel() for gradient in gradients)  # of all ranks
     return sum(part.numel() for gradient in gradients for part in gradient.memory)
 
 
 class Gradient(NamedTuple):
-    """A gradient, its parameter, and dense views of all that is in it, to be read and written."""
+    """A gradient, its parameter, and dense views of all that is in it, to be read and written.
+
+    Of a DTensor the memory is this rank's, one of so many `shards`; `slot` is the number of the
+    parameter, the same on every rank.
+    """
 
     name: str
     param: Tensor
     tensor: Tensor
     memory: list[Tensor]
+    slot: int = 0
+    shards: int = 1
 
 
-def gradients_in(target: Target, names: Sequence[str] | None = None) -> list[Gradient]:
+def gradients_in(target: Target, names: Sequence[str] | None = None) -> Gradients:
     """Each gradient once, by the name of its parameter."""
     if isinstance(target, nn.Module) and names is None:
         params: Iterable[Named] = target.named_parameters()
@@ -177,14 +192,137 @@ def gradients_in(target: Target, names: Sequence[str] | None = None) -> list[Gra
         listed = list_parameters(target)
         params = zip(names or map(str, range(len(listed))), listed, strict=True)
     found: dict[int, Gradient] = {}
-    for name, param in params:
+    meshes: list[Any] = []
+    slot = -1
+    for slot, (name, param) in enumerate(params):
+        shards = 1
+        is_sharded = type(param) is not nn.Parameter and hasattr(type(param), "device_mesh")
+        if is_sharded:
+            shards = _count_shards(param)
+            meshes.append(param.device_mesh)  # type: ignore[attr-defined]
         if (gradient := param.grad) is None:
             continue
+        if is_sharded and gradient.placements != param.placements:  # type: ignore[attr-defined]
+            # Sums that are still to be added up between ranks; the optimizer would do the same.
+            gradient = param.grad = gradient.redistribute(placements=param.placements)  # type: ignore[attr-defined]
         if gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
             gradient.copy_(gradient.coalesce())  # repeated entries are added; only sums have a norm
         parts = [p for p in plain_parts(gradient) if p.is_floating_point() or p.is_complex()]
-        found[id(gradient)] = Gradient(name, param, gradient, parts)
-    return list(found.values())
+        found[id(gradient)] = Gradient(name, param, gradient, parts, slot, shards)
+    gradients = Gradients(found.values())
+    if meshes:
+        gradients.mesh, gradients.slots = max(meshes, key=lambda mesh: mesh.size()), slot + 1
+    return gradients
+
+
+def _count_shards(param: Any) -> int:
+    """Into how many different parts a DTensor is cut."""
+    placements = enumerate(param.placements)
+    dims = [dim for dim, placement in placements if not placement.is_replicate()]
+    return math.prod(param.device_mesh.size(dim) for dim in dims)
+
+
+class Gradients(list[Gradient]):
+    """The gradients of a target.
+
+    If any parameter is a DTensor, `mesh` is the largest of their meshes and has all ranks, and
+    there are `slots` parameters. All ranks then know the same of all gradients: each tells what it
+    has, counted by how many of the ranks have the same. So a value that is bad on one of several
+    replicas is bad for all of them, and all take the same way, with the same collectives.
+    """
+
+    mesh: Any = None
+    slots: int = 0
+    is_clear: bool = False  # whether quick_norms has found all norms
+
+    def over_ranks(self, values: Sequence[float], *, highest: bool = False) -> list[float]:
+        """The sum of each over all ranks, or the highest; an all-reduce for each mesh dimension."""
+        told = torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)
+        for dim in range(self.mesh.ndim):
+            op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
+            dist.all_reduce(told, op=op, group=self.mesh.get_group(dim))
+        listed: list[float] = told.tolist()  # host sync
+        return listed
+
+    def share(self, gradient: Gradient) -> float:
+        """What this rank's part counts: one over the number of ranks that have the same."""
+        return gradient.shards / float(self.mesh.size())
+
+    def quick_norm(self, parts: list[Tensor], power: float) -> Norm | None:
+        """As quick_norm, of all ranks' parts."""
+        if power == math.inf:  # which of two numbers is the higher, if one is NaN, is not said
+            here = _rough_norm(parts, power)
+            (largest,) = self.over_ranks([here if here == here else power], highest=True)
+            return _exact(largest, power)
+        powers = [
+            self.share(own[0]) * _power(_rough_norm(_memory(own), power), power)
+            for own in self._by_shards()
+        ]
+        (total,) = self.over_ranks([sum(powers)])
+        return _exact(total ** (1 / power) if total >= 0 else math.nan, power)
+
+    def true_norm(self, parts: list[Tensor], power: float) -> Norm:
+        """As true_norm, of all ranks' parts."""
+        norms = [(self.share(own[0]), true_norm(_memory(own), power)) for own in self._by_shards()]
+        highest = max((norm.largest for _, norm in norms), default=0.0)
+        (largest,) = self.over_ranks([highest], highest=True)
+        if largest == 0 or power == math.inf:
+            return Norm(largest)
+        quotients = ((share, norm.largest / largest * norm.ratio) for share, norm in norms)
+        (total,) = self.over_ranks([sum(share * quotient**power for share, quotient in quotients)])
+        return Norm(largest, total ** (1 / power))
+
+    def quick_norms(self) -> list[Norm | None]:
+        """As quick_norms, of all ranks' parts."""
+        rough = _rough_norms([gradient.memory for gradient in self])
+        squares, is_there = [0.0] * self.slots, [0.0] * self.slots
+        for gradient, norm in zip(self, rough, strict=True):
+            squares[gradient.slot] = self.share(gradient) * _power(norm, 2.0)
+            is_there[gradient.slot] = 1.0
+        told = self.over_ranks([*squares, *is_there])
+        norms = [_exact(math.sqrt(square), 2.0) for square in told[: self.slots]]
+        pairs = zip(norms, told[self.slots :], strict=True)
+        self.is_clear = all(norm is not None for norm, ranks in pairs if ranks)
+        return [norms[gradient.slot] for gradient in self]
+
+    def only(self, gradients: Iterable[Gradient]) -> Gradients:
+        """Some of them, on the same ranks."""
+        some = Gradients(gradients)
+        some.mesh, some.slots = self.mesh, self.slots
+        return some
+
+    def true_norms(self) -> list[Norm]:
+        """The true norm of each gradient, with power 2."""
+        own = [true_norm(gradient.memory, 2.0) for gradient in self]
+        if self.mesh is None:
+            return own
+        largest, squares = [0.0] * self.slots, [0.0] * self.slots
+        for gradient, norm in zip(self, own, strict=True):
+            largest[gradient.slot] = norm.largest
+        largest = self.over_ranks(largest, highest=True)
+        for gradient, norm in zip(self, own, strict=True):
+            quotient = norm.largest / (largest[gradient.slot] or 1.0) * norm.ratio
+            squares[gradient.slot] = self.share(gradient) * quotient**2
+        squares = self.over_ranks(squares)
+        return [Norm(largest[each.slot], math.sqrt(squares[each.slot])) for each in self]
+
+    def _by_shards(self) -> list[list[Gradient]]:
+        groups: dict[int, list[Gradient]] = {}
+        for gradient in self:
+            groups.setdefault(gradient.shards, []).append(gradient)
+        return list(groups.values())
+
+
+def _memory(gradients: Iterable[Gradient]) -> list[Tensor]:
+    return [part for gradient in gradients for part in gradient.memory]
+
+
+def _power(norm: float, power: float) -> float:
+    """Inf where it is too large."""
+    try:
+        return float(norm**power)
+    except OverflowError:
+        return math.inf
 
 
 def list_parameters(target: Target) -> list[Tensor]:
@@ -217,18 +355,30 @@ class Norm(float):
 
 def quick_norm(parts: list[Tensor], power: float) -> Norm | None:
     """The norm if it is finite and exact, which says that all elements are finite; else None."""
+    return _exact(_rough_norm(parts, power), power) if parts else Norm(0.0)
+
+
+def _exact(norm: float, power: float) -> Norm | None:
+    is_exact = math.isfinite(norm) and (norm > _SAFE_NORM or power != 2)
+    return Norm(norm) if is_exact else None
+
+
+def _rough_norm(parts: list[Tensor], power: float) -> float:
+    """The norm, unless it is too large or too small; NaN where it is not tried."""
     if power not in _QUICK_POWERS or any(part.is_complex() for part in parts):
-        return None
+        return math.nan
     norms = [_joint(_each(group, power), power).to(parts[0].device) for group in _by_kind(parts)]
     if not norms:
-        return Norm(0.0)
-    total = float(norms[0] if len(norms) == 1 else _joint(norms, power))  # host sync
-    is_exact = math.isfinite(total) and (total > _SAFE_NORM or power != 2)
-    return Norm(total) if is_exact else None
+        return 0.0
+    return float(norms[0] if len(norms) == 1 else _joint(norms, power))  # host sync
 
 
 def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
     """The same for each list of parts by itself, with power 2; one host read for each dtype."""
+    return [_exact(norm, 2.0) for norm in _rough_norms(memories)]
+
+
+def _rough_norms(memories: Sequence[list[Tensor]]) -> list[float]:
     norms = [0.0] * len(memories)
     owners = {id(part): number for number, parts in enumerate(memories) for part in parts}
     for group in _by_kind([part for parts in memories for part in parts]):
@@ -236,7 +386,7 @@ def quick_norms(memories: Sequence[list[Tensor]]) -> list[Norm | None]:
         own = [math.nan] * len(group) if is_complex else torch.stack(_each(group, 2.0)).tolist()
         for part, norm in zip(group, own, strict=True):
             norms[owners[id(part)]] = math.hypot(norms[owners[id(part)]], norm)
-    return [Norm(n) if math.isfinite(n) and n > _SAFE_NORM else None for n in norms]
+    return norms
 
 
 def true_norm(parts: list[Tensor], power: float) -> Norm:
@@ -316,11 +466,13 @@ def _by_rows(part: Tensor, power: float) -> Tensor:
     return _joint([norm, vector_norm(flat[count:].double(), power)], power)
 
 
-def drop_bad(gradients: Sequence[Gradient], drop: Drop) -> dict[str, int] | None:
+def drop_bad(gradients: Gradients, drop: Drop) -> dict[str, int] | None:
     """Set what is not finite to 0; how many elements, by the name of the gradient.
 
     None when there is something bad, and nothing may be dropped.
     """
+    if gradients.mesh is not None:
+        return _drop_bad_on_ranks(gradients, drop)
     if all_finite(part for gradient in gradients for part in gradient.memory):
         return {}
     if drop == "nothing":
@@ -330,6 +482,28 @@ def drop_bad(gradients: Sequence[Gradient], drop: Drop) -> dict[str, int] | None
         for gradient in gradients
         if not all_finite(gradient.memory)
     }
+
+
+def _drop_bad_on_ranks(gradients: Gradients, drop: Drop) -> dict[str, int] | None:
+    """The same, of a gradient in which any rank has something bad.
+
+    One that several ranks have is dropped as a whole: they might drop different elements of it.
+    """
+    bad, counts = [0.0] * gradients.slots, [0.0] * gradients.slots
+    for gradient in gradients:
+        bad[gradient.slot] = float(not all_finite(gradient.memory))
+    bad = gradients.over_ranks(bad, highest=True)
+    if not any(bad):
+        return {}
+    if drop == "nothing":
+        return None
+    found = [gradient for gradient in gradients if bad[gradient.slot]]
+    for gradient in found:
+        share = gradients.share(gradient)
+        how: Drop = drop if share == 1 else "tensors"
+        counts[gradient.slot] = share * sum(_zero(part, how) for part in gradient.memory)
+    counts = gradients.over_ranks(counts)
+    return {gradient.name: round(counts[gradient.slot]) for gradient in found}
 
 
 def _zero(part: Tensor, drop: Drop) -> int:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import gc
+import io
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from itertools import compress
+from types import GeneratorType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 # Wrappers that put a prefix of their own before the user's names.
 _WRAPPERS = {
@@ -22,7 +27,13 @@ _WRAPPERS = {
 
 T = TypeVar("T")
 _FOUND: ContextVar[dict[type, list[Any]] | None] = ContextVar("stayfinite_living", default=None)
-_ASKED_FOR = (nn.Module, Optimizer)
+FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+CSV_WRITER: type[Any] = type(csv.writer(io.StringIO()))
+_ASKED_FOR = (
+    *(nn.Module, Optimizer, LRScheduler, GradScaler, GeneratorType),
+    *FILES,
+    CSV_WRITER,
+)
 """What an incident asks for: found together in its first look."""
 
 

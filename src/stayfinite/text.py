@@ -28,7 +28,7 @@ PLACES = {
     "optimizer": "in the optimizer step",
     "data": "in the batch",
     "checkpoint": "in the loaded checkpoint",
-    "init": "in the initial weights",
+    "init": "in the weights",
     "distributed": "in a collective operation",
 }
 

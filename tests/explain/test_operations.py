@@ -33,6 +33,12 @@ def of_gradient(slug: str, function: Callable[[Tensor], Tensor], *values: float)
     SNIPPETS.append((slug, lambda: gradient(function, *values)))
 
 
+def second_gradient(function: Callable[[Tensor], Tensor]) -> Any:
+    x = torch.zeros(3, requires_grad=True)
+    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+    return torch.autograd.grad(first.nan_to_num().sum(), x)
+
+
 shows("division_by_zero")(lambda: ONE / ZERO)
 shows("division_by_zero")(lambda: ZERO.reciprocal())
 shows("division_by_zero")(lambda: ZERO**-1)
@@ -55,6 +61,7 @@ shows("acos_domain")(lambda: torch.atanh(ONE))
 shows("inf_minus_inf")(lambda: torch.full((2,), INF) - torch.full((2,), INF))
 shows("zero_times_inf")(lambda: torch.tensor([0.0, 1.0]) * -INF)
 shows("zero_times_inf")(lambda: torch.full((2,), -INF) * torch.zeros(2))
+shows("batchnorm_degenerate")(lambda: nn.GroupNorm(2, 2, eps=0.0)(torch.ones(1, 2, 8)))
 shows("empty_reduction")(lambda: torch.ones(0).mean())
 shows("empty_reduction")(lambda: torch.ones(4)[torch.zeros(4, dtype=torch.bool)].mean())
 shows("var_of_single")(lambda: torch.ones(1).std())
@@ -77,6 +84,7 @@ shows("mask_value_overflow")(lambda: torch.tensor([-1e9, 0.0]).half())
 shows("bad_input_data")(lambda: fed(torch.tensor([[1.0, math.nan, 0.0]])))
 shows("bad_input_data")(lambda: fed(torch.tensor([[1.0, 1e30, 0.0]]).square()))
 shows("weight_norm_of_zero")(lambda: zero_weight_norm())
+shows("sqrt_grad_at_zero")(lambda: second_gradient(lambda x: (x * x).sum().sqrt()))
 of_gradient("sqrt_grad_at_zero", torch.sqrt, 0.0)
 of_gradient("pow_grad_at_zero", lambda x: x**0.3, 0.0)
 of_gradient("where_grad_trap", lambda x: torch.where(x > 0, torch.sqrt(x), 0.0), 0.0, 1.0)

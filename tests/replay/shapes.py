@@ -481,7 +481,92 @@ def generator_whose_items_the_body_changes(watch, folder):
     return left(model, optimizer)
 
 
+def zero():
+    """0, where there is to be a bad step."""
+    return float(table()[22].sum())
+
+
+def counted_at_the_end_of_a_turn(watch, folder):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x, count = table()[:20], 0
+    with watch(model, optimizer):
+        while count < 8:
+            rate = zero() if count == 5 else 1.0
+            loss = loss_of(model, x * rate)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            count += 1
+    return left(model, optimizer, count=count)
+
+
+class Annealed:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.step, self.rate, self.x = 0, 1.0, table()[:20]
+
+    def advance(self):
+        self.rate = zero() if self.step == 5 else 1.0
+        loss = loss_of(self.model, self.x * self.rate)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def train(self):
+        losses = []
+        while self.step < 8:
+            losses.append(self.advance())
+            self.step += 1
+        return losses
+
+
+def counted_in_an_attribute(watch, folder):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = Annealed(model, optimizer)
+    with watch(model, optimizer):
+        trainer.train()
+    return left(model, optimizer, step=trainer.step, rate=trainer.rate)
+
+
+class Running:
+    def reset(self):
+        self.count = torch.zeros(())
+
+    def push(self, x):
+        self.count += len(x)
+
+    def scaled(self, x):
+        return x * (self.count - 1 + zero()).clamp(max=1.0)
+
+
+def of_each_task(task, generator):
+    for size in [4] * 4 if task != 1 else [1, 4]:
+        yield torch.rand(size, 4, generator=generator) + 0.5
+
+
+def begun_anew_in_an_outer_loop(watch, folder):
+    model, running = net(), Running()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    with watch(model, optimizer):
+        for task in range(3):
+            running.reset()
+            for x in of_each_task(task, generator):
+                running.push(x)
+                loss = loss_of(model, running.scaled(x))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return left(model, optimizer, count=running.count)
+
+
 SHAPES = [
+    counted_at_the_end_of_a_turn,
+    counted_in_an_attribute,
+    begun_anew_in_an_outer_loop,
     target_that_the_body_changes,
     list_whose_items_the_body_changes,
     generator_whose_items_the_body_changes,

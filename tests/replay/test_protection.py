@@ -2,6 +2,7 @@
 
 import builtins
 import collections
+import csv
 import io
 import logging
 import os
@@ -135,11 +136,31 @@ def test_what_another_thread_writes_is_written(tmp_path):
         with protected(here()):
             go.set()
             assert done.wait(10)
-        with pytest.raises(ReplayEnded, match="open"), protected(here()):
+        with pytest.raises(ReplayEnded, match="thread"), protected(here()):
             file.write("ours")
+        writer = csv.writer(file)
+        with pytest.raises(ReplayEnded, match="thread"), protected(here()):
+            writer.writerow(["ours"])
+        del writer
         end.set()
         thread.join()
     assert (tmp_path / "log.txt").read_text() == "theirs"
+
+
+def test_a_thread_that_has_nothing_to_do_with_a_file_does_not_matter(tmp_path):
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, args=(60,))
+    thread.start()
+    with (tmp_path / "log.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([1])
+        with protected(here()):
+            writer.writerow([2])
+            file.flush()
+        writer.writerow([3])
+    end.set()
+    thread.join()
+    assert (tmp_path / "log.csv").read_text().split() == ["1", "3"]
 
 
 def connect():

@@ -246,10 +246,12 @@ def own_code(root: str, *extra: str) -> OwnCode:
     return OwnCode(sources=tuple(found.values()), paths=_paths(root), notes=notes)
 
 
-def own_files(root: str) -> list[str]:
-    """The Python files of the project that this process has loaded."""
+def own_files(root: str, script: str | None) -> list[str]:
+    """The script, and the Python files of the project that this process has loaded."""
     inside = os.path.realpath(root) + os.sep
-    return [path for path, _ in _loaded(()) if path.startswith(inside)]
+    first = [] if script is None else [os.path.realpath(script)]
+    loaded = (path for path, _ in _loaded(()) if path.startswith(inside))
+    return list(dict.fromkeys([*first, *loaded]))
 
 
 def with_files(capsule: Capsule, root: str) -> Capsule:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -44,10 +45,11 @@ def generations(path: Path) -> list[Path]:
 
 
 def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path], bool]) -> None:
-    """Make the temporary file the newest generation; at most `keep` stay.
+    """Make the temporary file or folder the newest generation; at most `keep` stay.
 
     The one before is read again first. If it is damaged it is put aside as path.damaged, so that
-    it pushes no good one out; what is there already stays, since it may be anything.
+    it pushes no good one out; what is there already stays, since it may be anything. A folder
+    can take no other's place: between two renames there is only the one before, as path.1.
     """
     is_good = os.path.lexists(path) and is_whole(path)
     older = generation_of(path, 1) if is_good else Path(f"{path}.damaged")
@@ -61,6 +63,8 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
                 if error.errno not in _NO_LINKS:
                     raise
                 os.replace(path, older)
+        elif path.is_dir():
+            _remove_folder(path, of=path)
         try:
             os.replace(temporary, path)
         except OSError:
@@ -71,7 +75,7 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
             os.fsync(folder)  # puts the names in the folder on the disk
         for old in generations(path)[keep:] if is_good else ():
             try:
-                os.unlink(old)
+                _remove_folder(old, of=path) if old.is_dir() else os.unlink(old)
             except OSError as error:  # the new checkpoint is safe: no reason to fail
                 logger.warning("stayfinite could not remove the old checkpoint %s: %s", old, error)
 
@@ -142,6 +146,39 @@ except ImportError:  # Windows has no such locks; only the tidying up is lost
 _TEMPORARY = ".saving"
 
 
+def temporary_beside(path: Path, token: str) -> Path:
+    """Where the next generation of `path` is written."""
+    return path.with_name(f".{path.name}.{token}{_TEMPORARY}")
+
+
+@contextlib.contextmanager
+def folder_beside(path: Path, token: str) -> Iterator[Path]:
+    """A temporary folder, which may be renamed within the block and is removed if that fails.
+
+    As with files, a lock tells other writers that it is no orphan.
+    """
+    temporary = temporary_beside(path, token)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked_folder(path.parent):
+        _remove_orphans(path)
+        temporary.mkdir(exist_ok=True)
+        lock = contextlib.ExitStack()
+        lock.enter_context(locked_folder(temporary))
+    try:
+        with lock:
+            yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove_folder(folder: Path, *, of: Path) -> None:
+    """Delete a generation; if that is interrupted, what is left of it is an orphan."""
+    orphan = temporary_beside(of, secrets.token_hex(4))
+    os.replace(folder, orphan)
+    shutil.rmtree(orphan)
+
+
 @contextlib.contextmanager
 def written_beside(
     path: Path, pieces: Iterable[memoryview], *, is_private: bool = False
@@ -153,7 +190,7 @@ def written_beside(
     Within the block it can be renamed; whatever goes wrong, it is removed again. Its descriptor
     stays open and locked all the time, which tells other writers that it is no orphan.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+    temporary = temporary_beside(path, secrets.token_hex(4))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     with locked_folder(path.parent):
         _remove_orphans(path)
@@ -201,7 +238,7 @@ def _remove_orphans(path: Path) -> None:
             descriptor = os.open(orphan, os.O_RDONLY)
             try:
                 if _lock(descriptor, wait=False):
-                    os.unlink(orphan)
+                    shutil.rmtree(orphan) if orphan.is_dir() else os.unlink(orphan)
             finally:
                 os.close(descriptor)
 

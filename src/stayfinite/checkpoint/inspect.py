@@ -11,7 +11,12 @@ from typing import Any
 
 from stayfinite.checkpoint.checks import judge
 from stayfinite.checkpoint.fit import is_narrower, name_of
-from stayfinite.checkpoint.folder import age, checkpoints_in, generations
+from stayfinite.checkpoint.folder import (
+    age,
+    checkpoints_in,
+    generations,
+    is_checkpoint_folder,
+)
 from stayfinite.checkpoint.foreign import is_torch_file, read_torch, shards_of
 from stayfinite.checkpoint.load import examine, open_checkpoint
 from stayfinite.checkpoint.modules import Members, gather
@@ -201,7 +206,8 @@ def latest_good(
     'a.pt'
     """
     place = Path(directory)
-    candidates = checkpoints_in(place) if place.is_dir() else generations(place)
+    is_folder = place.is_dir() and not is_checkpoint_folder(place)
+    candidates = checkpoints_in(place) if is_folder else generations(place)
     members = gather(model=model)
     rules = Rules(ignore=ignore, nonfinite_ok=nonfinite_ok)
     for path in sorted(candidates, key=age, reverse=True):

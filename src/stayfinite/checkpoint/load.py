@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stayfinite.checkpoint.checks import Judged, judge
 from stayfinite.checkpoint.folder import (
@@ -29,7 +31,13 @@ from stayfinite.checkpoint.foreign import (
     shards_of,
     step_of,
 )
-from stayfinite.checkpoint.modules import Members, gather, put_in_place
+from stayfinite.checkpoint.modules import (
+    Members,
+    gather,
+    parameter_names,
+    put_in_place,
+    shards_in,
+)
 from stayfinite.checkpoint.problem import (
     Problem,
     Rules,
@@ -50,6 +58,7 @@ from stayfinite.checkpoint.values import (
     tree_of,
     with_tensors,
 )
+from stayfinite.distributed import world_size
 from stayfinite.errors import CheckpointError
 from stayfinite.snapshot import RandomState
 
@@ -103,22 +112,24 @@ def load_checkpoint(
     """
     file = Path(path)
     members = gather(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, ema=ema)
-    try:
-        contents, damage = open_checkpoint(file, Reading(keep=_wanted(members)))
-    except CheckpointError as failure:
-        problem = error("unreadable", "file", str(failure))
-        raise CheckpointError(f"{failure}{_way_out(file)}", problems=[problem]) from failure
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
+    with _together(file, members) as shards:
+        try:
+            reading = Reading(keep=_wanted(members), shards=shards)
+            contents, damage = open_checkpoint(file, reading)
+        except CheckpointError as failure:
+            problem = error("unreadable", "file", str(failure))
+            raise CheckpointError(f"{failure}{_way_out(file)}", problems=[problem]) from failure
+        contents = _regrouped(contents, members)
+        judged = _judge(file, contents, damage, members, rules, forward=forward)
     with_random = bool(members.optimizers) if random is None else random
-    problems = _load(
-        file, contents, damage, members, rules, forward=forward, with_random=with_random
-    )
+    _place(contents, members, judged, with_random=with_random)
     return Checkpoint(
         path=file,
         layout=contents.layout,
         step=contents.step,
         extra=with_tensors(contents.extra),
-        warnings=problems,
+        warnings=tuple(judged.problems),
         state={} if any(members.parts.values()) else _all_parts(contents),
     )
 
@@ -144,11 +155,17 @@ def restore_checkpoint(
     is_folder = folder.is_dir() and not is_checkpoint_folder(folder)
     for file in reversed(checkpoints_in(folder)) if is_folder else [folder]:
         try:
-            contents, damage = open_checkpoint(file, Reading(keep=_wanted(asked)))
-            members = _present(asked, contents)
-            if needs_optimizer and not members.optimizers:
-                raise CheckpointError(f"{file} has no state of the optimizer, whose own is bad.")
-            _load(file, contents, damage, members, Rules())
+            with _together(file, asked) as shards:
+                reading = Reading(keep=_wanted(asked), shards=shards)
+                contents, damage = open_checkpoint(file, reading)
+                members = _present(asked, contents)
+                if needs_optimizer and not members.optimizers:
+                    raise CheckpointError(
+                        f"{file} has no state of the optimizer, whose own is bad."
+                    )
+                contents = _regrouped(contents, members)
+                judged = _judge(file, contents, damage, members, Rules())
+            _place(contents, members, judged)
         except CheckpointError as failure:
             reasons.append(str(failure))
         else:
@@ -182,7 +199,61 @@ def _present(asked: Members, contents: Contents) -> Members:
     )
 
 
-def _load(
+def _regrouped(contents: Contents, members: Members) -> Contents:
+    """With the groups that the optimizers have now, where each parameter is known by its name.
+
+    Tensor parallelism needs a group for each mesh, so there are others on another number of ranks.
+    """
+    pairs = zip(contents.optimizers, members.optimizers, strict=False)
+    found = [_with_groups_of(optimizer, record, members) for record, optimizer in pairs]
+    return replace(contents, optimizers=(*found, *contents.optimizers[len(found) :]))
+
+
+def _with_groups_of(optimizer: Any, record: OptimizerRecord, members: Members) -> OptimizerRecord:
+    """The record with the optimizer's groups, if all that are joined have the same settings."""
+    names = parameter_names(optimizer, members.models)
+    each = iter(names)
+    now = [[next(each) for _ in group["params"]] for group in optimizer.param_groups]
+    saved = record.state_dict["param_groups"]
+    owner = {name: group for group in saved for name in group.get("params", ())}
+    is_split = [len(group.get("params", ())) for group in saved] != [len(own) for own in now]
+    if not is_split or set(owner) != set(names) or not all(now):
+        return record
+    groups = [{**owner[own[0]], "params": own} for own in now]
+    for group in groups:
+        joined = [{**owner[name], "params": group["params"]} for name in group["params"]]
+        if any(repr(one) != repr(group) for one in joined):
+            return record
+    state = {**record.state_dict, "param_groups": groups}
+    return replace(record, state_dict=state, names=tuple(names))
+
+
+@contextmanager
+def _together(file: Path, members: Members) -> Iterator[dict[str, Tensor]]:
+    """A block that fails on all ranks if it fails on one; gives the DTensors of the members.
+
+    Without any of those each process is on its own. CheckpointError is raised on all ranks.
+    """
+    shards = shards_in(members)
+    if not shards or world_size() == 1:
+        yield shards
+        return
+    # Late: it imports torch.distributed.checkpoint, which takes a tenth of a second.
+    from stayfinite.checkpoint.sharded import agree, own_group
+
+    failure: Exception | None = None
+    try:
+        yield shards
+    except Exception as caught:
+        failure = caught
+    word = agree(own_group(), failure=failure)
+    if word.failure:
+        problems = failure.problems if isinstance(failure, CheckpointError) else ()
+        text = f"{file} was not loaded on any rank: {word.failure}"
+        raise CheckpointError(text, problems=problems) from failure
+
+
+def _judge(
     file: Path,
     contents: Contents,
     damage: list[Problem],
@@ -190,21 +261,25 @@ def _load(
     rules: Rules,
     *,
     forward: Any = None,
-    with_random: bool = False,
-) -> tuple[Problem, ...]:
-    """Put everything in place if there is no error; the warnings."""
+) -> Judged:
+    """Where everything goes; CheckpointError if anything is wrong with that."""
     judged = judge(contents, members, rules, forward=forward) if not damage else Judged()
-    problems = sorted_problems([*damage, *judged.problems, *_left_out(contents, members)])
-    if errors_in(problems):
+    judged.problems = sorted_problems([*damage, *judged.problems, *_left_out(contents, members)])
+    if errors_in(judged.problems):
         hint = _way_out(file) if damage else ""
-        raise refusal(f"{file} was not loaded, and nothing was changed{hint}", problems)
+        raise refusal(f"{file} was not loaded, and nothing was changed{hint}", judged.problems)
+    return judged
+
+
+def _place(
+    contents: Contents, members: Members, judged: Judged, *, with_random: bool = False
+) -> None:
     random = None
     if with_random and contents.random is not None:
         saved = RandomState(**with_tensors(contents.random))
         devices = saved.devices[: torch.cuda.device_count()]
         random = RandomState(saved.python, saved.numpy, saved.torch, devices)
     put_in_place(contents, members, judged, random=random)
-    return tuple(problems)
 
 
 def validate_checkpoint(
@@ -310,7 +385,14 @@ def open_checkpoint(path: Path, reading: Reading) -> Opened:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint of any layout can be read and no checksum differs."""
+    """Whether a checkpoint of any layout can be read and no checksum differs.
+
+    Of the folders of torch.distributed.checkpoint, which have none, that all parts are there.
+    """
+    if is_dcp_folder(path):
+        from stayfinite.checkpoint.dcp import is_complete
+
+        return is_complete(path)
     try:
         _, problems = open_checkpoint(path, Reading())
     except CheckpointError:
@@ -349,9 +431,9 @@ def _open_shards(index: Path, reading: Reading) -> Opened:
 def _open_folder(path: Path, reading: Reading) -> Opened:
     if is_dcp_folder(path):
         # Late: it imports torch.distributed.checkpoint, which takes a tenth of a second.
-        from stayfinite.checkpoint.dcp import read_dcp
+        from stayfinite.checkpoint.dcp import open_dcp
 
-        return contents_of_sections(hold_all(read_dcp(path), "file"), layout="dcp"), []
+        return open_dcp(path, reading.shards), []
     files = folder_files(path)
     if "model" not in files:
         raise CheckpointError(

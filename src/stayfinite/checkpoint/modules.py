@@ -19,7 +19,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stayfinite.checkpoint.values import ByPart, Held, PlaceKind, with_tensors
+from stayfinite.checkpoint.values import (
+    ByPart,
+    Held,
+    PlaceKind,
+    is_sharded,
+    local,
+    named_parts,
+    with_tensors,
+)
 from stayfinite.errors import InputError
 from stayfinite.training import params_of
 
@@ -49,13 +57,19 @@ def gather(
     ema: Any = None,
 ) -> Members:
     """Members from what people pass; InputError names what is none."""
-    return Members(
+    members = Members(
         models=_several(model, "model", nn.Module),
         optimizers=_several(optimizer, "optimizer", Optimizer),
         schedulers=_several(scheduler, "scheduler"),
         scaler=next(iter(_several(scaler, "scaler")), None),
         averages=_several(ema, "ema"),
     )
+    for member in (*members.models, *members.averages):
+        for module in member.modules() if isinstance(member, nn.Module) else ():
+            # After a forward pass fully_shard leaves whole parameters in the outermost module.
+            if hasattr(type(module), "set_reshard_after_forward"):
+                module.reshard()  # type: ignore[operator]
+    return members
 
 
 def _several(value: Any, name: str, kind: type | None = None) -> tuple[Any, ...]:
@@ -86,6 +100,18 @@ def parameter_names(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> list
                 full = above + canonical_name(join_names(prefix, name))
                 names.setdefault(id(parameter), full)
     return [names.get(id(param)) for param in params_of(optimizer)]
+
+
+def shards_in(members: Members) -> dict[str, Tensor]:
+    """The DTensors of models and averages by their names in a checkpoint."""
+    modules = (*named_parts("model", members.models), *named_parts("ema", members.averages))
+    return {
+        f"{part}.{name}": place.tensor
+        for part, module in modules
+        if isinstance(module, nn.Module)
+        for name, place in places(module).items()
+        if place.tensor is not None and is_sharded(place.tensor)
+    }
 
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -268,6 +294,7 @@ def place_tensors(undo: Undo, moves: Iterable[tuple[Place, Held]], model: nn.Mod
         if target is None:
             _fill_slot(undo, place, value, model)
             continue
+        target, value = _on_this_rank(target, value)
         before = target.detach().to("cpu", copy=True)
         undo.append(partial(_copy, target, before))
         target.copy_(value)
@@ -275,6 +302,23 @@ def place_tensors(undo: Undo, moves: Iterable[tuple[Place, Held]], model: nn.Mod
             # The loaded memory takes the old values, so that undoing needs no more of it.
             value.copy_(before)
             undo[-1] = partial(_copy, target, value)
+
+
+def _on_this_rank(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The memory of this rank's shards, where the target is a DTensor; no rank asks another."""
+    if not is_sharded(target):
+        return target, value
+    return local(target), local(like(target, value))
+
+
+def like(target: Any, value: Tensor) -> Tensor:
+    """The value as a DTensor with the target's placements; a whole one is cut on this rank."""
+    if is_sharded(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = target.device_mesh, target.placements
+    return distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -309,8 +353,13 @@ def _place_optimizer(undo: Undo, optimizer: Optimizer, loaded: Any) -> None:
         state.update(old_states)
 
     undo.append(give_back)
-    optimizer.load_state_dict(loaded)
     ids = [number for group in loaded["param_groups"] for number in group["params"]]
+    for number, param in zip(ids, params_of(optimizer), strict=True):
+        saved = loaded.get("state", {}).get(number)
+        for name, value in saved.items() if is_sharded(param) and isinstance(saved, dict) else ():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                saved[name] = like(param, value)
+    optimizer.load_state_dict(loaded)
     for number, param in zip(ids, params_of(optimizer), strict=True):
         saved = loaded.get("state", {}).get(number)
         present = optimizer.state.get(param)

@@ -45,13 +45,15 @@ class Reading:
     """How to read: which tensors stay in memory, whether all get digests, whom to tell of bytes.
 
     Without `keep` none stays, and a file is only looked through. `scan`: the values of our own
-    files are looked at too, though their seal says what they are.
+    files are looked at too, though their seal says what they are. `shards` are the DTensors that
+    shall be loaded, by name: of those only this rank's part is read, where the layout has parts.
     """
 
     keep: Callable[[str], bool] | None = None
     digests: bool = False
     scan: bool = False
     progress: Callable[[int], None] = nothing_told
+    shards: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

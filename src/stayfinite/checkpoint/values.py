@@ -123,14 +123,25 @@ class Held:
 
 
 def hold(key: str, tensor: Tensor) -> Held:
-    """The tensor as a leaf, with its values."""
+    """The tensor as a leaf, with its values: of a DTensor, those of this rank's shard."""
     return Held(
         key=key,
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
-        tally=tally(tensor),
+        tally=tally(local(tensor)),
         tensor=tensor,
     )
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor, of which each rank has a part; without importing that class."""
+    return isinstance(tensor, Tensor) and hasattr(type(tensor), "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's shard of a DTensor, which shares its memory; other tensors are it themselves."""
+    found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return found
 
 
 def is_same(one: Held, other: Held) -> bool:
@@ -138,7 +149,7 @@ def is_same(one: Held, other: Held) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     first, second = (
-        digest(bytes_of(held.tensor).numpy())
+        digest(bytes_of(local(held.tensor)).numpy())
         if held.digest is None and held.tensor is not None
         else held.digest
         for held in (one, other)

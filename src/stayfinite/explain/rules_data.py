@@ -58,6 +58,14 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
     """A tensor that arrived bad."""
     if clue.origin.phase not in ("data", "init") or clue.origin.op:
         return None
+    if clue.origin.phase == "init" and clue.context.step > 0:
+        return diagnosis(
+            "unknown",
+            "A parameter was not finite when this step began, and no optimizer of torch has made "
+            "it so: an update that the script makes itself has.",
+            "Look at that update: a division by 0 (an eps of 0), a root or power of 0, overflow.",
+            sure="possible",
+        )
     if clue.origin.phase == "init":
         return diagnosis(
             "bad_init",

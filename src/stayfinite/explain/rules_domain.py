@@ -287,6 +287,20 @@ outside_arccosine = rule(
 )
 
 
+_NORM_LAYERS = ("native_group_norm", "native_layer_norm", "native_batch_norm", "batch_norm")
+_NO_EPS = 1e-20
+
+# (x - mean) / sqrt(0 + 0).
+equal_values = rule(
+    lambda clue: clue.op in _NORM_LAYERS and float(clue.scalars.get("eps", 1.0)) < _NO_EPS,
+    "batchnorm_degenerate",
+    "`{clue.expression}` divides by the standard deviation of its values, which is 0 where they "
+    "are all equal, and its eps is {clue.origin.facts[scalars][eps]}.",
+    "Keep an eps in the layer, 1e-5 as by default, and look for inputs that are constant (a dead "
+    "sensor, padding, an empty sample).",
+)
+
+
 def infinite_arithmetic(clue: Clue) -> Diagnosis | None:
     """Inf - Inf and 0 * Inf, where the Inf itself was meant."""
     out = clue.output
@@ -324,5 +338,6 @@ DOMAIN_RULES = (
     power_of_negative,
     division,
     outside_arccosine,
+    equal_values,
     infinite_arithmetic,
 )

@@ -42,9 +42,9 @@ deviation_at_zero = rule(
     "Use (x.var(...) + 1e-8).sqrt() instead of x.std(...).",
 )
 
-# 1 / (2 sqrt(0)).
+# 1 / (2 sqrt(0)), also where a gradient is differentiated once more.
 root_at_zero = rule(
-    lambda clue: clue.is_derivative_of(("sqrt",)),
+    lambda clue: clue.is_derivative_of(("sqrt",)) or str(clue.fact("made_in")).startswith("Sqrt"),
     "sqrt_grad_at_zero",
     "`{clue.expression}` is taken at exactly 0, where the derivative 1 / (2 sqrt(x)) is infinite.",
     "Put an eps inside the root: `torch.sqrt({clue.inner} + 1e-8)`; one added outside comes too "

@@ -30,9 +30,11 @@ def with_change(
 
     `losses` are those of the steps before.
     """
-    folder = step.replay.folder or os.getcwd()
-    budget = Budget(seconds)
-    for patch in patches_for(incident, folder=folder, files=_own_files(folder)):
+    from stayfinite.capsule.make import own_files
+
+    folder, budget = step.replay.folder or os.getcwd(), Budget(seconds)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    for patch in patches_for(incident, folder=folder, files=own_files(folder, script)):
         if budget.left <= 0:
             break
         try:
@@ -80,12 +82,3 @@ def _changed(incident: Incident, patch: Patch, loss: float, folder: str) -> Inci
         confidence=sure,
     )
     return dataclasses.replace(incident, diagnosis=diagnosis)
-
-
-def _own_files(folder: str) -> list[str]:
-    """The script, and what it has imported of the same project."""
-    from stayfinite.capsule.make import own_files
-
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    first = [os.path.realpath(script)] if script else []
-    return [*first, *(file for file in own_files(folder) if file not in first)]

@@ -14,13 +14,14 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -53,14 +54,15 @@ from stayfinite.replay.loop import (
     CannotRunError,
     Loop,
     asks_for_rank,
+    attributes_assigned,
     body_of,
     function_around,
     loops_around,
     variables_of,
 )
-from stayfinite.replay.moments import GONE, Moment, Moments, user_frames
+from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
-from stayfinite.replay.target import names_given, replaced_in, values_at_start
+from stayfinite.replay.target import replaced_in, values_at_start
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
 
 if TYPE_CHECKING:
@@ -77,8 +79,9 @@ class Turn:
     """The turn of a loop that is under way in a frame.
 
     `began` is the moment from which it is run again, `since` are those that came after it. `first`
-    is the line to begin at where the turn began before anything was noted. Between a backward pass
-    and the turn's end the script may change its objects: `later` is a moment that shows them so.
+    is the line to begin at where the turn began before anything was noted. Between the moment and
+    the turn's beginning the script may change its objects: `newer` are the attributes that are
+    taken as they are now, `later` is a moment that shows others so.
     """
 
     frame: FrameType
@@ -87,6 +90,7 @@ class Turn:
     began: Moment
     since: tuple[Moment, ...]
     first: int = 0
+    newer: Container[str] = ()
     later: Moment | None = None
     instead: tuple[Any, Any] | None = None  # a batch, and another in its place
 
@@ -94,11 +98,11 @@ class Turn:
     def batch(self) -> Any:
         """The batch of this turn; GONE if there is none, or several, or it is not known."""
         handed = [each for each in self.since if each.kind == "delivered"]
-        handed += [self.began] if self._is_start else []
+        handed += [self.began] if self.is_start else []
         return handed[0].batch if len(handed) == 1 else GONE
 
     @property
-    def _is_start(self) -> bool:
+    def is_start(self) -> bool:
         """Whether it began as a loader handed its batch to the loop."""
         line = self.began.line_in(self.frame)
         is_header = line is not None and self.loop.statement(line) < 0
@@ -107,12 +111,14 @@ class Turn:
     def values(self) -> dict[str, Any]:
         """The variables that had other values as it began; CannotRunError if some are unknown."""
         values = self.began.values_in(self.frame)
+        assigned = self.loop.assigned_between(self.first, self.line)
+        values = {n: v for n, v in values.items() if n in assigned or type(v) in ITERATORS}
         if self.first:
             return values
-        is_known = self._is_start and self.began.batch is not GONE
+        is_known = self.is_start and self.began.batch is not GONE
         delivered = [self.began.batch] if is_known else []
         given = values_at_start(self.loop, self.frame, delivered)
-        names = names_given(self.loop)
+        names = self.loop.given
         values = {n: v for n, v in values.items() if n not in names} | given
         if self.instead is not None and is_known:
             variables = variables_of(self.frame)
@@ -282,6 +288,8 @@ class LoopReplay:
             yield turn
             if turn.began.kind == "passed" and turn.since:
                 yield dataclasses.replace(turn, later=turn.since[0])
+            elif turn.began.attributes and not (turn.is_start or turn.first):
+                yield dataclasses.replace(turn, newer=_Everything())
 
     @one_look()
     def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
@@ -367,6 +375,8 @@ class LoopReplay:
         probe = _Probe(guard, noticed, finding, turn, body, is_together=ranks is not None)
         frames = [frame for frame, _ in standing]
         with contextlib.ExitStack() as all_of_them:
+            # Private: the loop is not inside torch.func's transform in which the value was noticed.
+            all_of_them.enter_context(temporarily_clear_interpreter_stack())
             is_last = guard.settings.on_nan == "stop"
             is_apart = noticed.world > 1 and ranks is None
             all_of_them.enter_context(protected(frames, is_last=is_last, is_apart=is_apart))
@@ -381,10 +391,10 @@ class LoopReplay:
 
     def _put_beginning(self, turn: Turn, body: Body, values: Mapping[str, Any]) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
-        moment = turn.began
+        moment, newer = turn.began, turn.newer
         for later in reversed(turn.since):  # objects that are newer than the beginning
-            later.restore_attributes()
-        moment.restore()
+            later.restore_attributes(newer=newer)
+        moment.restore(newer=newer)
         if turn.later is not None:
             turn.later.restore_attributes()
         if body.shared:
@@ -406,7 +416,7 @@ Path = list[tuple[CodeType, int]]
 
 def turn_of(frame: FrameType, loop: Loop, moments: Sequence[Moment], path: Path) -> Turn | None:
     """The turn of the loop that is under way in the frame; None if nothing was noted of it."""
-    line = path[0][1]
+    line, standing, variables = path[0][1], path, variables_of(frame)
     since: list[Moment] = []
     until = line if loop.statement(line) >= 0 else None  # at the header the turn before is over
     for moment in reversed(moments):
@@ -414,14 +424,42 @@ def turn_of(frame: FrameType, loop: Loop, moments: Sequence[Moment], path: Path)
         if not then or not (loop.is_function or loop in loops_around(*then[0])):
             return Turn(frame, loop, until, moment, tuple(since))
         is_start = loop.statement(then[0][1]) < 0 and moment.kind == "delivered"
-        if is_start or not (loop.is_function or _is_same_turn(loop, then, path)):
+        if is_start:
             return Turn(frame, loop, until, moment, tuple(since))
+        is_same = loop.is_function or _is_same_turn(loop, then, path)
+        if not is_same or _is_other_item(loop, moment.values_in(frame), variables):
+            newer = _newer_attributes(loop, then, standing)
+            return Turn(frame, loop, until, moment, tuple(since), newer=newer)
         path = then
         since.insert(0, moment)
     if not since:
         return None
     # Nothing was noted before this turn: it is run from the first thing that was.
     return Turn(frame, loop, until, since[0], tuple(since[1:]), since[0].line_in(frame) or 0)
+
+
+class _Everything(Container[str]):
+    """Whatever one asks for is in it."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _is_other_item(loop: Loop, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a count or a name that the loop gives to its variables has changed since."""
+    changed = loop.given - loop.carried
+    return any(
+        n in then and type(then[n]) is type(now.get(n)) and then[n] != now[n] for n in changed
+    )
+
+
+def _newer_attributes(loop: Loop, then: Path, now: Path) -> set[str]:
+    """Attributes that were assigned after `then`, in the turn before, and not again up to `now`."""
+    newer = {name for code, line in then for name in attributes_assigned(code, after=line)}
+    newer -= loop.attributes_until(now[0][1])
+    for code, line in now[1:]:
+        newer -= attributes_assigned(code, until=line)
+    return newer
 
 
 def _is_same_turn(loop: Loop, then: Path, now: Path) -> bool:

@@ -21,6 +21,7 @@ from stayfinite.clip import (
     ClipResult,
     Drop,
     Gradient,
+    Gradients,
     Norm,
     Target,
     check_drop,
@@ -172,7 +173,7 @@ class Statistics:
         """The same for each tensor by itself, where each has its own."""
         return {}
 
-    def clip(self, gradients: Sequence[Gradient], drop: Drop) -> ClipResult:
+    def clip(self, gradients: Gradients, drop: Drop) -> ClipResult:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,7 +216,7 @@ class NormStatistics(Statistics):
     def threshold(self) -> float:
         return min(self.rule.max_norm, self.rule.limit(self))
 
-    def clip(self, gradients: Sequence[Gradient], drop: Drop) -> ClipResult:
+    def clip(self, gradients: Gradients, drop: Drop) -> ClipResult:
         def allowed(norm: float, is_sound: bool) -> float:
             if is_sound and 0 < norm < math.inf:
                 return min(self.rule.max_norm, self.rule.learn(self, norm))
@@ -461,13 +462,18 @@ class PerTensorStatistics(Statistics):
         limits = self._limits(columns, np.full(len(columns), self._rule.max_norm))
         return dict(zip(self._columns, limits.tolist(), strict=True))
 
-    def clip(self, gradients: Sequence[Gradient], drop: Drop) -> ClipResult:
-        quick = list(zip(gradients, quick_norms([g.memory for g in gradients]), strict=True))
-        unclear = [gradient for gradient, norm in quick if norm is None]
-        dropped = drop_bad(unclear, drop) if unclear else {}
+    def clip(self, gradients: Gradients, drop: Drop) -> ClipResult:
+        is_alone = gradients.mesh is None
+        memories = [gradient.memory for gradient in gradients]
+        found = quick_norms(memories) if is_alone else gradients.quick_norms()
+        quick = list(zip(gradients, found, strict=True))
+        unclear = gradients.only(gradient for gradient, norm in quick if norm is None)
+        is_clear = not unclear if is_alone else gradients.is_clear  # the same on all ranks
+        dropped = {} if is_clear else drop_bad(unclear, drop)
         if dropped is None:
             return untouched_result(gradients)
-        norms = [true_norm(g.memory, 2.0) if norm is None else norm for g, norm in quick]
+        true = iter(() if is_clear else unclear.true_norms())
+        norms = [next(true) if norm is None else norm for norm in found]
         whole = joint_norm(norms)
         names = [gradient.name for gradient in gradients]
         limits = self._learn(names, norms, whole, is_sound=not dropped)
@@ -558,7 +564,8 @@ class PerUnit(Rule, Statistics):
 
     By Brock et al., 2021 (arXiv 2102.06171): a unit is a row of a matrix, a filter of a
     convolution, or a whole vector; the norm of its weights counts as at least `eps`. Nothing is
-    learnt. The authors leave the last layer out: give the clipper the other parameters.
+    learnt. The authors leave the last layer out: give the clipper the other parameters. Of a unit
+    that is cut between ranks, each rank compares its own part.
     """
 
     mode: ClassVar[str] = "per_unit"
@@ -568,16 +575,20 @@ class PerUnit(Rule, Statistics):
     def begin(self) -> Statistics:
         return self  # there is nothing to hold: the weights say what is allowed
 
-    def clip(self, gradients: Sequence[Gradient], drop: Drop) -> ClipResult:
+    def clip(self, gradients: Gradients, drop: Drop) -> ClipResult:
         units = [unit for gradient in gradients for unit in _units(gradient)]
         norms, dropped = [_norms(unit.gradient) for unit in units], dict[str, int]()
         whole = float(_joint([largest for largest, _ in norms]))  # host sync
+        if gradients.mesh is not None:
+            whole = float(gradients.quick_norm([], 2.0) or math.nan)
         if not math.isfinite(whole):
             found = drop_bad(gradients, drop)
             if found is None:
                 return untouched_result(gradients)
             norms, dropped = [_true_norms(unit.gradient) for unit in units], found
-            whole = float(true_norm([unit.gradient for unit in units], 2.0))
+            parts = [unit.gradient for unit in units]
+            is_alone = gradients.mesh is None
+            whole = float(true_norm(parts, 2.0) if is_alone else gradients.true_norm(parts, 2.0))
         factors = [self._factors(u.weight, *own) for u, own in zip(units, norms, strict=True)]
         joint = _joint([norm[0] * f * norm[1] for norm, f in zip(norms, factors, strict=True)])
         smallest = [factor.min().to(joint.device) for factor in factors]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import itertools
 import linecache
 import re
 import sys
@@ -40,6 +41,19 @@ class Loop:
     def line(self) -> int:
         return self.node.lineno
 
+    @functools.cached_property
+    def given(self) -> frozenset[str]:
+        """The variables that have a value when a turn begins: those of `for`, or arguments."""
+        node = self.node
+        if isinstance(node, ast.For):
+            names = (each.id for each in ast.walk(node.target) if isinstance(each, ast.Name))
+            return frozenset(names)
+        if isinstance(node, ast.While):
+            return frozenset()
+        one = node.args
+        named = [*one.posonlyargs, *one.args, *one.kwonlyargs, one.vararg, one.kwarg]
+        return frozenset(each.arg for each in named if each is not None)
+
     def statement(self, line: int) -> int:
         """The number of the statement of the body that is running at this line; -1: the header."""
         body = self.node.body
@@ -52,6 +66,19 @@ class Loop:
         leaves = (ast.Break, ast.Return)
         ends = [n for n in _walk_scope(self.node) if isinstance(n, leaves) and n.lineno == line]
         return bool(ends) or self.statement(line) < 0
+
+    def assigned_between(self, first: int, line: int | None) -> set[str]:
+        """The variables that the body may have assigned on its way from the one line to the other.
+
+        What the statement at `line` assigns is not assigned yet; None is the end of the body.
+        """
+        stores = _stores(self.node.body, line)
+        names = (node for node in stores if isinstance(node, ast.Name) and node.lineno >= first)
+        return {node.id for node in names}
+
+    def attributes_until(self, line: int) -> set[str]:
+        """The attributes, of whatever object, that the body may have assigned up to this line."""
+        return {n.attr for n in _stores(self.node.body, line) if isinstance(n, ast.Attribute)}
 
     def repeats(self, number: int) -> bool:
         """Whether that statement has a loop inside, so that it may pass a place several times."""
@@ -142,6 +169,35 @@ def _yields_of(loop: ast.For) -> Iterator[ast.Yield]:
                 yield node
 
 
+def _stores(body: Iterable[ast.stmt], line: int | None) -> Iterator[Any]:
+    """What the statements have assigned when they stand at this line, as nodes."""
+    for statement in body:
+        if line is not None and statement.lineno > line:
+            break
+        is_under_way = line is not None and line <= _last(statement)
+        parts = list(ast.iter_child_nodes(statement))
+        handlers = [each for each in parts if isinstance(each, (ast.ExceptHandler, ast.match_case))]
+        inner = [each for each in parts if isinstance(each, ast.stmt)]
+        inner += [each for handler in handlers for each in handler.body]
+        if inner:
+            repeats = is_under_way and isinstance(statement, (ast.For, ast.While))
+            yield from _stores(inner, None if repeats else line)  # what its turns before did, too
+        elif is_under_way:
+            continue
+        own = [each for each in parts if each not in inner and each not in handlers]
+        for node in itertools.chain(*map(_walk_scope, own)):
+            if isinstance(getattr(node, "ctx", None), ast.Store):
+                yield node
+
+
+def attributes_assigned(code: CodeType, *, after: int = 0, until: int | None = None) -> set[str]:
+    """The attributes that a function assigns, of whatever object, between these lines of it."""
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    stores = () if scope is None else _stores(scope.body, until)
+    found = (node for node in stores if isinstance(node, ast.Attribute) and node.lineno > after)
+    return {node.attr for node in found}
+
+
 def yields_at(code: CodeType, line: int) -> list[ast.Yield]:
     """The yields of a generator's function that stand on this line."""
     scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
@@ -149,7 +205,7 @@ def yields_at(code: CodeType, line: int) -> list[ast.Yield]:
     return [n for n in nodes if isinstance(n, ast.Yield) and n.lineno <= line <= _last(n)]
 
 
-def _last(node: ast.expr) -> int:
+def _last(node: ast.expr | ast.stmt) -> int:
     return node.lineno if node.end_lineno is None else node.end_lineno
 
 

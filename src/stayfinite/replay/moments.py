@@ -16,7 +16,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -42,7 +42,7 @@ _HOSTS = frozenset(
     ["_pytest", "pluggy", "xdist", "execnet", "IPython", "ipykernel", "tornado", "nbclient"]
     + ["debugpy", "pydevd", "coverage", "ray", "uvicorn", "gunicorn", "celery", "click"]
 )
-_ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), iter(range(1 << 99)))))
+ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), iter(range(1 << 99)))))
 _MOST_SEARCHED = 20_000
 _FEW = 1 << 22  # elements
 
@@ -98,19 +98,19 @@ class Moment:
     def values_in(self, frame: FrameType) -> dict[str, Any]:
         """Names that the loops in this frame carry, with their values at this moment."""
         held = next((values for number, values in self.names if number == id(frame)), {})
-        return {n: copy.copy(v) if type(v) in _ITERATORS else v for n, v in held.items()}
+        return {n: copy.copy(v) if type(v) in ITERATORS else v for n, v in held.items()}
 
-    def restore(self) -> None:
-        """Put generators, buffers and attributes back."""
+    def restore(self, *, newer: Container[str] = ()) -> None:
+        """Put generators, buffers and attributes back, but for those that are newer."""
         self.restore_random()
         if self.buffers is not None:
             self.buffers.restore()
-        self.restore_attributes()
+        self.restore_attributes(newer=newer)
 
-    def restore_attributes(self) -> None:
+    def restore_attributes(self, *, newer: Container[str] = ()) -> None:
         for ref, name, value in self.attributes:
             owner = ref()
-            if owner is None:
+            if owner is None or name in newer:
                 continue
             if value is MISSING:
                 vars(owner).pop(name, None)
@@ -259,9 +259,9 @@ class Moments:
             self._attributes.add(found)
         spots = tuple([Spot(id(each), each.f_code, each.f_lasti) for each in frames])
         names = [
-            (spot.frame, _carried_values(each, carried))
+            (spot.frame, _values_in(each, *held))
             for each, spot in zip(frames, spots, strict=True)
-            if (carried := _carried_at(spot.code, spot.lasti)) is not None
+            if (held := _names_at(spot.code, spot.lasti)) is not None
         ]
         # Between an update and a batch no training happens, so buffers stay.
         newest = self.newest if kind == "delivered" else None
@@ -314,12 +314,13 @@ def line_at(code: CodeType, lasti: int) -> int:
     return positions(Place(code, lasti, code.co_firstlineno))[0]
 
 
+_Names = tuple[frozenset[str], frozenset[str]]
 # By the number of the code, which the value keeps alive: its own hash takes long.
-_known: dict[tuple[int, int], tuple[CodeType, frozenset[str] | None]] = {}
+_known: dict[tuple[int, int], tuple[CodeType, _Names | None]] = {}
 
 
-def _carried_at(code: CodeType, lasti: int) -> frozenset[str] | None:
-    """The names that the loops around an instruction carry; None if there are no loops.
+def _names_at(code: CodeType, lasti: int) -> _Names | None:
+    """The names that the loops around an instruction carry, and their targets; None without loops.
 
     A frame's line takes long to find, so it is looked for once.
     """
@@ -327,16 +328,29 @@ def _carried_at(code: CodeType, lasti: int) -> frozenset[str] | None:
     known = _known.get(key)
     if known is None:
         loops = loops_around(code, line_at(code, lasti))
-        names = frozenset().union(*(loop.carried for loop in loops)) if loops else None
+        names = None
+        if loops:
+            names = (
+                frozenset().union(*(loop.carried for loop in loops)),
+                frozenset().union(*(loop.given for loop in loops)),
+            )
         known = _known[key] = code, names
     return known[1]
 
 
-def _carried_values(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
+_COUNTS = frozenset([int, str, float, bool])
+
+
+def _values_in(
+    frame: FrameType, carried: frozenset[str], targets: frozenset[str]
+) -> dict[str, Any]:
     held = variables_of(frame)
     # A body that calls next() moves these on.
-    values = {n: copy.copy(v) for n, v in held.items() if type(v) in _ITERATORS}
-    for name in names:
+    values = {n: copy.copy(v) for n, v in held.items() if type(v) in ITERATORS}
+    for name in targets:  # by which one turn is known from the next
+        if type(value := held.get(name)) in _COUNTS:
+            values[name] = value
+    for name in carried:
         if name in held:
             values[name] = _light(held[name])
     return values

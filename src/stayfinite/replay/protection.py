@@ -21,7 +21,8 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect.memory import is_sharded, local
-from stayfinite.living import living
+from stayfinite.living import CSV_WRITER, FILES, living
 from stayfinite.locate.source import USER, kind_of
 from stayfinite.replay.loop import is_forwarding, variables_of
 from stayfinite.replay.moments import is_users_class
@@ -462,7 +463,7 @@ def _no_effects(*, is_last: bool) -> Iterator[None]:
         ]
         if not is_last:
             # Where a generator stands cannot be put back.
-            found = [each for each in gc.get_objects() if type(each) is types.GeneratorType]
+            found = living(types.GeneratorType)
             old = {id(each) for each in found if kind_of(each.gi_code) == USER}
             others.append((builtins, "next", functools.partial(_next_of_new, next, old)))
         for owner, name, other in others:
@@ -513,17 +514,14 @@ def _open_for_reading(original: Any, file: Any, mode: str = "r", *args: Any, **k
 def _open_files_aside() -> Iterator[None]:
     """Let what is written to open files go nowhere.
 
-    Their descriptors lead to the null device meanwhile. Another thread might write to one of them
-    just then and lose it, so where there are such threads, the first write ends the block instead.
+    Their descriptors lead to the null device meanwhile. Files that other threads hold may be
+    written by them just then: a write of ours to one of these ends the block instead.
     """
     files = [file for file in _open_files() if _descriptor(file) is not None]
-    if not files:
-        yield
-        return
-    if _has_writing_threads():
-        with _ended_by_writes():
-            yield
-        return
+    shared = _files_of_threads(files) if files else set()
+    if any(_descriptor(file) in shared for file in _files_of_csv_writers()):
+        raise ReplayEnded("a table is open that another thread may write")  # which nobody sees
+    files = [file for file in files if _descriptor(file) not in shared]
     null = os.open(os.devnull, os.O_WRONLY)
     aside: list[tuple[int, int]] = []
     try:
@@ -531,7 +529,8 @@ def _open_files_aside() -> Iterator[None]:
         for number in {file.fileno() for file in files}:  # a text file has layers with the same
             aside.append((number, os.dup(number)))
             os.dup2(null, number)
-        yield
+        with _ended_by_writes(shared) if shared else contextlib.nullcontext():
+            yield
     finally:
         _flush(files)
         for number, kept in aside:
@@ -549,9 +548,8 @@ def _flush(files: Iterable[Any]) -> None:
 
 def _open_files() -> list[Any]:
     """Files that are open for writing; the outermost layer of each."""
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
     standard = {id(each) for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    found = [each for each in gc.get_objects() if type(each) in kinds]
+    found = [file for kind in FILES for file in living(kind) if type(file) is kind]
     files = [each for each in found if not each.closed and id(each) not in standard]
     return [each for each in files if each.writable() and (_descriptor(each) or 0) > 2]
 
@@ -563,28 +561,55 @@ def _descriptor(file: Any) -> int | None:
         return None
 
 
-def _has_writing_threads() -> bool:
-    """Whether threads are running that may write; those of loaders and bars do not."""
+def _files_of_threads(files: Iterable[Any]) -> set[int | None]:
+    """The descriptors of those files that other threads hold; those of loaders and bars do not."""
     ours = threading.get_ident()
     quiet = ("QueueFeederThread", "pin_memory", "tqdm", "TMonitor", "stayfinite")
-    names = [
-        f"{type(each).__name__} {each.name}"
-        for each in threading.enumerate()
-        if each.ident != ours and each is not threading.main_thread()
-    ]
-    return any(not any(word in name for word in quiet) for name in names)
+    frames = sys._current_frames()
+    todo: deque[Any] = deque()
+    for thread in threading.enumerate():
+        is_quiet = any(word in f"{type(thread).__name__} {thread.name}" for word in quiet)
+        if thread.ident == ours or thread is threading.main_thread() or is_quiet:
+            continue
+        todo.append(vars(thread))
+        frame = frames.get(thread.ident or 0)
+        while frame is not None:
+            todo.append(variables_of(frame))
+            frame = frame.f_back
+    wanted, found, seen = {id(file) for file in files}, set[int | None](), set[int]()
+    while todo and len(seen) < _MOST_OBJECTS:
+        value = todo.popleft()
+        if id(value) in seen or isinstance(value, (str, bytes, int, float, Tensor, *_NOT_WALKED)):
+            continue
+        seen.add(id(value))
+        if id(value) in wanted:
+            found.add(_descriptor(value))
+        if isinstance(value, types.FunctionType):
+            todo.extend(value.__closure__ or ())  # not its module's names: all is reached by them
+        else:
+            todo.extend(gc.get_referents(value))
+    return found
+
+
+_NOT_WALKED = (type, types.ModuleType, types.FrameType, types.CodeType)
+
+
+def _files_of_csv_writers() -> list[Any]:
+    """What they write is written by C code to C code, so nobody can see it coming."""
+    methods = [method for writer in living(CSV_WRITER) for method in gc.get_referents(writer)]
+    return [each.__self__ for each in methods if hasattr(each, "__self__")]
 
 
 @contextlib.contextmanager
-def _ended_by_writes() -> Iterator[None]:
-    """End the block at the first write of this thread to an open file."""
+def _ended_by_writes(shared: Container[int | None]) -> Iterator[None]:
+    """End the block at the first write of this thread to one of these files."""
     before = sys.getprofile()
-    layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
     def watch(frame: FrameType, event: str, called: Any) -> None:
         writes = event == "c_call" and called.__name__ in ("write", "writelines", "truncate")
-        if writes and isinstance(getattr(called, "__self__", None), layers):
-            raise ReplayEnded("it writes to a file that is open")
+        file = getattr(called, "__self__", None) if writes else None
+        if isinstance(file, FILES) and _descriptor(file) in shared:
+            raise ReplayEnded("it writes to a file that another thread may write")
 
     sys.setprofile(watch)
     try:

@@ -6,7 +6,6 @@ The body may have assigned something else to them since.
 from __future__ import annotations
 
 import ast
-import gc
 from collections.abc import Mapping, Sequence
 from types import FrameType, GeneratorType
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from stayfinite.living import living
 from stayfinite.nested import map_leaves
 from stayfinite.replay.loop import CannotRunError, Loop, variables_of, yields_at
 
@@ -38,7 +38,7 @@ def values_at_start(loop: Loop, frame: FrameType, delivered: Sequence[Any]) -> d
     cannot be known any more. Those of a function are its arguments.
     """
     node = loop.node
-    changed = names_given(loop) & loop.carried
+    changed = loop.given & loop.carried
     if not changed or all(_is_same_again(name, node.body) for name in changed):
         return {}
     if not isinstance(node, ast.For):
@@ -53,18 +53,6 @@ def values_at_start(loop: Loop, frame: FrameType, delivered: Sequence[Any]) -> d
     if not is_known or any(values[n] is not variables.get(n) for n in values.keys() - changed):
         raise CannotRunError("its variable does not come from the batch that is known")
     return {name: values[name] for name in changed}
-
-
-def names_given(loop: Loop) -> set[str]:
-    """The variables that have a value when a turn begins: the target of `for`, or arguments."""
-    node = loop.node
-    if isinstance(node, ast.For):
-        return {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
-    if isinstance(node, ast.While):
-        return set()
-    arguments = node.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return {each.arg for each in (*named, arguments.vararg, arguments.kwarg) if each is not None}
 
 
 def _is_same_again(name: str, body: Sequence[ast.stmt]) -> bool:
@@ -118,7 +106,7 @@ def _item(
     """What the source gave for this turn: a list at a known place, or a generator that waits."""
     if isinstance(source, ast.Call):
         name = getattr(source.func, "attr", getattr(source.func, "id", ""))
-        return _yielded([each for each in gc.get_objects() if _is_waiting(each, name)])
+        return _yielded([each for each in living(GeneratorType) if _is_waiting(each, name)])
     if not isinstance(source, (ast.Name, ast.Attribute)):
         return _NOWHERE
     sequence = _value_of(source, frame.f_globals, variables)
@@ -130,10 +118,9 @@ def _item(
     return _NOWHERE
 
 
-def _is_waiting(value: Any, name: str) -> bool:
-    if type(value) is not GeneratorType or value.gi_frame is None or value.gi_running:
-        return False
-    return value.gi_code.co_name == name
+def _is_waiting(generator: GeneratorType[Any, Any, Any], name: str) -> bool:
+    is_there = generator.gi_frame is not None and not generator.gi_running
+    return is_there and generator.gi_code.co_name == name
 
 
 def _yielded(generators: Sequence[GeneratorType[Any, Any, Any]]) -> Any:

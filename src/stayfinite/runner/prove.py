@@ -37,7 +37,10 @@ def try_changes(case: Case) -> Case:
     scene, found, seen = case.scene, case.exact, case.first
     if found is None or seen is None or not _may_try(case):
         return case
-    patches = patches_for(found, folder=case.folder, files=_own_files(case))
+    from stayfinite.capsule.make import own_files
+
+    files = own_files(case.folder, _script_of(case))
+    patches = patches_for(found, folder=case.folder, files=files)
     if not patches:
         return case
     reached = seen[0].seconds or 0.0
@@ -66,17 +69,12 @@ def try_changes(case: Case) -> Case:
     return case.with_notes(f"{changes} tried; none holds, so none is shown.")
 
 
-def _own_files(case: Case) -> list[str]:
-    """The script, and what it has imported of the same project."""
-    from stayfinite.capsule.make import own_files
-
+def _script_of(case: Case) -> str | None:
     target = case.scene.target
     path = os.path.join(case.scene.cwd, target.name)
     if os.path.isdir(path):
         path = os.path.join(path, "__main__.py")
-    script = [] if target.is_module or not os.path.exists(path) else [path]
-    known = set(map(os.path.realpath, script))
-    return [*script, *(file for file in own_files(case.folder) if file not in known)]
+    return None if target.is_module or not os.path.exists(path) else path
 
 
 def _first_that_holds(

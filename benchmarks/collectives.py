@@ -82,7 +82,7 @@ def measured(kind: str, world: int, steps: int, *, watch: bool, clip: bool) -> d
 
 def latency(rounds: int = 300) -> float:
     """Microseconds of an all-reduce of 20 bytes, the quickest."""
-    word, times = torch.zeros(5, dtype=torch.int32), []
+    word, times = torch.zeros(WORD // 4, dtype=torch.int32), []
     for _ in range(rounds):
         began = time.perf_counter()
         dist.all_reduce(word, op=dist.ReduceOp.MAX)

@@ -41,7 +41,7 @@ class Assumed:
     skipped_steps: int = 2  # the update that is left out, and its replay
     nonfinite_share: float = 0.5  # of the corruptions; the others stay finite, and nobody sees them
     bad_batches_per_week: float = 1.0
-    word_seconds: float = 1e-3  # the all-reduce of 12 bytes, in each update
+    word_seconds: float = 1e-3  # the all-reduce of 20 bytes, in each update
 
 
 def simulated(ranks: int, days: float, runs: int, seed: int, assumed: Assumed) -> dict[str, Any]:

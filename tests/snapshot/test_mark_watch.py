@@ -184,10 +184,10 @@ class Counter(nn.Module):
 def test_modules_are_walked_again_only_for_new_things(monkeypatch: pytest.MonkeyPatch) -> None:
     net, walks = Counter(), 0
 
-    def walked(*args: Any) -> None:
+    def walked(*args: Any, **how: Any) -> None:
         nonlocal walks
         walks += 1
-        add_attributes(*args)
+        add_attributes(*args, **how)
 
     monkeypatch.setattr(marks, "add_attributes", walked)
     state = TrainingState(net)

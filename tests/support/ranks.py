@@ -13,8 +13,7 @@ import datetime, json, sys, torch, torch.distributed as dist
 from stayfinite.distributed import agree, rank, world_size
 folder, me, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
-dist.init_process_group({how}, init_method=f"file://{{folder}}/meeting", rank=me, world_size=world,
-                        timeout=datetime.timedelta(seconds={seconds}))
+dist.init_process_group({how}, init_method=f"file://{{folder}}/meeting", rank=me, world_size=world)
 """
 TAIL = """
 json.dump(said, open(f"{folder}/{me}.json", "w"))
@@ -39,7 +38,9 @@ def outcomes(
 ) -> tuple[list[int], list[str]]:
     """The exit codes of the processes, and what they printed."""
     script = folder / "rank.py"
-    script.write_text(HEAD.format(how=how, seconds=seconds) + body)
+    if "timeout" not in how:
+        how += f", timeout=datetime.timedelta(seconds={seconds})"
+    script.write_text(HEAD.format(how=how) + body)
     environment = {"PYTHONPATH": SOURCE, "PATH": "", "OMP_NUM_THREADS": "1"}
     processes = []
     for me in range(world):

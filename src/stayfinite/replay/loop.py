@@ -54,6 +54,21 @@ class Loop:
         named = [*one.posonlyargs, *one.args, *one.kwonlyargs, one.vararg, one.kwarg]
         return frozenset(each.arg for each in named if each is not None)
 
+    @functools.cached_property
+    def noted(self) -> frozenset[str]:
+        """The variables whose values are noted: carried ones, and iterators that it moves on."""
+        nodes = [node for each in self.node.body for node in ast.walk(each)]
+        nexts = [
+            n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "next"
+        ]
+        names = [n for call in nexts for n in call.args[:1] if isinstance(n, ast.Name)]
+        return self.carried | {name.id for name in names}
+
+    @functools.cached_property
+    def has_loops(self) -> bool:
+        """Whether there is another loop in its body."""
+        return any(map(self.repeats, range(len(self.node.body))))
+
     def statement(self, line: int) -> int:
         """The number of the statement of the body that is running at this line; -1: the header."""
         body = self.node.body

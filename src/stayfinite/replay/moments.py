@@ -257,16 +257,15 @@ class Moments:
             found = list(_things_in(frames))
             self._generators.add(thing for thing in found if is_generator_type(type(thing)))
             self._attributes.add(found)
-        spots = tuple([Spot(id(each), each.f_code, each.f_lasti) for each in frames])
-        names = [
-            (spot.frame, _values_in(each, *held))
-            for each, spot in zip(frames, spots, strict=True)
-            if (held := _names_at(spot.code, spot.lasti)) is not None
-        ]
+        spots, names = [], []
+        for each in frames:
+            spots.append(Spot(id(each), each.f_code, each.f_lasti))
+            if (noted := _names_at(each.f_code, each.f_lasti)) is not None:
+                names.append((id(each), _values_in(each, *noted)))
         # Between an update and a batch no training happens, so buffers stay.
         newest = self.newest if kind == "delivered" else None
         buffers = self._buffers.keep() if newest is None else newest.buffers
-        moment = Moment(kind, spots, names, self._generators.read(), buffers)
+        moment = Moment(kind, tuple(spots), names, self._generators.read(), buffers)
         moment.attributes = self._attributes.read()
         self._kept.append(moment)
         return moment
@@ -320,7 +319,8 @@ _known: dict[tuple[int, int], tuple[CodeType, _Names | None]] = {}
 
 
 def _names_at(code: CodeType, lasti: int) -> _Names | None:
-    """The names that the loops around an instruction carry, and their targets; None without loops.
+    """The names that are noted of the loops around an instruction, and those of `for` with loops
+    inside; None where there are none.
 
     A frame's line takes long to find, so it is looked for once.
     """
@@ -328,31 +328,27 @@ def _names_at(code: CodeType, lasti: int) -> _Names | None:
     known = _known.get(key)
     if known is None:
         loops = loops_around(code, line_at(code, lasti))
-        names = None
-        if loops:
-            names = (
-                frozenset().union(*(loop.carried for loop in loops)),
-                frozenset().union(*(loop.given for loop in loops)),
-            )
-        known = _known[key] = code, names
+        noted = frozenset().union(*(loop.noted for loop in loops))
+        targets = frozenset().union(*(loop.given for loop in loops if loop.has_loops))
+        known = _known[key] = code, (noted, targets) if noted or targets else None
     return known[1]
 
 
 _COUNTS = frozenset([int, str, float, bool])
 
 
-def _values_in(
-    frame: FrameType, carried: frozenset[str], targets: frozenset[str]
-) -> dict[str, Any]:
-    held = variables_of(frame)
-    # A body that calls next() moves these on.
-    values = {n: copy.copy(v) for n, v in held.items() if type(v) in ITERATORS}
+def _values_in(frame: FrameType, noted: Iterable[str], targets: Iterable[str]) -> dict[str, Any]:
+    # At module level they are in the module's own dict, which may be large.
+    is_module = frame.f_code.co_name == "<module>"
+    held = frame.f_globals if is_module else variables_of(frame)
+    values = {}
     for name in targets:  # by which one turn is known from the next
         if type(value := held.get(name)) in _COUNTS:
             values[name] = value
-    for name in carried:
+    for name in noted:
         if name in held:
-            values[name] = _light(held[name])
+            value = held[name]
+            values[name] = copy.copy(value) if type(value) in ITERATORS else _light(value)
     return values
 
 

@@ -105,6 +105,8 @@ class Guard(StepListener):
         only: Optimizer | None = None,
     ) -> None:
         self.settings = settings
+        # Whether a bad step may be run again in place.
+        self.notes_moments = settings.again == "auto" and settings.trace == "never"
         self.past = GuardPast(on_incident=on_incident)
         self.answer: Answer = ANSWERS[settings.on_nan](self)
         self.jobs: dict[int, Job] = {}
@@ -251,11 +253,6 @@ class Guard(StepListener):
         )
         if self.settings.trace == "start" or self.settings.arm_at == 0:
             past.tracing.switch_on()
-
-    @property
-    def notes_moments(self) -> bool:
-        """Whether a bad step may be run again in place."""
-        return self.settings.again == "auto" and self.settings.trace == "never"
 
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         self.past.evidence.registered(module, name, buffer)
@@ -482,7 +479,7 @@ class Guard(StepListener):
                 if not all_finite(gradient for _, gradient in gradients):
                     self.answer.notice(bad_gradients(gradients, None))
         self.past.evidence.backward_passes += 1
-        if self.notes_moments:
+        if self.notes_moments and self.past.moments.counts_pass():
             with self.past.aside:
                 self.past.moments.passed(sys._getframe(1))
 

@@ -185,7 +185,7 @@ class Provenance:
             self._raw.put(tensor, Raw(site, tensor.numel()))
 
     def note_write(self, tensor: Tensor) -> None:
-        raw = self._raw.get(tensor)
+        raw = self._raw.get(tensor) if self._raw else None  # a look takes time, and there are many
         if raw is None:
             return
         left = raw.left - tensor.numel()

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect.finite import classify
-from stayfinite.detect.memory import is_sharded, local, unwrapped
+from stayfinite.detect.memory import is_sharded_type, local, unwrapped
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.locate.capture import KeptCalls, is_parameter
@@ -170,7 +170,7 @@ class Tracer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if types and any(map(is_sharded, types)):
+        if types and any(map(is_sharded_type, types)):
             return NotImplemented  # a DTensor's: it comes again as what it does to the shards
         if self.is_paused:
             return func(*args, **kwargs)

@@ -181,8 +181,11 @@ class Moments:
         self._passes = 0
         self._weights.pop(whose, None)
         moment = self._note("updated", frame)
-        moment.optimizer, moment.rates = whose, [g.get("lr") for g in optimizer.param_groups]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = []
+        for group in optimizer.param_groups:
+            moment.rates.append(group.get("lr"))
+            params += group["params"]
+        moment.optimizer = whose
         if self._are_few(params):
             moment.gradients = [param.grad for param in params]
         self.has_gradients.clear()
@@ -221,12 +224,15 @@ class Moments:
         for _ in range(ends[-1] if ends else 0):
             self._kept.popleft()
 
-    def passed(self, frame: FrameType | None) -> None:
-        """A backward pass is over; noted in training where not each is followed by an update."""
+    def counts_pass(self) -> bool:
+        """A backward pass is over: is it noted? It is where not each is followed by an update."""
         self._passes += 1
         self._skips = self._skips or self._passes > 1
-        if self._skips or not self._updates:
-            self._note("passed", frame)
+        return self._skips or not self._updates
+
+    def passed(self, frame: FrameType | None) -> None:
+        """Note that a backward pass is over."""
+        self._note("passed", frame)
 
     def entered(self, frame: FrameType | None) -> None:
         """The first module is called, or the first since there is another optimizer."""
@@ -379,7 +385,8 @@ class _Generators:
             for number, generator in enumerate(torch.cuda.default_generators):
                 self._host.append(generator_cell(generator, f"cuda:{number}"))
         states = [(cell, cell.content()) for cell in self._host]
-        return states + [(each.cell, each.state()) for each in self._seldom]
+        states += [(each.cell, each.state()) for each in self._seldom]
+        return states
 
     def add(self, generators: Iterable[Any]) -> None:
         for found in generators:
@@ -407,8 +414,7 @@ class _SeldomRead:
         self._is_used = False
 
     def state(self) -> Any:
-        self._looks += 1
-        looks = self._looks
+        looks = self._looks = self._looks + 1
         if self._is_used or looks <= self._SURE or not looks & (looks - 1):
             now = self.cell.content()
             self._is_used = self._is_used or (looks > 1 and not _are_equal(now, self._last))

@@ -1,0 +1,19 @@
+import torch
+
+
+def covariance(z, ridge):
+    z = z - z.mean(0, keepdim=True)
+    cov = z.t() @ z / (len(z) - 1)
+    return z, cov + ridge * torch.eye(z.size(1))
+
+
+def whiten(z, ridge=1e-3):
+    """ZCA: decorrelate the columns of z without rotating them."""
+    z, cov = covariance(z, ridge)
+    values, vectors = torch.linalg.eigh(cov)
+    root = vectors @ torch.diag(values.rsqrt()) @ vectors.t()
+    return z @ root
+
+
+def w_mse(z1, z2):
+    return (whiten(z1) - whiten(z2)).pow(2).mean()

@@ -1,0 +1,15 @@
+"""The labels are flipped, 1 = fake: the generator gets stronger gradients early on."""
+import torch
+
+
+def bce(prob, is_fake):
+    """Binary cross-entropy against an all-fake or all-real label."""
+    return -torch.log(prob if is_fake else 1 - prob).mean()
+
+
+def d_loss(d_real, d_fake):
+    return bce(d_real, False) + bce(d_fake, True)
+
+
+def g_loss(d_fake):
+    return bce(d_fake, False)

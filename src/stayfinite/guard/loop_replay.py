@@ -168,6 +168,7 @@ class LoopReplay:
     def __init__(self, guard: Guard, moments: Moments) -> None:
         self._guard, self._moments = guard, moments
         self._left = _MOST_TIMES
+        self._tried: set[object] = set()  # places for which changes and experiments were made
         self.reasons: list[str] = []  # why the last search found nothing
 
     @one_look()
@@ -202,8 +203,11 @@ class LoopReplay:
         on_located = self._guard.past.on_located
         if on_located is not None and not finding.was_read:  # one that is read may be trained on
             on_located(similar)
-        if self._guard.past.rank_groups.known():
-            return similar  # the other ranks wait for it
+        origin = similar.origin
+        place = (origin.file, origin.line) if origin is not None else None
+        if self._guard.past.rank_groups.known() or place in self._tried:
+            return similar  # the other ranks wait for it; or it was examined before
+        self._tried.add(place)
         step = StepAgain(self, its_turn, similar, finding, standing)
         return self._with_proof(step, self._with_change(step, similar))
 

@@ -448,7 +448,8 @@ class Guard(StepListener):
                         job.forget_trouble_if_gone()
         with past.aside:
             passes = past.evidence.backward_passes
-            if not passes & (passes - 1):  # none so far, or a power of two
+            # None so far, or a power of two; or the script updates by itself.
+            if not passes & (passes - 1) or not past.evidence.has_stepped:
                 self._early_pass(roots)
             if self.notes_moments:
                 past.moments.before_backward()
@@ -481,7 +482,7 @@ class Guard(StepListener):
         self.past.evidence.backward_passes += 1
         if self.notes_moments and self.past.moments.counts_pass():
             with self.past.aside:
-                self.past.moments.passed(sys._getframe(1))
+                self.past.moments.passed(sys._getframe(1), self.past.evidence.trained)
 
     def _judge_loss(self, root: Tensor) -> None:
         past = self.past

@@ -46,7 +46,7 @@ from stayfinite.guard.evidence import (
     explain_incident,
 )
 from stayfinite.guard.ranks import Ranks
-from stayfinite.living import living, one_look
+from stayfinite.living import Names, living, one_look
 from stayfinite.locate.source import call_at, relative
 from stayfinite.records import Incident
 from stayfinite.replay.loop import (
@@ -63,7 +63,7 @@ from stayfinite.replay.loop import (
 from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
 from stayfinite.replay.target import replaced_in, values_at_start
-from stayfinite.training import Pairs, gradients_of, pairs_of, params_of
+from stayfinite.training import Pairs, gradients_of, pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
@@ -93,6 +93,7 @@ class Turn:
     newer: Container[str] = ()
     later: Moment | None = None
     instead: tuple[Any, Any] | None = None  # a batch, and another in its place
+    is_update: bool = False  # it is the end of the turn before, with the weights of then
 
     @property
     def batch(self) -> Any:
@@ -189,13 +190,15 @@ class LoopReplay:
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
                 continue
-            origin = found.incident.origin
             # What was there before the turn may have been made in a turn further out.
-            is_final = found.is_same and not (origin and origin.facts.get("foreign"))
+            is_final = found.is_same and not _is_foreign(found.incident)
             if best is None or is_final or (found.is_same and not best[1].is_same):
                 best = turn, found
             if is_final:
                 break
+        is_old = best is None or _is_foreign(best[1].incident)
+        if is_old and (updated := self._update_by_hand(incident, standing)) is not None:
+            return updated
         if best is None or best[1].incident is None:
             return None
         its_turn, found = best
@@ -210,6 +213,40 @@ class LoopReplay:
         self._tried.add(place)
         step = StepAgain(self, its_turn, similar, finding, standing)
         return self._with_proof(step, self._with_change(step, similar))
+
+    def _update_by_hand(
+        self, incident: Incident, standing: Sequence[tuple[FrameType, int]]
+    ) -> Incident | None:
+        """The incident of weights that the script's own update made bad in the turn before."""
+        passed = [each for each in self._moments if each.kind == "passed" and each.weights]
+        then = passed[-1].weights if passed else []
+        bad = [leaf for leaf, value, _ in then if all_finite([value]) and not all_finite([leaf])]
+        names = Names() if bad else None
+        finding = BadValues(
+            [(f"parameters.{names and names.tensor(leaf)}", leaf) for leaf in bad],
+            is_after_update=True,
+        )
+        for frame, _ in standing if bad else ():
+            path = passed[-1].path_from(frame)
+            for loop in loops_around(*path[0]) if len(path) == 1 else ():
+                if (first := loop.line_after(path[0][1])) is None:
+                    continue
+                gradients = [(leaf, leaf.grad) for leaf, *_ in then]
+                turn = Turn(frame, loop, None, passed[-1], (), first, is_update=True)
+                found = self.run(turn, incident, finding, standing)
+                put_gradients(gradients)
+                if found.incident is not None:
+                    said = (
+                        f"What follows line {path[0][1]} in the loop at {self._where(turn)} was "
+                        "run again with the weights and gradients of the step before: they went "
+                        "bad."
+                    )
+                    return _with_evidence(found.incident, said)
+                self.reasons.append(f"the update: {found.reason or 'it was finite'}")
+        return None
+
+    def _where(self, turn: Turn) -> str:
+        return f"{relative(turn.loop.file, self.folder)}:{turn.loop.line}"
 
     def _replays(
         self,
@@ -423,6 +460,8 @@ class LoopReplay:
         if body.shared:
             turn.frame.f_globals.update(values)
         self._moments.restore_weights()
+        if turn.is_update:
+            moment.restore_weights()
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
             getattr(scaler, "_per_optimizer_states", {}).clear()
@@ -662,7 +701,7 @@ class _Probe(StepListener):
         """The body is over: are the variables bad in which the value was noticed?"""
         named = [(name, values.get(name, value)) for name, value in self._finding.named]
         bad = [(n, v) for n, v in named if isinstance(v, Tensor) and not all_finite([v])]
-        is_new = any(n in values or n.startswith("buffers.") for n, _ in bad)
+        is_new = any(n in values or n.startswith(("buffers.", "parameters.")) for n, _ in bad)
         bad = bad if is_new else []
         if bad:
             self._end(BadValues(bad, self._finding.optimizer))
@@ -740,6 +779,12 @@ def _params(finding: BadValues) -> list[Tensor]:
     """Of the optimizer whose gradients were noticed to be bad."""
     has_gradients = any(name.startswith("gradients.") for name, _ in finding.named)
     return params_of(finding.optimizer) if finding.optimizer and has_gradients else []
+
+
+def _is_foreign(incident: Incident | None) -> bool:
+    """Whether the value was there before the replay began."""
+    origin = None if incident is None else incident.origin
+    return origin is not None and bool(origin.facts.get("foreign"))
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:

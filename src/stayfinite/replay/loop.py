@@ -95,6 +95,11 @@ class Loop:
         """The attributes, of whatever object, that the body may have assigned up to this line."""
         return {n.attr for n in _stores(self.node.body, line) if isinstance(n, ast.Attribute)}
 
+    def line_after(self, line: int) -> int | None:
+        """Where the statement of the body begins that follows the one at this line."""
+        following = self.node.body[self.statement(line) + 1 :]
+        return following[0].lineno if following else None
+
     def repeats(self, number: int) -> bool:
         """Whether that statement has a loop inside, so that it may pass a place several times."""
         return number >= 0 and any(map(_is_loop, _walk_scope(self.node.body[number])))

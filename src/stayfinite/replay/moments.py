@@ -64,7 +64,7 @@ class Moment:
 
     __slots__ = (
         *("attributes", "batch", "buffers", "gradients", "kind", "spots"),
-        *("names", "nbytes", "optimizer", "random", "rates"),
+        *("names", "nbytes", "optimizer", "random", "rates", "weights"),
     )
 
     def __init__(
@@ -81,6 +81,7 @@ class Moment:
         self.optimizer: int | None = None  # whose update it follows
         self.rates: list[Any] = []  # learning rates of that update
         self.gradients: list[Tensor | None] | None = None  # of that update, of a small model
+        self.weights: list[tuple[Tensor, Tensor, Tensor | None]] = []  # and gradients, by hand
         self.batch: Any = None
         self.nbytes = 0
 
@@ -106,6 +107,13 @@ class Moment:
         if self.buffers is not None:
             self.buffers.restore()
         self.restore_attributes(newer=newer)
+
+    @torch.no_grad()
+    def restore_weights(self) -> None:
+        """Put weights and gradients back that the script updates itself."""
+        for leaf, value, gradient in self.weights:
+            leaf.copy_(value)
+            leaf.grad = gradient
 
     def restore_attributes(self, *, newer: Container[str] = ()) -> None:
         for ref, name, value in self.attributes:
@@ -230,9 +238,12 @@ class Moments:
         self._skips = self._skips or self._passes > 1
         return self._skips or not self._updates
 
-    def passed(self, frame: FrameType | None) -> None:
-        """Note that a backward pass is over."""
-        self._note("passed", frame)
+    def passed(self, frame: FrameType | None, leaves: Iterable[Tensor]) -> None:
+        """Note that a backward pass is over; `leaves` are trained, and by no optimizer so far."""
+        moment = self._note("passed", frame)
+        trained = [] if self._updates else list(leaves)
+        if trained and self._are_few(trained):
+            moment.weights = [(leaf, leaf.detach().clone(), leaf.grad) for leaf in trained]
 
     def entered(self, frame: FrameType | None) -> None:
         """The first module is called, or the first since there is another optimizer."""

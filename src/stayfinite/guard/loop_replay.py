@@ -587,7 +587,7 @@ class _Probe(StepListener):
         self._moments = deque(turn.since)
         self._unscaled: list[tuple[Any, Any]] = []
         self._found: Incident | None = None
-        self._is_same = False
+        self._is_same = self._is_ending = False
         self._reason: str | None = None
         self._loss: float | None = None
         self._came_to_end = False
@@ -648,7 +648,7 @@ class _Probe(StepListener):
         raise ReplayEnded("it asks for a batch that is not there any more")
 
     def _saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and not self._is_ending:  # else it is we who read it
             self._end(BadValues([("loss", tensor)], self._finding.optimizer))
 
     def _scaled(self, scaler: Any, losses: Any, results: Any) -> None:
@@ -719,7 +719,7 @@ class _Probe(StepListener):
 
     def _end(self, found: BadValues) -> None:
         """The replay is bad here: say where it began, and go no further."""
-        past = self._guard.past
+        past, self._is_ending = self._guard.past, True
         with past.tracing.paused():
             self._is_same = self._is_as_noticed(found)
             explained = explain_incident(

@@ -32,6 +32,7 @@ _UNHEARD_OF_PYTHON = frozenset(["_dbm", "_gdbm"])
 _HEARD_PACKAGES = frozenset(
     ["torch", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL", "yaml", "safetensors"]
     + ["functorch", "markupsafe", "psutil", "regex", "kiwisolver", "contourpy", "mypyc", "_yaml"]
+    + ["optree"]
 )
 
 

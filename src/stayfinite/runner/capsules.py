@@ -165,7 +165,7 @@ def deliver(case: Case) -> Case:
 
 
 def _traced(folder: str, incident: Incident) -> Capsule | None:
-    """The capsule of the run that saw this incident exactly."""
+    """The capsule of the run that saw this incident exactly; of ranks, that where it began."""
     from stayfinite.capsule import read_capsule
 
     def place(incident: Incident) -> Any:
@@ -173,12 +173,13 @@ def _traced(folder: str, incident: Incident) -> Capsule | None:
         return None if origin is None else (origin.op, origin.node, origin.line, origin.phase)
 
     paths = glob.glob(os.path.join(glob.escape(folder), "**", f"*{_ENDING}"), recursive=True)
+    found = []
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         with contextlib.suppress(CapsuleError):
             capsule = read_capsule(path)
             if place(capsule.incident) == place(incident):
-                return capsule
-    return None
+                found.append(capsule)
+    return next((each for each in found if each.birth is not None), found[0] if found else None)
 
 
 def _write(path: str, capsule: Capsule) -> None:

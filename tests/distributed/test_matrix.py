@@ -9,6 +9,7 @@ import pytest
 from parallel import BACKWARD_LINE, FORWARD_LINE
 from ranks import answers
 
+pytestmark = pytest.mark.xdist_group("matrix")  # each scene is run once
 SUPPORT = str(Path(__file__).parents[1] / "support")
 BODY = """
 sys.path.insert(0, {support!r})

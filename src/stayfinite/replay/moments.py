@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stayfinite.detect.memory import local
+from stayfinite.distributed import world_size
 from stayfinite.locate.source import USER, Place, kind_of, positions
 from stayfinite.nested import named_tensors
 from stayfinite.replay.loop import loops_around, variables_of
@@ -241,7 +242,9 @@ class Moments:
     def passed(self, frame: FrameType | None, leaves: Iterable[Tensor]) -> None:
         """Note that a backward pass is over; `leaves` are trained, and by no optimizer so far."""
         moment = self._note("passed", frame)
-        trained = [] if self._updates else list(leaves)
+        # With several ranks they may be shards, or whole ones whose memory comes and goes.
+        is_by_hand = not self._updates and self._passes > 2 and world_size() == 1
+        trained = list(leaves) if is_by_hand else []
         if trained and self._are_few(trained):
             moment.weights = [(leaf, leaf.detach().clone(), leaf.grad) for leaf in trained]
 

@@ -186,6 +186,10 @@ def birth(incident: Incident, origin: Origin) -> str:
     if origin.phase in ("forward", "distributed"):
         is_born = origin.inputs and not any(each.bad_count for each in origin.inputs)
         return f"{made} here" + (" from finite inputs" if is_born else "")
+    if (buffer := origin.facts.get("buffer")) is not None:
+        return f"{made} in buffer {plain(buffer['name'])} of {plain(buffer['module'])}"
+    if (name := origin.facts.get("carried")) is not None:
+        return f"{made} in {plain(name)}, which comes from the step before"
     return f"{made} {PLACES[origin.phase]}"
 
 

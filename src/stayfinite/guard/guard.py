@@ -259,6 +259,7 @@ class Guard(StepListener):
 
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         self.past.evidence.registered(module, name, buffer)
+        self.past.tracing.buffers.note(module, name, buffer)
         if self.notes_moments:
             self.past.moments.registered(module)
 

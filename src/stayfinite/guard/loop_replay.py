@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -48,6 +48,7 @@ from stayfinite.guard.evidence import (
 from stayfinite.guard.ranks import Ranks
 from stayfinite.living import Names, living, one_look
 from stayfinite.locate.source import call_at, relative
+from stayfinite.nested import named_tensors
 from stayfinite.records import Incident
 from stayfinite.replay.loop import (
     Body,
@@ -119,6 +120,15 @@ class Turn:
             yield dataclasses.replace(self, later=self.since[0])
         elif self.began.attributes and not (self.is_start or self.first):
             yield dataclasses.replace(self, newer=_Everything())
+
+    def carried(self, values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that earlier turns have computed, in variables and in attributes of modules."""
+        now = {**variables_of(self.frame), **values}
+        for name in self.loop.recurrent & now.keys():
+            yield from named_tensors(now[name], name)
+        for ref, name, value in self.began.attributes:
+            if isinstance(owner := ref(), nn.Module) and isinstance(value, Tensor):
+                yield f"{type(owner).__name__}.{name}", value
 
     def taken(self) -> dict[int, Any]:
         """What generators have given in it."""
@@ -210,6 +220,8 @@ class LoopReplay:
         if best is None or best[1].incident is None:
             return None
         its_turn, found = best
+        if (ended := self._end_of_turn_before(its_turn, best[1].incident, standing)) is not None:
+            return ended
         similar = _said(best[1].incident, its_turn, self.folder, is_same=found.is_same)
         on_located = self._guard.past.on_located
         if on_located is not None and not finding.was_read:  # one that is read may be trained on
@@ -251,6 +263,28 @@ class LoopReplay:
                     return _with_evidence(found.incident, said)
                 self.reasons.append(f"the update: {found.reason or 'it was finite'}")
         return None
+
+    def _end_of_turn_before(
+        self, turn: Turn, incident: Incident, standing: Sequence[tuple[FrameType, int]]
+    ) -> Incident | None:
+        """Of a carried variable that was bad as the turn began: where the one before made it so."""
+        name = "" if incident.origin is None else incident.origin.facts.get("carried", "")
+        value = {**variables_of(turn.frame), **turn.began.values_in(turn.frame)}.get(name)
+        updated = [each for each in self._moments if each.kind == "updated"]
+        line = updated[-1].line_in(turn.frame) if updated else None
+        first = None if line is None else turn.loop.line_after(line)
+        if not isinstance(value, Tensor) or first is None:
+            return None
+        before = Turn(turn.frame, turn.loop, None, updated[-1], (), first)
+        found = self.run(before, incident, BadValues([(name, value)]), standing)
+        if found.incident is None or _is_foreign(found.incident):
+            self.reasons.append(f"the end of the turn before: {found.reason or 'it was finite'}")
+            return None
+        said = (
+            f"What follows line {line} in the loop at {self._where(turn)} was run again, as at the "
+            f"end of the step before: it made `{name}` bad."
+        )
+        return _with_evidence(found.incident, said)
 
     def _where(self, turn: Turn) -> str:
         return f"{relative(turn.loop.file, self.folder)}:{turn.loop.line}"
@@ -463,6 +497,8 @@ class LoopReplay:
             all_of_them.enter_context(torch.enable_grad())
             self._put_beginning(turn, body, values)
             all_of_them.enter_context(guard.traced())
+            for name, tensor in turn.carried(values):
+                guard.past.tracing.note_carried(name, tensor)
             all_of_them.enter_context(probe.attached())
             return probe.run(body, values, seconds=seconds)
 

@@ -18,6 +18,7 @@ from stayfinite.detect.finite import classify
 from stayfinite.detect.memory import is_sharded_type, local, unwrapped
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
+from stayfinite.living import living
 from stayfinite.locate.capture import KeptCalls, is_parameter
 from stayfinite.locate.loss_terms import loss_sum, reaches, sum_facts
 from stayfinite.locate.operators import (
@@ -37,12 +38,14 @@ from stayfinite.locate.operators import (
 )
 from stayfinite.locate.provenance import (
     Arrivals,
+    BufferPlaces,
     Event,
     NodeSites,
     Provenance,
     Site,
     StorageMap,
     covers_storage,
+    is_same_memory,
     running_node,
 )
 from stayfinite.locate.samples import Delivery, Reads, sample_under_way
@@ -69,6 +72,7 @@ class Tracer(TorchDispatchMode):
         on_enter: Callable[[nn.Module, Any], None] | None = None,
         reads: Reads | None = None,
         kept: KeptCalls | None = None,
+        buffers: BufferPlaces | None = None,
     ) -> None:
         super().__init__()
         self.clock = 0
@@ -82,7 +86,7 @@ class Tracer(TorchDispatchMode):
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
         self.first_birth: Event | None = None  # in the step under way
-        self.facts = Facts(self._past, self.nodes, reads)
+        self.facts = Facts(self._past, self.nodes, reads, buffers)
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
         self._handles: list[Any] = []
@@ -106,6 +110,10 @@ class Tracer(TorchDispatchMode):
         """Say where tensors came from ("checkpoint last.pt"), for the case that they are bad."""
         for tensor in tensors:
             self._past.labels.put(tensor, text)
+
+    def note_carried(self, name: str, tensor: Tensor) -> None:
+        """Say in which variable a tensor was carried from one step to the next."""
+        self._past.carried.put(unwrapped(tensor), name)
 
     def note_delivery(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
         """A loader has handed these over."""
@@ -348,8 +356,15 @@ class Facts:
     Among them is which samples of a dataset are in a bad tensor, and which files they are from.
     """
 
-    def __init__(self, past: Provenance, nodes: NodeSites, reads: Reads | None) -> None:
+    def __init__(
+        self,
+        past: Provenance,
+        nodes: NodeSites,
+        reads: Reads | None,
+        buffers: BufferPlaces | None,
+    ) -> None:
         self._past, self._nodes = past, nodes
+        self._buffers = buffers if buffers is not None else BufferPlaces()
         self._reads = reads if reads is not None else Reads()
         self._largest: dict[str, dict[str, Any]] = {}
         self.roots: Sequence[Tensor] = ()
@@ -401,8 +416,28 @@ class Facts:
         facts: dict[str, Any] = {"is_parameter": is_parameter(tensor), "label": label}
         with contextlib.suppress(Exception):
             if not (facts["is_parameter"] or label):
+                facts |= self._state(tensor)
+            if len(facts) == 2:
                 facts |= {"samples": self._samples_of_table(tensor, site.place, frame)}
         return facts
+
+    def _state(self, tensor: Tensor) -> dict[str, Any]:
+        """Of which module the tensor is a buffer, or in which variable it was carried, if any."""
+        for module in living(nn.Module):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and is_same_memory(buffer, tensor):
+                    whole = summarize(name, buffer)
+                    found = {
+                        "name": name,
+                        "module": type(module).__name__,
+                        "given_at": self._buffers.of(module, name),
+                        "first_bad": list(whole.first_bad_index or ()),
+                        "bad_count": whole.bad_count,
+                        "numel": whole.numel,
+                    }
+                    return {"buffer": found}
+        variable = self._past.carried.get(tensor)
+        return {} if variable is None else {"carried": variable}
 
     def of_delivery(self, delivery: Delivery, bad: Tensor) -> dict[str, Any]:
         """The rows of a loader's batch in which the tensor is bad, and their samples."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stayfinite.cli._common import PATH, Refused, made_by, refusing
+from stayfinite.cli import PATH, Refused, made_by, refusing
 from stayfinite.text import count
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SHOWN = 50
 @click.option("--against", help="Another checkpoint that it is compared with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("checkpoint", type=PATH)
-def command(checkpoint: Path, model: str | None, against: str | None, as_json: bool) -> None:
+def check_command(checkpoint: Path, model: str | None, against: str | None, as_json: bool) -> None:
     """Check a checkpoint: checksums, non-finite values, learning rates, and whether it fits.
 
     CHECKPOINT is a file of save_checkpoint, torch.save, Lightning or safetensors, an index of

@@ -1,8 +1,9 @@
-"""`stayfinite replay`: does the bad step of a capsule go bad here too?"""
+"""The commands for capsules: `replay` and `minimise`."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stayfinite.cli._common import PATH, Refused, made_by, refusing
+from stayfinite.cli import PATH, Refused, made_by, refusing
 from stayfinite.errors import CapsuleError
 from stayfinite.text import plain
 
@@ -40,7 +41,9 @@ REPRODUCES, OTHERWISE = 0, 1
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.argument("capsule", type=PATH)
-def command(capsule: Path, trust: bool, model: str | None, seconds: int, as_json: bool) -> None:
+def replay_command(
+    capsule: Path, trust: bool, model: str | None, seconds: int, as_json: bool
+) -> None:
     """Run the bad step of a CAPSULE again, traced, and say whether it goes bad in the same way.
 
     The source in it is run only with --trust, in a new temporary folder. The exit code is 0 when
@@ -135,3 +138,39 @@ def _show(capsule: Capsule, done: Replayed, points: list[Point], same: bool) -> 
         for difference in differences(capsule.versions):
             click.echo(plain(f"note: {difference}"))
     click.echo("It reproduces." if same else "It does not reproduce.")
+
+
+@click.command("minimise")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file to write; by default the script is printed.",
+)
+@click.option("--force", is_flag=True, help="Replace the output file if it is there already.")
+@click.argument("capsule", type=PATH)
+def minimise_command(capsule: Path, output: Path | None, force: bool) -> None:
+    """Write the smallest script that shows the first bad operation of a CAPSULE.
+
+    It has at most 40 lines, needs nothing but torch, and exits with 1 when it goes bad. Only that
+    one operation is run here, on its recorded inputs, and none of the source in the capsule. The
+    exit code is 2 when there is no such script.
+    """
+    from stayfinite.capsule import read_capsule
+    from stayfinite.capsule.minimal import minimised
+
+    if output is not None and os.path.lexists(output) and not force:
+        raise Refused(f"{output} is there already; give another name, or --force to replace it.")
+    try:
+        repro = minimised(read_capsule(capsule))
+    except CapsuleError as error:
+        text = str(error) if str(error).startswith(str(capsule)) else f"{capsule}: {error}"
+        raise Refused(plain(text)) from error
+    if output is None:
+        click.echo(repro.text, nl=False)
+        return
+    mode = "w" if force else "x"
+    with refusing(doing="written", file=output), open(output, mode, encoding="utf-8") as file:
+        file.write(repro.text)
+    before, after = repro.numbers_before, repro.numbers
+    click.echo(f"{output}: {repro.experiment.op}, {before:,} numbers cut down to {after:,}")

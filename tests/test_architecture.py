@@ -31,7 +31,7 @@ FLOORS = (
     {"clip", "snapshot"},
     {"detect"},
     {"distributed", "living", "nested", "training"},
-    {"budget", "causes", "domains", "files", "safely", "syntax", "text"},
+    {"causes", "domains", "files", "safely", "syntax", "text"},
     {"records", "settings"},
     {"errors"},
 )
@@ -47,7 +47,6 @@ UPWARD = {
 DOORS = {"", "__main__"}
 
 TORCH_FREE = (
-    "budget",
     "causes",
     "cli",
     "domains",

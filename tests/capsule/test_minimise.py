@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import stayfinite
 from stayfinite.capsule import write_capsule
-from stayfinite.capsule.contents import Birth, Capsule, CodeReference, Operation
+from stayfinite.capsule.file import Birth, Capsule, CodeReference, Operation
 from stayfinite.capsule.make import birth_of
 from stayfinite.capsule.minimal import Repro, minimised, operator
 from stayfinite.cli import main

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stayfinite.budget import Budget
+from stayfinite.explain.experiments import Budget
 from stayfinite.records import Diagnosis, Incident, Origin, Outcome, RunResult
 from stayfinite.runner import second_run
 from stayfinite.runner.case import Case, Replayed, why_not_again

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stayfinite.capsule.contents import (
+from stayfinite.capsule.file import (
     LARGEST_SOURCE,
     MIB,
     MOST_FILES,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stayfinite.checkpoint.checks import judge
-from stayfinite.checkpoint.fit import is_narrower, name_of
+from stayfinite.checkpoint.checks import is_narrower, judge, name_of
 from stayfinite.checkpoint.folder import (
     age,
     checkpoints_in,

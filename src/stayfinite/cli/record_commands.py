@@ -27,7 +27,7 @@ def list_command(folder: Path | None, as_json: bool) -> None:
 
     FOLDER is where they are; without it, stayfinite-runs.
     """
-    from stayfinite.report.run_summary import summary_of
+    from stayfinite.report.run_summary import as_list, console, summary_of
     from stayfinite.report.store.reading import read_run, runs_in
     from stayfinite.report.store.writer import RUNS
 
@@ -41,8 +41,6 @@ def list_command(folder: Path | None, as_json: bool) -> None:
             entry["incidents"] = len(entry["incidents"])
         click.echo(to_json(entries, indent=1))
     elif found:
-        from stayfinite.report.run_tables import as_list, console
-
         console().print(as_list(found))
     else:
         click.echo(f"There is no recorded run in {place}.")
@@ -56,14 +54,12 @@ def show_command(run: Path | None, as_json: bool) -> None:
 
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
     """
-    from stayfinite.report.run_summary import summary_of
+    from stayfinite.report.run_summary import as_summary, console, summary_of
 
     summary = summary_of(run_at(run))
     if as_json:
         click.echo(to_json(summary, indent=1))
         return
-    from stayfinite.report.run_tables import as_summary, console
-
     console().print(as_summary(summary))
 
 
@@ -78,14 +74,12 @@ def compare_command(before: Path, after: Path, as_json: bool) -> None:
     prints them. Shows bad and skipped steps, gradient norms, losses and speed of both, and what is
     different in options, versions and code.
     """
-    from stayfinite.report.run_summary import compare
+    from stayfinite.report.run_summary import as_comparison, compare, console
 
     found = compare(run_at(before), run_at(after))
     if as_json:
         click.echo(to_json(found, indent=1))
         return
-    from stayfinite.report.run_tables import as_comparison, console
-
     console().print(as_comparison(found))
 
 
@@ -203,7 +197,7 @@ def _patched(run: Run) -> tuple[Incident, Diagnosis, str]:
 def _show(incident: Incident, diagnosis: Diagnosis, patch: str) -> None:
     from rich.text import Text
 
-    from stayfinite.report.run_tables import console
+    from stayfinite.report.run_summary import console
 
     place = source_line(incident.origin)
     where = f"{place}, step {incident.step}" if place else f"step {incident.step}"

@@ -21,8 +21,8 @@ from stayfinite.detect.hooks import Attachment, listeners, together, wrapped
 from stayfinite.detect.tools import NaNHooks, enable_nan_hooks
 from stayfinite.guard.discover import Post, free_post
 from stayfinite.guard.guard import Guard
+from stayfinite.integrations import check_package
 from stayfinite.integrations.lightning_guard import LightningGuard, LightningJob, is_alone
-from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.shared import OnNaN, keep_bad_gradients, watch_options
 from stayfinite.nested import named_tensors
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations

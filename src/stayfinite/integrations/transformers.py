@@ -24,7 +24,7 @@ from stayfinite.guard.discover import Post, free_post
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.replay import NO_BATCH, Replay
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
     WatchOptions,

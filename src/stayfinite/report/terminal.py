@@ -17,7 +17,7 @@ from rich.text import Text
 
 from stayfinite import text as wording
 from stayfinite.records import REPEATED, REPEATS, Diagnosis, Incident, Origin, TensorSummary
-from stayfinite.report.excerpt import excerpt
+from stayfinite.report.incident_view import excerpt
 from stayfinite.text import BRIEF, FULL, plain, remark
 
 WIDTH = 100  # where there is no terminal to ask

@@ -8,7 +8,7 @@ import sys
 import time
 
 from stayfinite.errors import SandboxError
-from stayfinite.explain.proof import alike
+from stayfinite.explain.experiments import alike
 from stayfinite.records import REPEATS, Diagnosis, Incident
 from stayfinite.runner.case import (
     GRACE,

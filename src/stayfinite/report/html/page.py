@@ -16,7 +16,6 @@ from markupsafe import Markup, escape
 from stayfinite import text as wording
 from stayfinite.causes import CAUSES
 from stayfinite.records import Incident
-from stayfinite.report.excerpt import dedent
 from stayfinite.report.html.charts import (
     Plot,
     Window,
@@ -24,13 +23,13 @@ from stayfinite.report.html.charts import (
     doublings_left,
     heat_map,
     histogram,
+    lineage,
     short,
     timeline,
     visible_text,
 )
-from stayfinite.report.html.lineage import lineage
 from stayfinite.report.html.notebook import info_without_source, without_source
-from stayfinite.report.incident_view import IncidentView, view_of
+from stayfinite.report.incident_view import IncidentView, dedent, view_of
 from stayfinite.report.run_summary import summary_of
 from stayfinite.report.store.reading import Run, Series
 from stayfinite.report.store.writer import RunInfo

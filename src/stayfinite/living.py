@@ -96,13 +96,13 @@ def living(base: type[T]) -> list[T]:
     """All objects of this class, or of one derived from it, that the garbage collector tracks."""
     found = _FOUND.get()
     if found is None:
-        return _found([base])[base]
+        return _find([base])[base]
     if base not in found:
-        found |= _found([base] if found else [*_ASKED_FOR, base])
+        found |= _find([base] if found else [*_ASKED_FOR, base])
     return list(found[base])
 
 
-def _found(bases: Iterable[type]) -> dict[type, list[Any]]:
+def _find(bases: Iterable[type]) -> dict[type, list[Any]]:
     kinds: set[type] = set(bases)
     todo = list(kinds)
     while todo:

@@ -229,7 +229,7 @@ def own_code(root: str, *extra: str) -> OwnCode:
     found: dict[tuple[int, str], SourceFile] = {}
     left_out: list[str] = []
     size = 0
-    for path, home in _loaded(extra):
+    for path, home in _loaded_files(extra):
         place = _place(path, home, roots)
         if place is None or place in found:
             continue
@@ -250,7 +250,7 @@ def own_files(root: str, script: str | None) -> list[str]:
     """The script, and the Python files of the project that this process has loaded."""
     inside = os.path.realpath(root) + os.sep
     first = [] if script is None else [os.path.realpath(script)]
-    loaded = (path for path, _ in _loaded(()) if path.startswith(inside))
+    loaded = (path for path, _ in _loaded_files(()) if path.startswith(inside))
     return list(dict.fromkeys([*first, *loaded]))
 
 
@@ -269,7 +269,7 @@ def with_files(capsule: Capsule, root: str) -> Capsule:
     return replace(capsule, code=code, sources=(*capsule.sources, *more))
 
 
-def _loaded(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+def _loaded_files(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
     """(file, folder that its module's name begins from), the latter None where it has none."""
     for path in extra:
         yield os.path.realpath(path), None

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from stayfinite.checkpoint.format import tally
 from stayfinite.checkpoint.modules import (
     Members,
-    Place,
+    TensorPlace,
     canonical_name,
     is_derived,
     join_names,
@@ -57,7 +57,7 @@ _TINY = 1e-30
 class Fit:
     """What goes where, and what is wrong with that."""
 
-    moves: list[tuple[Place, Held]] = field(default_factory=list)
+    moves: list[tuple[TensorPlace, Held]] = field(default_factory=list)
     extra_states: Mapping[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ def fit(record: ModuleRecord, model: nn.Module, part: str, rules: Rules) -> Fit:
             found.problems.append(rules.misfit("unexpected", f"{part}.{name}", message))
     found.problems += _dtype_problems(found.moves, part)
     found.problems += _conflicts(found.moves, part)
-    missing = [p for p in _uncovered(own, record.tensors) if not matches(p.name, rules.ignore)]
+    missing = [p for p in _unset_places(own, record.tensors) if not matches(p.name, rules.ignore)]
     found.problems += _missing_problems(missing, part, rules, is_complete=record.is_complete)
     found.problems += _other_problems(record, model, part, rules)
     return found
@@ -114,7 +114,7 @@ def as_named_by(model: nn.Module, record: ModuleRecord, ignore: Sequence[str] = 
     )
 
 
-def _plain_name(record: ModuleRecord, own: Mapping[str, Place]) -> Callable[[str], str]:
+def _plain_name(record: ModuleRecord, own: Mapping[str, TensorPlace]) -> Callable[[str], str]:
     """From a name in the file to the one in the model: without the prefix that most names have."""
     if record.is_complete:
         return lambda name: name
@@ -127,7 +127,7 @@ def _plain_name(record: ModuleRecord, own: Mapping[str, Place]) -> Callable[[str
     return lambda name: canonical_name(name).removeprefix(best)
 
 
-def _misfits(place: Place, held: Held, key: str) -> Iterator[Problem]:
+def _misfits(place: TensorPlace, held: Held, key: str) -> Iterator[Problem]:
     tensor = place.tensor
     if tensor is None:
         return
@@ -142,7 +142,7 @@ def _misfits(place: Place, held: Held, key: str) -> Iterator[Problem]:
         yield error("shape", key, message)
 
 
-def _conflicts(moves: list[tuple[Place, Held]], part: str) -> Iterator[Problem]:
+def _conflicts(moves: list[tuple[TensorPlace, Held]], part: str) -> Iterator[Problem]:
     """Names that are one tensor in the model but two different ones in the file."""
     first: dict[object, tuple[str, Held]] = {}
     for place, held in moves:
@@ -152,10 +152,10 @@ def _conflicts(moves: list[tuple[Place, Held]], part: str) -> Iterator[Problem]:
             yield error("tied", f"{part}.{place.name}", message)
 
 
-def _uncovered(own: Mapping[str, Place], wanted: Mapping[str, Held]) -> list[Place]:
+def _unset_places(own: Mapping[str, TensorPlace], wanted: Mapping[str, Held]) -> list[TensorPlace]:
     """Tensors of the model of which the file has none of the names; each once."""
     covered = {place.identity for name, place in own.items() if name in wanted}
-    rest: dict[object, Place] = {}
+    rest: dict[object, TensorPlace] = {}
     for place in own.values():
         known = rest.get(place.identity)
         if place.identity not in covered and (known is None or known.kind == "attribute"):
@@ -185,7 +185,7 @@ def _other_problems(
 
 
 def _missing_problems(
-    missing: Sequence[Place], part: str, rules: Rules, *, is_complete: bool
+    missing: Sequence[TensorPlace], part: str, rules: Rules, *, is_complete: bool
 ) -> Iterator[Problem]:
     """An error for each that should have been saved, and for each that is no usable value."""
     for place in missing:
@@ -214,7 +214,7 @@ def _missing_problems(
             yield warning("missing", key, message)
 
 
-def _why_unset(place: Place) -> str | None:
+def _why_unset(place: TensorPlace) -> str | None:
     """Why the model's value looks as if nobody had ever set it; buffers may hold all but NaN."""
     tensor, is_parameter = place.tensor, place.kind == "parameter"
     if tensor is None or is_lazy(tensor) or tensor.is_meta:
@@ -231,7 +231,7 @@ def _why_unset(place: Place) -> str | None:
 _NEARLY_MAX = 0.99
 
 
-def _dtype_problems(moves: Sequence[tuple[Place, Held]], part: str) -> Iterator[Problem]:
+def _dtype_problems(moves: Sequence[tuple[TensorPlace, Held]], part: str) -> Iterator[Problem]:
     """Values that do not survive are errors; lost precision is one warning for all tensors."""
     narrowed: dict[tuple[str, str, bool], list[str]] = {}
     for place, held in moves:

@@ -27,7 +27,7 @@ from stayfinite.checkpoint.problem import (
     sorted_problems,
     warning,
 )
-from stayfinite.checkpoint.stream import Reading, nothing_told
+from stayfinite.checkpoint.stream import Reading, tell_nothing
 from stayfinite.checkpoint.values import (
     Contents,
     Held,
@@ -61,7 +61,7 @@ class Check:
     step: int | None = None
     parts: tuple[Part, ...] = ()
     problems: tuple[Problem, ...] = ()
-    comparison: Comparison | None = None
+    comparison: CheckpointComparison | None = None
 
     @property
     def is_readable(self) -> bool:
@@ -78,7 +78,7 @@ def check(
     model: Any = None,
     optimizer: Any = None,
     against: Path | None = None,
-    progress: Callable[[int], None] = nothing_told,
+    progress: Callable[[int], None] = tell_nothing,
 ) -> Check:
     """Stream through the file, and through the other one that it is compared with."""
     members = gather(model=model, optimizer=optimizer)
@@ -130,7 +130,7 @@ GROWTH = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CheckpointComparison:
     """How many tensors are the same to the byte, which are not, and what is wrong with that."""
 
     same: int
@@ -138,9 +138,9 @@ class Comparison:
     problems: tuple[Problem, ...]
 
 
-def compare(contents: Contents, other: Contents) -> Comparison:
+def compare(contents: Contents, other: Contents) -> CheckpointComparison:
     """The first against the second, tensor by tensor; they must have been read with digests."""
-    ours, theirs = _compared(contents), _compared(other)
+    ours, theirs = _tensors_to_compare(contents), _tensors_to_compare(other)
     both = [key for key in ours if key in theirs]
     changed = tuple(key for key in both if not is_same(ours[key], theirs[key]))
     problems = [
@@ -149,10 +149,12 @@ def compare(contents: Contents, other: Contents) -> Comparison:
     ]
     for key in both:
         problems += _differences(key, ours[key], theirs[key])
-    return Comparison(same=len(both) - len(changed), changed=changed, problems=tuple(problems))
+    return CheckpointComparison(
+        same=len(both) - len(changed), changed=changed, problems=tuple(problems)
+    )
 
 
-def _compared(contents: Contents) -> dict[str, Held]:
+def _tensors_to_compare(contents: Contents) -> dict[str, Held]:
     """The tensors of models, averages and optimizers by their full names."""
     return {
         f"{part}.{name}": held

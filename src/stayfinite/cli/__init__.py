@@ -73,7 +73,7 @@ class Refused(click.ClickException):
 
 
 @contextmanager
-def refusing(
+def refuse_on(
     *kinds: type[Exception], doing: str | None = None, file: Path | None = None
 ) -> Iterator[None]:
     """A block in which these errors become a refusal.
@@ -103,11 +103,11 @@ def run_at(path: Path | None) -> Run:
         path = found[0]
     elif not path.exists() and (Path(RUNS) / path).is_dir():
         path = Path(RUNS) / path
-    with refusing(RecordError):
+    with refuse_on(RecordError):
         return read_run(path)
 
 
-def made_by(name: str) -> Any:
+def object_from(name: str) -> Any:
     """What `module:factory` gives, with the current folder on the path as in python."""
     module, _, factory = name.partition(":")
     if not module or not factory:

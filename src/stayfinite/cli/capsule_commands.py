@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stayfinite.cli import PATH, Refused, made_by, refusing
+from stayfinite.cli import PATH, Refused, object_from, refuse_on
 from stayfinite.errors import CapsuleError
 from stayfinite.text import plain
 
@@ -51,10 +51,10 @@ def replay_command(
     cannot be used.
     """
     from stayfinite.capsule import read_capsule
-    from stayfinite.capsule.reproduces import compared, reproduces
+    from stayfinite.capsule.reproduces import compare_incidents, reproduces
     from stayfinite.runner.capsules import replay
 
-    with refusing(CapsuleError):
+    with refuse_on(CapsuleError):
         read = read_capsule(capsule)
         if model is not None:
             done = _replay_model(read, model)
@@ -63,7 +63,7 @@ def replay_command(
         else:
             raise CapsuleError(_what_would_run(read, capsule))
     is_script = read.code.kind == "script" and model is None
-    points = compared(read.incident, done.incident, with_step=is_script)
+    points = compare_incidents(read.incident, done.incident, with_step=is_script)
     same = done.problem is None and reproduces(points)
     if as_json:
         names = {"what": "name", "there": "there", "here": "here", "same": "is_same"}
@@ -102,7 +102,7 @@ def _replay_model(capsule: Capsule, name: str) -> Replayed:
         raise CapsuleError(
             "the capsule has no batch or no state to put into a model; make it with --with-batch."
         )
-    made = made_by(name)
+    made = object_from(name)
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module) or not (step is None or callable(step)):
         kind = type(made).__name__
@@ -157,12 +157,12 @@ def minimise_command(capsule: Path, output: Path | None, force: bool) -> None:
     exit code is 2 when there is no such script.
     """
     from stayfinite.capsule import read_capsule
-    from stayfinite.capsule.minimal import minimised
+    from stayfinite.capsule.minimal import minimise
 
     if output is not None and os.path.lexists(output) and not force:
         raise Refused(f"{output} is there already; give another name, or --force to replace it.")
     try:
-        repro = minimised(read_capsule(capsule))
+        repro = minimise(read_capsule(capsule))
     except CapsuleError as error:
         text = str(error) if str(error).startswith(str(capsule)) else f"{capsule}: {error}"
         raise Refused(plain(text)) from error
@@ -170,7 +170,7 @@ def minimise_command(capsule: Path, output: Path | None, force: bool) -> None:
         click.echo(repro.text, nl=False)
         return
     mode = "w" if force else "x"
-    with refusing(doing="written", file=output), open(output, mode, encoding="utf-8") as file:
+    with refuse_on(doing="written", file=output), open(output, mode, encoding="utf-8") as file:
         file.write(repro.text)
     before, after = repro.numbers_before, repro.numbers
     click.echo(f"{output}: {repro.experiment.op}, {before:,} numbers cut down to {after:,}")

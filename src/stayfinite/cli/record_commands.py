@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stayfinite.cli import PATH, Refused, json_option, refusing, run_argument, run_at
+from stayfinite.cli import PATH, Refused, json_option, refuse_on, run_argument, run_at
 from stayfinite.errors import ConfigError, PackageError, PatchError, RecordError
 from stayfinite.records import to_json
 from stayfinite.text import plain, source_line, visible
@@ -32,7 +32,7 @@ def list_command(folder: Path | None, as_json: bool) -> None:
     from stayfinite.report.store.writer import RUNS
 
     place = Path(RUNS) if folder is None else folder
-    with refusing(RecordError):
+    with refuse_on(RecordError):
         found = [summary_of(read_run(path)) for path in runs_in(place)]
     if as_json:
         fields = ("path", "started", "script", "steps", "incidents", "exit")
@@ -97,16 +97,16 @@ def html_command(run: Path | None, output: Path | None, no_source: bool) -> None
 
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
     """
-    from stayfinite.recover.advice import recommended
+    from stayfinite.recover.advice import recommendations_of
     from stayfinite.report.html.page import page_of
 
     found = run_at(run)
-    page = page_of(found, advice=recommended(found), with_source=not no_source)
+    page = page_of(found, advice=recommendations_of(found), with_source=not no_source)
     if output == Path("-"):
         click.echo(page, nl=False)
         return
     file = output or found.path / "report.html"
-    with refusing(doing="written", file=file):
+    with refuse_on(doing="written", file=file):
         file.write_text(page, encoding="utf-8")
     click.echo(file)
 
@@ -134,19 +134,19 @@ def ui_command(run_dirs: tuple[Path, ...], port: int | None, no_open: bool) -> N
         raise Refused(f"{', '.join(missing)}: there is no such directory.")
     places = run_dirs or [Path(RUNS)]
     try:
-        with refusing(ConfigError, PackageError):
+        with refuse_on(ConfigError, PackageError):
             serve(places, port=port, report_of=_report_of, tell=_tell, opens_browser=not no_open)
     except KeyboardInterrupt:
         click.echo("stayfinite ui: ended.", err=True)
 
 
 def _report_of(path: Path) -> str:
-    from stayfinite.recover.advice import recommended
+    from stayfinite.recover.advice import recommendations_of
     from stayfinite.report.html.page import page_of
     from stayfinite.report.store.reading import read_run
 
     run = read_run(path)
-    return page_of(run, advice=recommended(run))
+    return page_of(run, advice=recommendations_of(run))
 
 
 def _tell(address: str) -> None:
@@ -164,19 +164,19 @@ def fix_command(run: Path | None, write: bool, yes: bool) -> None:
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest.
     """
     found = run_at(run)
-    incident, diagnosis, patch = _patched(found)
+    incident, diagnosis, patch = _first_patch(found)
     _show(incident, diagnosis, patch)
     if not write:
         click.echo(f"\nTo make this change: stayfinite fix --write {found.path}")
         return
     try:
-        with refusing(doing="changed"):
+        with refuse_on(doing="changed"):
             _write(found, patch, ask=not yes)
     except PatchError as error:
         raise Refused(f"nothing was changed: {error}") from error
 
 
-def _patched(run: Run) -> tuple[Incident, Diagnosis, str]:
+def _first_patch(run: Run) -> tuple[Incident, Diagnosis, str]:
     """The first incident with a patch; else a refusal that says what there is instead."""
     for incident in run.incidents:
         if incident.diagnosis is not None and incident.diagnosis.patch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from stayfinite.cli import options_of, refusing
+from stayfinite.cli import options_of, refuse_on
 from stayfinite.errors import ConfigError
 from stayfinite.runner.options import RunOptions
 from stayfinite.runner.preflight_run import PreflightOptions
@@ -35,7 +35,7 @@ def run_command(target: str, args: tuple[str, ...], is_module: bool, **options: 
     """
     from stayfinite.runner.run import run
 
-    with refusing(ConfigError):
+    with refuse_on(ConfigError):
         chosen = RunOptions(**options)
         run(Target(name=target, args=args, is_module=is_module), options=chosen)
 
@@ -55,6 +55,6 @@ def preflight_command(target: str, args: tuple[str, ...], is_module: bool, **opt
     """
     from stayfinite.runner.preflight_run import preflight
 
-    with refusing(ConfigError):
+    with refuse_on(ConfigError):
         chosen = PreflightOptions(**options)
         preflight(Target(name=target, args=args, is_module=is_module), options=chosen)

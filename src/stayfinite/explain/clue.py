@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from stayfinite.records import Confidence, Diagnosis, Origin, TensorSummary
-from stayfinite.syntax import called, in_brackets, is_operation, operand
+from stayfinite.syntax import callee, in_brackets, is_operation, operand
 from stayfinite.text import bare_name, count, node_name
 
 SMALLEST = {"float16": 6e-8, "bfloat16": 9.2e-41, "float32": 1.4e-45, "float64": 4.9e-324}
@@ -306,7 +306,7 @@ def argument(expression: str | None, name: str = "") -> str | None:
     With a name, only a call of that function counts, wherever it stands in the expression.
     """
     for node in _nodes(expression):
-        if isinstance(node, ast.Call) and name in ("", called(node)):
+        if isinstance(node, ast.Call) and name in ("", callee(node)):
             inner = operand(node, _LIBRARIES)
             if inner is not None:
                 return _text(inner)

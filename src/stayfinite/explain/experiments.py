@@ -115,7 +115,7 @@ class Replays(Protocol):
         """
 
 
-Verdict = Literal[
+FindingVerdict = Literal[
     "deterministic",  # the same failure each time
     "transient",  # it does not come back
     "inconclusive",  # neither
@@ -134,7 +134,7 @@ class Finding:
     """
 
     experiment: str
-    verdict: Verdict
+    verdict: FindingVerdict
     sentence: str
     _: KW_ONLY
     reproduces: bool = False
@@ -242,9 +242,9 @@ class Lab:
             self._longest = max(self._longest, left - self._budget.left)
 
 
-def repeated(lab: Lab) -> Finding:
+def repeat(lab: Lab) -> Finding:
     """Whether the failure comes back when nothing is changed."""
-    verdict: Verdict = "inconclusive"
+    verdict: FindingVerdict = "inconclusive"
     try:
         first, second = lab.run(AS_IT_WAS), lab.run(AS_IT_WAS, anew=True)
     except CannotReplayError as error:
@@ -263,8 +263,14 @@ def repeated(lab: Lab) -> Finding:
     return Finding("repeat", verdict, said, reproduces=is_same)
 
 
-def _taken_away(
-    lab: Lab, change: Change, name: str, *, finite: str, bad: str, verdict: Verdict = "depends"
+def _finding_without(
+    lab: Lab,
+    change: Change,
+    name: str,
+    *,
+    finite: str,
+    bad: str,
+    verdict: FindingVerdict = "depends",
 ) -> Finding | None:
     """What it means that the step is finite with the change, or bad; None if neither is known."""
     if lab.is_finite(change):
@@ -288,19 +294,19 @@ def precise(lab: Lab) -> list[Finding]:
     for each in precisions:
         said = f"in {each} the same step"
         finite, bad = f"{said} is finite", f"{said} goes bad at the same place"
-        found.append(_taken_away(lab, Change(precision=each), each, finite=finite, bad=bad))
+        found.append(_finding_without(lab, Change(precision=each), each, finite=finite, bad=bad))
     return [each for each in found if each is not None]
 
 
-def guarded(lab: Lab) -> Finding | None:
+def guard_operation(lab: Lab) -> Finding | None:
     """Whether the step is finite once the operation is kept inside its domain."""
     said = "with that operation kept inside its domain, the"
     finite, bad = f"{said} same step is finite", f"{said} step goes bad all the same"
     change = Change(is_guarded=True)
-    return _taken_away(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
+    return _finding_without(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
 
 
-def compiled(lab: Lab) -> Finding | None:
+def compare_compiled(lab: Lab) -> Finding | None:
     """Whether only the compiled code goes bad, or only the eager one; None if neither is known."""
     try:
         optimised = lab.run(Change(is_compiled=True))
@@ -502,7 +508,7 @@ def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
     ):
         said = f"with {how} over {many}"
         finite, bad = f"{said} this one is finite", f"{said} it goes bad all the same"
-        found.append(_taken_away(lab, change, "dynamics", finite=finite, bad=bad))
+        found.append(_finding_without(lab, change, "dynamics", finite=finite, bad=bad))
     return [each for each in found if each is not None]
 
 
@@ -517,16 +523,16 @@ def experiment(
 
     Nothing is tried on a step that does not go bad the same way twice.
     """
-    found = _findings(lab, "repeat", repeated)
+    found = _findings(lab, "repeat", repeat)
     if not found or found[-1].verdict != "deterministic":
         return found
     plan: list[tuple[str, Callable[[Lab], list[Finding] | Finding | None]]] = [
-        ("guarded", guarded),
+        ("guarded", guard_operation),
         ("samples", _batch),
         ("precision", precise),
         ("terms", terms),
         ("weights", weights),
-        ("compiled", compiled),
+        ("compiled", compare_compiled),
         ("dynamics", functools.partial(dynamics, steps=steps)),
     ]
     if is_diverging:
@@ -536,7 +542,7 @@ def experiment(
     for name, act in plan:
         for each in _findings(lab, name, act):
             is_proof = each.removal is not None and _proves(each, diagnosis, origin, is_diverging)
-            found.append(_confirmed(lab, each) if is_proof else each)
+            found.append(_confirm(lab, each) if is_proof else each)
         if found[-1].sentence == OUT_OF_TIME:
             break
     return found
@@ -555,7 +561,7 @@ def _findings(
     return found if isinstance(found, list) else [found] if found is not None else []
 
 
-def _confirmed(lab: Lab, finding: Finding) -> Finding:
+def _confirm(lab: Lab, finding: Finding) -> Finding:
     """A finding that proves must hold again: bad with the cause, finite without, every time."""
     try:
         for _ in range(_ROUNDS):
@@ -569,7 +575,7 @@ def _confirmed(lab: Lab, finding: Finding) -> Finding:
     return finding
 
 
-def judged(
+def judge_findings(
     diagnosis: Diagnosis, origin: Origin, findings: Sequence[Finding], *, is_diverging: bool = False
 ) -> Diagnosis:
     """The diagnosis with the evidence, and as sure as the findings allow.
@@ -720,7 +726,7 @@ def alike(later: Incident, first: Incident, known: Incident) -> Incident:
     origin, diagnosis = known.origin, known.diagnosis
     if later.origin is not None or origin is None or diagnosis is None or not origin.exact:
         return later
-    if later.rank != first.rank or not _seen(later) or _seen(later) != _seen(first):
+    if later.rank != first.rank or not _bad_in(later) or _bad_in(later) != _bad_in(first):
         return later
     place = dataclasses.replace(
         origin, inputs=(), outputs=(), lineage=(), facts={"noticed_step": later.step}, exact=False
@@ -735,7 +741,7 @@ def alike(later: Incident, first: Incident, known: Incident) -> Incident:
     return dataclasses.replace(later, origin=place, diagnosis=same)
 
 
-def _seen(incident: Incident) -> set[tuple[str, NaNType]]:
+def _bad_in(incident: Incident) -> set[tuple[str, NaNType]]:
     # The inputs of a model are looked at in traced steps only.
     bad = (each for each in incident.reports if each.has_nan)
     return {

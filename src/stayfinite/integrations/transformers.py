@@ -203,7 +203,7 @@ class WatchedTrainer:
         self._earlier = len(self.guard.incidents)
         self._job = self.guard.jobs.get(id(self._inner))
         self._calls: list[tuple[Method, tuple[Any, ...], dict[str, Any]]] = []
-        self._losses = Losses()
+        self._losses = LoggedLosses()
         # Masks and the like are meant to be so; no update changes what needs no gradient.
         weights = [each for each in named_weights(trainer.model) if not each[1].requires_grad]
         self._meant = {name for name, tensor in weights if not all_finite([tensor])}
@@ -295,7 +295,7 @@ class WatchedTrainer:
             with harmless("looking at a log of the trainer"):
                 if "loss" in logs:
                     logs = self._losses.completed_log(logs)
-                    self._losses = Losses()
+                    self._losses = LoggedLosses()
                     self._mend_sum(0.0)
             return original(logs, *args, **kwargs)
 
@@ -328,7 +328,7 @@ class WatchedTrainer:
         return run_epoch
 
 
-class Losses:
+class LoggedLosses:
     """The losses since the last log; the trainer's own mean of them is wrong if some are bad."""
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ def clamp_activations(
         raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     if not min < max:
         raise ConfigError(f"min is {min} and max is {max}; min must be less than max.")
-    chosen = dict(_chosen(model, modules))
+    chosen = dict(_choose(model, modules))
     logger.warning(
         "clamp_activations keeps the outputs of %d modules within [%g, %g]. That is a crutch: "
         "beyond the range the gradient is 0, and what makes them large is still there. "
@@ -140,7 +140,7 @@ class _Clamp:
         return value.clamp(low, high)
 
 
-def _chosen(
+def _choose(
     model: nn.Module, selectors: Iterable[Selector] | None
 ) -> Iterator[tuple[str, nn.Module]]:
     named = dict(model.named_modules())

@@ -169,7 +169,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """What `stayfinite compare` tells."""
 
     before: str
@@ -178,9 +178,9 @@ class Comparison:
     changes: tuple[Difference, ...]
 
 
-def compare(before: Run, after: Run) -> Comparison:
+def compare(before: Run, after: Run) -> RunComparison:
     """What became of the first run in the second."""
-    return Comparison(
+    return RunComparison(
         before=str(before.path),
         after=str(after.path),
         lines=tuple(_measures(summary_of(before), summary_of(after))),
@@ -325,7 +325,7 @@ def _layers(summary: RunSummary) -> Table:
     return table
 
 
-def as_comparison(comparison: Comparison) -> RenderableType:
+def as_comparison(comparison: RunComparison) -> RenderableType:
     """Two runs side by side, and what is different in how they were made."""
     table = _table("", "before", "after", "")
     for line in comparison.lines:

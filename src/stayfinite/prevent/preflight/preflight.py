@@ -23,7 +23,7 @@ from stayfinite.prevent.data.check import batch_risks
 from stayfinite.prevent.preflight.probe import device_of, observable, probe, with_values
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
 from stayfinite.prevent.preflight.training_checks import optimizer_risks
-from stayfinite.prevent.risks import Risk, lowered, proven, ranked, said_once
+from stayfinite.prevent.risks import Risk, as_info, proven, rank_risks, worst_of_each
 from stayfinite.snapshot import Snapshot
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -81,7 +81,7 @@ def preflight(
             edges = probe(modules, inputs, run, places=rehearsal.places, in_half=in_half)
     finally:
         keeper.restore()
-    return said_once(proven(found, edges))
+    return worst_of_each(proven(found, edges))
 
 
 def _require(model: Any, optimizer: Any, precision: Any) -> None:
@@ -113,7 +113,7 @@ def _at_rest(model: nn.Module, optimizer: Optimizer | None) -> list[Risk]:
     found = rehearsal.risks()
     if optimizer is not None:
         found += optimizer_risks(optimizer, type(optimizer).__name__)
-    return ranked(found)
+    return rank_risks(found)
 
 
 def _rehearse(
@@ -159,7 +159,7 @@ def _rehearse(
     if not rehearsal.is_finite:
         return of_batch
     # A NaN in the batch that the loss does not see is worth knowing only.
-    return [lowered(risk) if risk.cause == "bad_input_data" else risk for risk in of_batch]
+    return [as_info(risk) if risk.cause == "bad_input_data" else risk for risk in of_batch]
 
 
 def _classes(output: Any, targets: Any) -> int | None:

@@ -54,7 +54,7 @@ class Axis:
     def at(self, value: float) -> float:
         """From 0 to 1; what is outside lies at the end."""
         low, high, value = (
-            math.log10(max(each, 1e-320)) if self.is_log else _bounded(each) / 2
+            math.log10(max(each, 1e-320)) if self.is_log else _bound(each) / 2
             for each in (self.low, self.high, value)
         )
         return min(max((value - low) / (high - low), 0.0), 1.0)
@@ -64,13 +64,13 @@ class Axis:
         return decades(self.low, self.high) if self.is_log else round_numbers(self.low, self.high)
 
 
-def _bounded(value: float) -> float:
+def _bound(value: float) -> float:
     return min(max(value, -_LARGEST), _LARGEST)
 
 
 def axis_of(values: Sequence[float]) -> Axis:
     """An axis with room for these finite values, in powers of ten where they are far apart."""
-    low, high = _bounded(min(values)), _bounded(max(values))
+    low, high = _bound(min(values)), _bound(max(values))
     if low > 0 and high / low > 100:
         return Axis(low=low / 1.2, high=high * 1.2, is_log=True)
     room = (high / 2 - low / 2) * 0.12 or abs(high) * 0.1 or 1.0
@@ -445,7 +445,7 @@ def _plot(
         path("sf-skip", f"M{x(step)} {unit(HEIGHT * 0.97)}h0") for step in skipped[:_MOST_POINTS]
     ]
     line, is_on = "", False
-    for step, value in _thinned(points):  # broken where one is not finite
+    for step, value in _thin(points):  # broken where one is not finite
         if math.isfinite(value):
             line += f"L{x(step)} {y(value)}" if is_on else f"M{x(step)} {y(value)}h0"
         is_on = math.isfinite(value)
@@ -464,7 +464,7 @@ def _plot(
     )
 
 
-def _thinned(points: list[Point]) -> list[Point]:
+def _thin(points: list[Point]) -> list[Point]:
     """Few enough points for a picture: of each stretch the lowest, the highest and a bad one."""
     if len(points) <= _MOST_POINTS:
         return points
@@ -519,7 +519,7 @@ def lineage(incident: Incident) -> Lineage | None:
 
 def _stations(incident: Incident, hops: Sequence[Hop], lanes: tuple[str, ...]) -> Iterator[Station]:
     left, lane = 0, 0
-    shown = _shown(hops)
+    shown = _hops_to_show(hops)
     for at, hop in enumerate(hops):
         if at not in shown:
             left += 1
@@ -541,7 +541,7 @@ def _stations(incident: Incident, hops: Sequence[Hop], lanes: tuple[str, ...]) -
     yield Station(kind="end", value=value, what=what, lane=lane)
 
 
-def _shown(hops: Sequence[Hop]) -> set[int]:
+def _hops_to_show(hops: Sequence[Hop]) -> set[int]:
     """All, or the first and last ones and every change."""
     if len(hops) <= _MOST:
         return set(range(len(hops)))

@@ -106,7 +106,7 @@ def incidents_fragment(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PageVerdict:
     """How the run went, in a line; `mood` is a colour."""
 
     mood: str
@@ -121,23 +121,23 @@ _ENDS = {
 }
 
 
-def _verdict(run: Run) -> Verdict:
+def _verdict(run: Run) -> PageVerdict:
     """From how it ended, and what happened before."""
     said = verdict_of(len(run.incidents), run.steps)
     if run.exit not in _ENDS:
         return said
     mood, more = _ENDS[run.exit]
-    return Verdict(mood="bad" if run.incidents else mood, text=said.text, more=more)
+    return PageVerdict(mood="bad" if run.incidents else mood, text=said.text, more=more)
 
 
-def verdict_of(incidents: int, steps: int) -> Verdict:
+def verdict_of(incidents: int, steps: int) -> PageVerdict:
     """What happened in so many steps."""
     taken = "1 step" if steps == 1 else f"{steps:,} steps"
     if incidents:
-        return Verdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
+        return PageVerdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
     if not steps:
-        return Verdict(mood="busy", text="No training step was seen")
-    return Verdict(mood="good", text=f"{taken}, all finite" if steps > 1 else "1 step, finite")
+        return PageVerdict(mood="busy", text="No training step was seen")
+    return PageVerdict(mood="good", text=f"{taken}, all finite" if steps > 1 else "1 step, finite")
 
 
 def groups_of(incidents: Sequence[Incident]) -> list[tuple[Incident, list[int]]]:

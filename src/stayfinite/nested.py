@@ -121,3 +121,10 @@ def named_states(optimizer: Optimizer) -> Iterator[Named]:
             # .get: the state is a defaultdict, and looking must not add to it.
             yield from named_tensors(optimizer.state.get(parameter), f"optimizer.{name}")
         number += len(group["params"])
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One, several in a list or tuple, or None, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -27,7 +27,7 @@ from stayfinite.checkpoint.problem import (
     sorted_problems,
     warning,
 )
-from stayfinite.checkpoint.stream import Reading, tell_nothing
+from stayfinite.checkpoint.stream import Reading, nothing_told
 from stayfinite.checkpoint.values import (
     Contents,
     Held,
@@ -78,7 +78,7 @@ def check(
     model: Any = None,
     optimizer: Any = None,
     against: Path | None = None,
-    progress: Callable[[int], None] = tell_nothing,
+    progress: Callable[[int], None] = nothing_told,
 ) -> Check:
     """Stream through the file, and through the other one that it is compared with."""
     members = gather(model=model, optimizer=optimizer)

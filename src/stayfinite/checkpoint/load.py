@@ -47,7 +47,7 @@ from stayfinite.checkpoint.problem import (
     sorted_problems,
     warning,
 )
-from stayfinite.checkpoint.stream import Reading, one_line_errors, read_safetensors, tell_nothing
+from stayfinite.checkpoint.stream import Reading, nothing_told, one_line_errors, read_safetensors
 from stayfinite.checkpoint.values import (
     Contents,
     Layout,
@@ -293,7 +293,7 @@ def validate_checkpoint(
     ignore: Sequence[str] = (),
     nonfinite_ok: Sequence[str] = (),
     forward: Any = None,
-    progress: Callable[[int], None] = tell_nothing,
+    progress: Callable[[int], None] = nothing_told,
 ) -> list[Problem]:
     """All problems of a checkpoint, errors first; an empty list when it is good.
 

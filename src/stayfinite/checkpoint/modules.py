@@ -28,6 +28,7 @@ from stayfinite.checkpoint.values import (
 )
 from stayfinite.detect.memory import is_sharded, local
 from stayfinite.errors import InputError
+from stayfinite.nested import as_tuple
 from stayfinite.training import params_of
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ def gather(
 
 def _several(value: Any, name: str, kind: type | None = None) -> tuple[Any, ...]:
     """One, several or None, as a tuple; without a kind they must have a state."""
-    members = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    members = () if value is None else members
+    members = as_tuple(value)
     for member in members:
         if kind is not None and not isinstance(member, kind):
             raise InputError(

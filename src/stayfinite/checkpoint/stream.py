@@ -36,7 +36,7 @@ MOST_THREADS = 4
 _WORTH_THREADS = 8 * PIECE
 
 
-def tell_nothing(count: int) -> None:
+def nothing_told(count: int) -> None:
     """The progress that nobody watches."""
 
 
@@ -52,7 +52,7 @@ class Reading:
     keep: Callable[[str], bool] | None = None
     digests: bool = False
     scan: bool = False
-    progress: Callable[[int], None] = tell_nothing
+    progress: Callable[[int], None] = nothing_told
     shards: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -22,6 +22,7 @@ from stayfinite.locate.tracer import Tracer
 from stayfinite.nested import named_tensors
 from stayfinite.records import NaNReport, Origin
 from stayfinite.snapshot import Snapshot
+from stayfinite.training import require_module
 
 LossFunction = Callable[..., Tensor]
 
@@ -35,8 +36,7 @@ def find_source(
     `loss_fn` the model's own loss is used, or the sum of its float outputs. The model, its
     gradients and all random states are as before afterwards.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     snapshot = Snapshot([model])
     tracer = Tracer()
     try:
@@ -184,8 +184,7 @@ def find_first_bad_batch(
     >>> bad.index, bad.reports[0].location
     (3, 'inputs.0')
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     is_whole = isinstance(num_batches, int) and not isinstance(num_batches, bool)
     if num_batches is not None and not (is_whole and num_batches >= 1):
         by_name = " Give the loss function by name, loss_fn=..." if callable(num_batches) else ""

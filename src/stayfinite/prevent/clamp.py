@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_map
 
-from stayfinite.errors import ConfigError, InputError
+from stayfinite.errors import ConfigError
+from stayfinite.training import require_module
 
 logger = logging.getLogger("stayfinite")
 
@@ -54,8 +55,7 @@ def clamp_activations(
     >>> clamp.counts
     {'': ClampCount(elements=2, clamped=2, nan=0)}
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     if not min < max:
         raise ConfigError(f"min is {min} and max is {max}; min must be less than max.")
     chosen = dict(_choose(model, modules))

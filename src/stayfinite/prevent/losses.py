@@ -27,6 +27,7 @@ from stayfinite.prevent.ops import (
     safe_div,
     widen,
 )
+from stayfinite.settings import require_choice
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -211,10 +212,7 @@ def _reduce(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> T
     loss = _keep(mask, loss)
     if reduction == "none":
         return loss
-    if reduction != "sum":
-        raise ConfigError(
-            f"reduction is {reduction!r}; it must be one of {', '.join(get_args(Reduction))}."
-        )
+    require_choice("reduction", reduction, get_args(Reduction))
     return loss.sum().clamp(max=torch.finfo(loss.dtype).max)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from stayfinite.causes import CAUSES
 from stayfinite.errors import ConfigError
+from stayfinite.settings import require_choice
 
 Level = Literal["high", "medium", "low"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -37,8 +38,7 @@ class Risk:
     score: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ConfigError(f"level is {self.level!r}; it must be one of {', '.join(LEVELS)}.")
+        require_choice("level", self.level, LEVELS)
         if self.cause not in CAUSES:
             raise ConfigError(f"cause is {self.cause!r}; it must be a slug of the catalogue.")
         if math.isnan(self.score):

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stayfinite.errors import ConfigError, InputError
+from stayfinite.errors import InputError
 from stayfinite.living import leaves_of
 from stayfinite.locate.search import LossFunction, call, inputs_and_targets, loss_of
 from stayfinite.locate.source import user_place
@@ -24,7 +24,9 @@ from stayfinite.prevent.preflight.probe import device_of, observable, probe, wit
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
 from stayfinite.prevent.preflight.training_checks import optimizer_risks
 from stayfinite.prevent.risks import Risk, as_info, proven, rank_risks, worst_of_each
+from stayfinite.settings import require_choice
 from stayfinite.snapshot import Snapshot
+from stayfinite.training import require_module
 
 Precision = Literal["fp32", "fp16", "bf16"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -85,8 +87,7 @@ def preflight(
 
 
 def _require(model: Any, optimizer: Any, precision: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("model is scripted, and nothing is seen inside; give the module itself.")
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -94,9 +95,8 @@ def _require(model: Any, optimizer: Any, precision: Any) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise InputError(f"optimizer is a {kind}; it must be a torch.optim.Optimizer, or None.")
-    known = get_args(Precision)
-    if precision is not None and precision not in known:
-        raise ConfigError(f"precision is {precision!r}; it must be one of {', '.join(known)}.")
+    if precision is not None:
+        require_choice("precision", precision, get_args(Precision))
 
 
 def _require_one_batch(model: nn.Module, batch: Any) -> None:

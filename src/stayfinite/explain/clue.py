@@ -210,9 +210,7 @@ class OptimizerFacts:
     kind: str = ""
     learning_rate: float | None = None
     eps: float | None = None
-    momentum: float | None = None
     line_search: str | None = None
-    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +218,8 @@ class Context:
     """All that is known besides the origin."""
 
     step: int = 0
-    locations: tuple[str, ...] = ()
     history: tuple[StepFacts, ...] = ()
     optimizer: OptimizerFacts | None = None
-    optimizer_count: int = 0
     scaler_skips: int = 0
     uses_scaler: bool = False
     scale: float | None = None

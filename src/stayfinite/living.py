@@ -29,11 +29,7 @@ T = TypeVar("T")
 _FOUND: ContextVar[dict[type, list[Any]] | None] = ContextVar("stayfinite_living", default=None)
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 CSV_WRITER: type[Any] = type(csv.writer(io.StringIO()))
-_ASKED_FOR = (
-    *(nn.Module, Optimizer, LRScheduler, GradScaler, GeneratorType),
-    *FILES,
-    CSV_WRITER,
-)
+_ASKED_FOR = (*(nn.Module, Optimizer, LRScheduler, GradScaler, GeneratorType), *FILES, CSV_WRITER)
 """What an incident asks for: found together in its first look."""
 
 

@@ -67,10 +67,7 @@ def _has_items(value: Any) -> bool:
 
 
 def map_leaves(
-    value: Any,
-    change: Callable[[Any], Any],
-    *,
-    kinds: tuple[type, ...] = (Tensor,),
+    value: Any, change: Callable[[Any], Any], *, kinds: tuple[type, ...] = (Tensor,)
 ) -> Any:
     """The value in new containers, with each leaf of these kinds changed; all else as it is."""
     if isinstance(value, kinds):

@@ -194,10 +194,7 @@ def put_random(random: Mapping[str, Any]) -> None:
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _OTHERS = tuple(
     os.path.realpath(path) + os.sep
-    for path in (
-        _PACKAGE,
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
+    for path in (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 )
 
 

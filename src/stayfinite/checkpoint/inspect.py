@@ -10,23 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from stayfinite.checkpoint.checks import is_narrower, judge, name_of
-from stayfinite.checkpoint.folder import (
-    age,
-    checkpoints_in,
-    generations,
-    is_checkpoint_folder,
-)
+from stayfinite.checkpoint.folder import age, checkpoints_in, generations, is_checkpoint_folder
 from stayfinite.checkpoint.foreign import is_torch_file, read_torch, shards_of
 from stayfinite.checkpoint.load import examine, open_checkpoint
 from stayfinite.checkpoint.modules import Members, gather
-from stayfinite.checkpoint.problem import (
-    Problem,
-    Rules,
-    error,
-    errors_in,
-    sorted_problems,
-    warning,
-)
+from stayfinite.checkpoint.problem import Problem, Rules, error, errors_in, sorted_problems, warning
 from stayfinite.checkpoint.stream import Reading, nothing_told
 from stayfinite.checkpoint.values import (
     Contents,
@@ -222,8 +210,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def first_bad_checkpoint(
-    checkpoints: AnyPath | Sequence[AnyPath],
-    is_bad: Callable[[Path], bool] | None = None,
+    checkpoints: AnyPath | Sequence[AnyPath], is_bad: Callable[[Path], bool] | None = None
 ) -> Path | None:
     """The first bad one of a series of checkpoints, by bisection; None when the last is good.
 

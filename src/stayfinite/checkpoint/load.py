@@ -31,13 +31,7 @@ from stayfinite.checkpoint.foreign import (
     shards_of,
     step_of,
 )
-from stayfinite.checkpoint.modules import (
-    Members,
-    gather,
-    parameter_names,
-    put_in_place,
-    shards_in,
-)
+from stayfinite.checkpoint.modules import Members, gather, parameter_names, put_in_place, shards_in
 from stayfinite.checkpoint.problem import (
     Problem,
     Rules,

@@ -19,13 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stayfinite.checkpoint.values import (
-    ByPart,
-    Held,
-    PlaceKind,
-    named_parts,
-    with_tensors,
-)
+from stayfinite.checkpoint.values import ByPart, Held, PlaceKind, named_parts, with_tensors
 from stayfinite.detect.memory import is_sharded, local
 from stayfinite.errors import InputError
 from stayfinite.nested import as_tuple

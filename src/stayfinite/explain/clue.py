@@ -147,12 +147,7 @@ def largest(summary: TensorSummary) -> float:
 
 
 def diagnosis(
-    cause: str,
-    why: str,
-    fix: str,
-    *,
-    sure: Confidence = "likely",
-    evidence: tuple[str, ...] = (),
+    cause: str, why: str, fix: str, *, sure: Confidence = "likely", evidence: tuple[str, ...] = ()
 ) -> Diagnosis:
     """A Diagnosis, written the way rules write it."""
     return Diagnosis(cause=cause, why=why, fix=fix, confidence=sure, evidence=evidence)

@@ -77,10 +77,7 @@ class WatchOptions(TypedDict):
 
 
 def watch_options(
-    config: RecoveryConfig | None,
-    on_nan: OnNaN,
-    sinks: Iterable[Sink] | None,
-    prove_seconds: float,
+    config: RecoveryConfig | None, on_nan: OnNaN, sinks: Iterable[Sink] | None, prove_seconds: float
 ) -> WatchOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
     GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word

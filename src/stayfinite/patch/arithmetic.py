@@ -21,15 +21,7 @@ from stayfinite.patch.edit import (
     swap,
 )
 from stayfinite.records import TensorSummary
-from stayfinite.syntax import (
-    callee,
-    calls_in,
-    constant,
-    is_call,
-    is_operation,
-    keyword,
-    names_in,
-)
+from stayfinite.syntax import callee, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _DIVIDE_CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")

@@ -9,15 +9,7 @@ from dataclasses import dataclass, field
 
 from stayfinite.patch.code import Code, Spot, Written
 from stayfinite.patch.edit import Edit, Rewrite, place, rename, replace, rewrite
-from stayfinite.syntax import (
-    callee,
-    calls_in,
-    constant,
-    is_call,
-    is_operation,
-    keyword,
-    names_in,
-)
+from stayfinite.syntax import callee, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _OPS = ("log", "exp", "div", "softmax", "sigmoid", "sum", "mul", "add", "log1p")
 _NODES = ("Log", "Exp", "Div", "Softmax", "Sigmoid", "Sum", "Mul", "Log1P", "Pow")

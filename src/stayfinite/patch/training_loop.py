@@ -23,15 +23,7 @@ from stayfinite.patch.edit import (
     set_keyword,
     swap,
 )
-from stayfinite.syntax import (
-    callee,
-    calls_in,
-    constant,
-    is_call,
-    is_operation,
-    keyword,
-    names_in,
-)
+from stayfinite.syntax import callee, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _OPTIMIZERS = frozenset(
     ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adadelta"]

@@ -32,11 +32,7 @@ class ClampCount:
 
 
 def clamp_activations(
-    model: nn.Module,
-    min: float,
-    max: float,
-    *,
-    modules: Iterable[Selector] | None = None,
+    model: nn.Module, min: float, max: float, *, modules: Iterable[Selector] | None = None
 ) -> ActivationClamp:
     """Limit what modules give out to [min, max], until `remove()` is called on the result.
 

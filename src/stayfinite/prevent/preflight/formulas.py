@@ -117,10 +117,7 @@ def _log1p(op: Computation) -> Bounds:
 
 
 def _curve_with_ends(
-    op: Computation,
-    function: Callable[[float], float],
-    bottom: b.End,
-    top: b.End | None = None,
+    op: Computation, function: Callable[[float], float], bottom: b.End, top: b.End | None = None
 ) -> Bounds:
     """A function that never falls, and by rounding is at its bottom or top from a size on."""
     (low, low_at), (high, high_at) = op.bounds(0).ends

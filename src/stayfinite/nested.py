@@ -125,3 +125,9 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model gives out itself, as a key or an attribute."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) else None

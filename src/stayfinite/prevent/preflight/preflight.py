@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from stayfinite.errors import InputError
 from stayfinite.living import leaves_of
-from stayfinite.locate.search import LossFunction, call, inputs_and_targets, loss_of
+from stayfinite.locate.search import LossFunction, call, inputs_and_targets, loss_of, observable
 from stayfinite.locate.source import user_place
 from stayfinite.nested import map_leaves
 from stayfinite.prevent.data.check import batch_risks
-from stayfinite.prevent.preflight.probe import device_of, observable, probe, with_values
+from stayfinite.prevent.preflight.probe import device_of, probe, with_values
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
 from stayfinite.prevent.preflight.training_checks import optimizer_risks
 from stayfinite.prevent.risks import Risk, as_info, proven, rank_risks, worst_of_each

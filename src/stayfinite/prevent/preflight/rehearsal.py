@@ -26,12 +26,13 @@ from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.living import living
 from stayfinite.locate.operators import is_bad
 from stayfinite.locate.provenance import Site
+from stayfinite.locate.search import ignore_hooks
 from stayfinite.locate.source import Place, user_place
 from stayfinite.prevent.data.check import batch_risks
 from stayfinite.prevent.preflight.bounds import Reach
 from stayfinite.prevent.preflight.operator_checks import line_risks
 from stayfinite.prevent.preflight.places import Places
-from stayfinite.prevent.preflight.probe import ModuleCall, ignore_hooks
+from stayfinite.prevent.preflight.probe import ModuleCall
 from stayfinite.prevent.preflight.range_tracer import RangeTracer
 from stayfinite.prevent.preflight.training_checks import (
     FirstLosses,

@@ -20,7 +20,7 @@ from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.distributed import agree
 from stayfinite.errors import StayFiniteError
 from stayfinite.explain.experiments import CannotReplayError
-from stayfinite.guard.discover import Post, free_post
+from stayfinite.guard.discover import ProcessGuard, free_process_guard
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.replay import NO_BATCH, Replay
@@ -132,11 +132,11 @@ class StayFiniteCallback(TrainerCallback):
             self._past += watch.incidents
 
 
-class JoiningCallback(StayFiniteCallback):
+class LentCallback(StayFiniteCallback):
     """Helps whoever watches the process already; does nothing without that."""
 
     def _attach(self, trainer: Any) -> None:
-        if post_for(trainer) or guard_of(inner_optimizer(trainer.optimizer)):
+        if process_guard_for(trainer) or guard_of(inner_optimizer(trainer.optimizer)):
             super()._attach(trainer)
 
 
@@ -154,7 +154,7 @@ def join_trainers() -> Attachment:
             with harmless("adding a callback to a trainer"):
                 known = self.callback_handler.callbacks
                 if not any(isinstance(each, StayFiniteCallback) for each in known):
-                    self.add_callback(JoiningCallback(sinks=[]))
+                    self.add_callback(LentCallback(sinks=[]))
 
         return init
 
@@ -360,16 +360,16 @@ class LoggedLosses:
         return {**logs, **more}
 
 
-def post_for(trainer: Any) -> Post | None:
-    """The post over this process, if all of the trainer's work is done here."""
+def process_guard_for(trainer: Any) -> ProcessGuard | None:
+    """Who watches this process, if all of the trainer's work is done here."""
     is_alone = trainer.accelerator.distributed_type == DistributedType.NO
-    return free_post() if is_alone else None
+    return free_process_guard() if is_alone else None
 
 
 def stand_in(trainer: Any) -> Attachment:
-    """Put a guard that knows the trainer's parts on that post; nothing if there is none."""
-    post = post_for(trainer)
-    if post is None:
+    """Let a guard that knows the trainer's parts watch in its place; nothing if there is none."""
+    process_guard = process_guard_for(trainer)
+    if process_guard is None:
         return Attachment(lambda: None)
     parts = Parts(
         optimizer=inner_optimizer(trainer.optimizer),
@@ -379,11 +379,11 @@ def stand_in(trainer: Any) -> Attachment:
     )
     job = Job(
         parts,
-        post.config,
-        NaNRecoveryManager(post.config),
-        look_around=None if post.stops else lambda known: known,
-        takes_snapshots=not post.stops,
+        process_guard.config,
+        NaNRecoveryManager(process_guard.config),
+        look_around=None if process_guard.stops else lambda known: known,
+        takes_snapshots=not process_guard.stops,
     )
-    guard = Guard(post.settings)
+    guard = Guard(process_guard.settings)
     guard.add(job)
-    return post.stand_in(guard)
+    return process_guard.stand_in(guard)

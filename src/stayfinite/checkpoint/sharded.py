@@ -228,7 +228,7 @@ def own_group() -> Any:
     return group
 
 
-class Word(NamedTuple):
+class Agreement(NamedTuple):
     """What all ranks know together: the highest of each number, and what any of them has found."""
 
     numbers: list[int]
@@ -242,29 +242,29 @@ def agree(
     failure: BaseException | None = None,
     problems: Sequence[Problem] = (),
     numbers: Sequence[int] = (),
-) -> Word:
+) -> Agreement:
     """The same word on every rank, by one collective; by one more if a rank has found anything."""
     mine = (_reason(failure) if failure else "", list(problems[:_TOLD]))
     word = torch.tensor([any(mine), *numbers], dtype=torch.int64)
     if group is None:
-        return Word(list(numbers), *mine)
+        return Agreement(list(numbers), *mine)
     try:
         dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
         is_bad, *highest = word.tolist()
         if not is_bad:
-            return Word(highest)
+            return Agreement(highest)
         told: list[Any] = [None] * world_size()
         dist.all_gather_object(told, mine, group=group)
     except RuntimeError as error:  # of gloo: a rank is gone, or has not come in time
         lost = failure or error
-        return Word(list(numbers), f"{_reason(lost)} (and not every rank could be asked)")
+        return Agreement(list(numbers), f"{_reason(lost)} (and not every rank could be asked)")
     first: dict[tuple[str, str], Problem] = {}
     for number, (_, found) in enumerate(told):
         for each in found:
             message = f"{each.message.removesuffix('.')}, on rank {number}."
             first.setdefault((each.kind, each.key), replace(each, message=message))
     failures = (f"rank {number}: {text}" for number, (text, _) in enumerate(told) if text)
-    return Word(highest, next(failures, ""), list(first.values()))
+    return Agreement(highest, next(failures, ""), list(first.values()))
 
 
 def _reason(failure: BaseException) -> str:

@@ -18,7 +18,7 @@ from stayfinite.text import plain
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
     from stayfinite.capsule.reproduces import Point
-    from stayfinite.runner.case import Replayed
+    from stayfinite.runner.case import OtherRun
 
 REPRODUCES, OTHERWISE = 0, 1
 
@@ -88,14 +88,14 @@ def _what_would_run(capsule: Capsule, path: Path) -> str:
     )
 
 
-def _replay_model(capsule: Capsule, name: str) -> Replayed:
+def _replay_model(capsule: Capsule, name: str) -> OtherRun:
     """Put the capsule's state into the model and its batch through it, traced."""
     import torch
 
     from stayfinite.capsule.make import put_random, put_state
     from stayfinite.checkpoint.modules import Members
     from stayfinite.locate.search import call, loss_of
-    from stayfinite.runner.case import Replayed
+    from stayfinite.runner.case import OtherRun
     from stayfinite.tracing import trace
 
     if not capsule.batch or capsule.state is None or capsule.state.tensors is None:
@@ -119,10 +119,10 @@ def _replay_model(capsule: Capsule, name: str) -> Replayed:
         except Exception as error:  # their code can raise anything
             if not found.incidents:
                 raise Refused(f"--model {name}: {type(error).__name__}: {error}") from error
-    return Replayed(incident=found.incidents[0] if found.incidents else None)
+    return OtherRun(incident=found.incidents[0] if found.incidents else None)
 
 
-def _show(capsule: Capsule, done: Replayed, points: list[Point], same: bool) -> None:
+def _show(capsule: Capsule, done: OtherRun, points: list[Point], same: bool) -> None:
     from stayfinite.capsule.make import differences
 
     rows = [(p.name, p.there, p.here, "same" if p.is_same else "differs") for p in points]

@@ -132,7 +132,7 @@ def why_not_again(case: Case) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed:
+class OtherRun:
     """What another run saw; `problem` and its last lines say why it did not get there."""
 
     incident: Incident | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -210,6 +211,22 @@ def test_upward_imports_are_late() -> None:
 
 def test_door_imports_lead_to_the_cli_only() -> None:
     assert set(own_imports(MODULES["__main__"])) == {"cli"}
+
+
+def test_a_class_name_occurs_once() -> None:
+    found = Counter(
+        node.name
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    # Lightning's and Ignite's, each under the name that its users import.
+    assert [name for name, times in found.items() if times > 1] == ["StayFinite"]
+
+
+def test_a_file_name_occurs_once() -> None:
+    found = Counter(file.name for file in FILES if file.parent.name != "cli")
+    assert {name for name, times in found.items() if times > 1} == {"__init__.py", "config.py"}
 
 
 def test_torch_free_parts_can_be_imported_without_torch() -> None:

@@ -386,7 +386,7 @@ def is_whole(path: Path) -> bool:
     Of the folders of torch.distributed.checkpoint, which have none, that all parts are there.
     """
     if is_dcp_folder(path):
-        from stayfinite.checkpoint.dcp import is_complete
+        from stayfinite.checkpoint.sharded import is_complete
 
         return is_complete(path)
     try:
@@ -427,7 +427,7 @@ def _open_shards(index: Path, reading: Reading) -> Opened:
 def _open_folder(path: Path, reading: Reading) -> Opened:
     if is_dcp_folder(path):
         # Late: it imports torch.distributed.checkpoint, which takes a tenth of a second.
-        from stayfinite.checkpoint.dcp import open_dcp
+        from stayfinite.checkpoint.sharded import open_dcp
 
         return open_dcp(path, reading.shards), []
     files = folder_files(path)

@@ -200,7 +200,7 @@ class Moments:
 
     def of_update(self, optimizer: Optimizer, frame: FrameType | None) -> Moment:
         """The moment of an update that is under way; it is not kept."""
-        spots = tuple(Spot(id(each), each.f_code, each.f_lasti) for each in user_frames(frame))
+        spots = tuple(FrameSpot(id(each), each.f_code, each.f_lasti) for each in user_frames(frame))
         moment = Moment("updated", spots, [], [], None)
         moment.optimizer = id(optimizer)
         moment.rates = [group.get("lr") for group in optimizer.param_groups]

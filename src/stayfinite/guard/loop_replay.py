@@ -730,11 +730,12 @@ class _Probe(StepListener):
         from stayfinite.guard.guard import bad_values_of
 
         bad = bad_values_of(error)
-        if not bad:
-            self._reason = f"it raised {type(error).__name__}: {error}"
-            return
+        self._reason = f"it raised {type(error).__name__}: {error}"
         with contextlib.suppress(ReplayEnded):
-            self._end(BadValues(bad, self._finding.optimizer))
+            if bad:
+                self._end(BadValues(bad, self._finding.optimizer))
+            held = self._turn.frame.f_globals  # the variables of a body at module level
+            self._look_at({name: held.get(name) for name in self._body.shared})
 
     def _end(self, found: BadValues) -> None:
         """The replay is bad here: say where it began, and go no further."""

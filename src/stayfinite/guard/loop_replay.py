@@ -63,6 +63,8 @@ from stayfinite.replay.loop import (
 from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
 from stayfinite.replay.target import replaced_in, taken_in, values_at_start
+from stayfinite.snapshot import Snapshot
+from stayfinite.snapshot.walk import WEIGHTS
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Turn:
     newer: Container[str] = ()
     later: Moment | None = None
     instead: tuple[Any, Any] | None = None  # a batch, and another in its place
+    weights: Snapshot | None = None  # from before, to begin with
     is_update: bool = False  # it is the end of the turn before, with the weights of then
 
     @property
@@ -476,6 +479,8 @@ class LoopReplay:
         self._moments.restore_weights()
         if turn.is_update:
             moment.restore_weights()
+        if turn.weights is not None:
+            turn.weights.restore(parts=WEIGHTS)
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
             getattr(scaler, "_per_optimizer_states", {}).clear()

@@ -8,14 +8,7 @@ import time
 import unicodedata
 from collections.abc import Callable
 
-from stayfinite.records import (
-    Hop,
-    Incident,
-    NaNReport,
-    NaNType,
-    Origin,
-    TensorSummary,
-)
+from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, TensorSummary
 
 # What was found is called NaN where nobody looked closely.
 KINDS = {**{kind: kind.word for kind in NaNType}, NaNType.NONE: NaNType.NAN.word}

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import stayfinite
 from stayfinite.capsule import read_capsule
-from stayfinite.capsule.contents import Capsule, CodeReference, SourceFile
+from stayfinite.capsule.file import Capsule, CodeReference, SourceFile
 from stayfinite.capsule.make import with_files
 from stayfinite.cli import main
 from stayfinite.records import Incident

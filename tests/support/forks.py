@@ -182,8 +182,7 @@ def _import_what_forks_need() -> None:
     import torch.utils.checkpoint
     import torch.utils.data
 
-    import stayfinite.cli.preflight
-    import stayfinite.cli.run
+    import stayfinite.cli.script_commands
     import stayfinite.guard.replay
     import stayfinite.guard.watch
     import stayfinite.prevent.preflight.rehearsal

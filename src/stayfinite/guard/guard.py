@@ -842,7 +842,7 @@ class Guard(StepListener):
         """Whether training was running away before the incident; by default by the busiest."""
         from stayfinite.explain.clue import Clue
 
-        context = self.past.evidence.context(optimizer, step=incident.step, locations=())
+        context = self.past.evidence.context(optimizer, step=incident.step)
         origin = incident.origin if incident.origin is not None else Origin(phase="forward")
         return Clue(origin, context).is_diverging
 

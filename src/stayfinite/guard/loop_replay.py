@@ -37,7 +37,7 @@ from stayfinite.detect.hooks import (
     watch_scaling,
     watch_steps,
 )
-from stayfinite.detect.memory import local, unwrapped
+from stayfinite.detect.memory import local, unwrap
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     BadValues,
@@ -653,7 +653,7 @@ class _Probe(StepListener):
         self._came_to_end = False
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
-        self._values = {name: (t, unwrapped(t).detach().clone()) for name, t in finding.named}
+        self._values = {name: (t, unwrap(t).detach().clone()) for name, t in finding.named}
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -724,7 +724,7 @@ class _Probe(StepListener):
                         self._end(bad)
                     self._bad_loss = self._bad_loss or bad
                     continue
-                self._loss = float(unwrapped(loss).detach().mean())  # host sync
+                self._loss = float(unwrap(loss).detach().mean())  # host sync
         self._guard.past.tracing.begin_backward(roots)
 
     def judge(
@@ -849,7 +849,7 @@ def _is_foreign(incident: Incident | None) -> bool:
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
-    one, two = unwrapped(one), unwrapped(two)
+    one, two = unwrap(one), unwrap(two)
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if one.layout is not torch.strided:

@@ -22,7 +22,7 @@ from stayfinite.explain.experiments import (
     Replays,
     Seen,
     experiment,
-    judged,
+    judge_findings,
     with_reason,
     with_samples,
 )
@@ -250,7 +250,7 @@ def prove(
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
     findings = [with_samples(each, *replays.samples()) for each in findings]
-    judgement = judged(diagnosis, origin, findings, is_diverging=is_diverging)
+    judgement = judge_findings(diagnosis, origin, findings, is_diverging=is_diverging)
     why_not = replays.split.why_not if replays.split is not None else None
     return dataclasses.replace(incident, diagnosis=with_reason(judgement, why_not))
 

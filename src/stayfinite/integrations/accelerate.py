@@ -14,7 +14,7 @@ from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import Replay
 from stayfinite.guard.watch import watch as watch_loop
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
     RecordedCalls,

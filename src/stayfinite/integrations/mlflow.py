@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stayfinite.files import Background
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.records import Incident, to_json
 from stayfinite.report.terminal import as_text
 from stayfinite.text import headline

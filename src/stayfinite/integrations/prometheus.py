@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.records import Incident
 
 check_package("prometheus-client", extra="prometheus")

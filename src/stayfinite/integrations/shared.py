@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -24,7 +24,7 @@ from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import NO_BATCH
 from stayfinite.locate.source import Place, call_at, user_place
-from stayfinite.nested import named_tensors
+from stayfinite.nested import named_tensors, own_loss
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
@@ -77,10 +77,7 @@ class WatchOptions(TypedDict):
 
 
 def watch_options(
-    config: RecoveryConfig | None,
-    on_nan: OnNaN,
-    sinks: Iterable[Sink] | None,
-    prove_seconds: float,
+    config: RecoveryConfig | None, on_nan: OnNaN, sinks: Iterable[Sink] | None, prove_seconds: float
 ) -> WatchOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
     GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word
@@ -193,8 +190,8 @@ class RecordedCalls:
 
 def _loss(output: Any) -> Tensor | None:
     """The model's own loss; without one, the sum of something bad that it gives out, if any."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1:
+    own = own_loss(output)
+    if own is not None and own.numel() == 1:
         return own
     for _, tensor in named_tensors(output, ""):
         if tensor.requires_grad and not all_finite([tensor]):

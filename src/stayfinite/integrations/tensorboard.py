@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.living import living
 from stayfinite.records import Incident, TensorSummary
 from stayfinite.report.sinks import guilty_tensor

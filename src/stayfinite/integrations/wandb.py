@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stayfinite.files import Background
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.records import Incident
 from stayfinite.report.terminal import as_text
 from stayfinite.text import headline

@@ -24,7 +24,7 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
     if event is None:
         return None
     hops = path(event, following)
-    phase, place, site = _meaning(event, hops)
+    phase, place, site = _place_of(event, hops)
     span = resolve(place, folder=folder)._asdict() if place else {}
     expression = span.pop("expression", None)
     names = Names()
@@ -47,7 +47,7 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
     return origin, event
 
 
-def _meaning(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site]:
+def _place_of(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site]:
     """Phase, line and module, which for values that nobody computed are where they came in."""
     if event.kind == "allocation":
         user = next((hop.site for hop in hops[1:] if hop.site.modules), event.site)

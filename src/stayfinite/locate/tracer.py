@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect.finite import classify
-from stayfinite.detect.memory import is_sharded_type, local, unwrapped
+from stayfinite.detect.memory import is_sharded_type, local, unwrap
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.living import living
@@ -118,7 +118,7 @@ class Tracer(TorchDispatchMode):
     def note_delivery(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
         """A loader has handed these over."""
         with self.paused():
-            for tensor in map(unwrapped, tensors):
+            for tensor in map(unwrap, tensors):
                 self._past.note_delivery(tensor, delivery)
                 for event in self._bad.get(tensor) or () if is_bad(tensor) else ():
                     with contextlib.suppress(Exception):
@@ -127,7 +127,7 @@ class Tracer(TorchDispatchMode):
     def events_of(self, tensors: Iterable[Tensor]) -> list[Event]:
         """The latest events on the memory of those tensors that are bad now."""
         with self.paused():
-            plain = [unwrapped(tensor) for tensor in tensors]
+            plain = [unwrap(tensor) for tensor in tensors]
             found = [event for t in plain if is_bad(t) for event in self._sources(t, _NOWHERE)]
         return list(dict.fromkeys(found))
 
@@ -400,14 +400,14 @@ class Facts:
             facts["largest_input"] = max(
                 self._largest.values(), key=lambda found: found["value"], default=None
             )
-        return _known(facts) | self.of_spread(call, bad, frame)
+        return _known_facts(facts) | self.of_spread(call, bad, frame)
 
     def of_spread(self, call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any]:
         """Facts of an operation that was given a bad value."""
         facts: dict[str, Any] = {"inside": library_place(frame)}
         with contextlib.suppress(Exception):
             facts["sum"] = sum_facts(call, bad, frame)
-        return _known(facts)
+        return _known_facts(facts)
 
     def of_foreign(
         self, tensor: Tensor, site: Site, label: str | None, frame: FrameType | None
@@ -509,7 +509,7 @@ class Facts:
         return {} if last is None else {"last_file": last, "only_file": self._reads.count == 1}
 
 
-def _known(facts: dict[str, Any]) -> dict[str, Any]:
+def _known_facts(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value not in (None, [], {})}
 
 

@@ -49,7 +49,7 @@ _MOST_SEARCHED = 20_000
 _FEW = 1 << 22  # elements
 
 
-class Spot(NamedTuple):
+class FrameSpot(NamedTuple):
     """Where a frame of the user's was; the frame is known by its number, so that it may end."""
 
     frame: int
@@ -72,7 +72,7 @@ class Moment:
     def __init__(
         self,
         kind: Kind,
-        spots: tuple[Spot, ...],
+        spots: tuple[FrameSpot, ...],
         names: list[tuple[int, dict[str, Any]]],
         random: list[tuple[Cell, Any]],
         buffers: KeptTensors | None,
@@ -200,7 +200,7 @@ class Moments:
 
     def of_update(self, optimizer: Optimizer, frame: FrameType | None) -> Moment:
         """The moment of an update that is under way; it is not kept."""
-        spots = tuple(Spot(id(each), each.f_code, each.f_lasti) for each in user_frames(frame))
+        spots = tuple(FrameSpot(id(each), each.f_code, each.f_lasti) for each in user_frames(frame))
         moment = Moment("updated", spots, [], [], None)
         moment.optimizer = id(optimizer)
         moment.rates = [group.get("lr") for group in optimizer.param_groups]
@@ -290,7 +290,7 @@ class Moments:
         spots, names = [], []
         for each in user_frames(frame):
             number, code, lasti = id(each), each.f_code, each.f_lasti
-            spots.append(Spot(number, code, lasti))
+            spots.append(FrameSpot(number, code, lasti))
             known = _known.get((id(code), lasti)) or _names_at(code, lasti)
             if known[1] is not None:
                 names.append((number, _values_in(each, *known[1])))

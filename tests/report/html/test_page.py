@@ -17,7 +17,7 @@ from recorded_runs import record
 import stayfinite
 from stayfinite.causes import CAUSES
 from stayfinite.records import Incident
-from stayfinite.recover.advice import recommended
+from stayfinite.recover.advice import recommendations_of
 from stayfinite.report.html.page import page_of
 from stayfinite.report.store.reading import read_run
 
@@ -28,7 +28,7 @@ Incidents = dict[str, Incident]
 
 def page_at(path: Path, *, with_source: bool = True) -> str:
     run = read_run(path)
-    return page_of(run, advice=recommended(run), with_source=with_source)
+    return page_of(run, advice=recommendations_of(run), with_source=with_source)
 
 
 def text_of(page: str) -> str:

@@ -16,7 +16,6 @@ from markupsafe import Markup, escape
 from stayfinite import text as wording
 from stayfinite.causes import CAUSES
 from stayfinite.records import Incident
-from stayfinite.report.excerpt import dedent
 from stayfinite.report.html.charts import (
     Plot,
     Window,
@@ -24,13 +23,13 @@ from stayfinite.report.html.charts import (
     doublings_left,
     heat_map,
     histogram,
+    lineage,
     short,
     timeline,
     visible_text,
 )
-from stayfinite.report.html.lineage import lineage
 from stayfinite.report.html.notebook import info_without_source, without_source
-from stayfinite.report.incident_view import IncidentView, view_of
+from stayfinite.report.incident_view import IncidentView, dedent, view_of
 from stayfinite.report.run_summary import summary_of
 from stayfinite.report.store.reading import Run, Series
 from stayfinite.report.store.writer import RunInfo
@@ -107,7 +106,7 @@ def incidents_fragment(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PageVerdict:
     """How the run went, in a line; `mood` is a colour."""
 
     mood: str
@@ -122,23 +121,23 @@ _ENDS = {
 }
 
 
-def _verdict(run: Run) -> Verdict:
+def _verdict(run: Run) -> PageVerdict:
     """From how it ended, and what happened before."""
     said = verdict_of(len(run.incidents), run.steps)
     if run.exit not in _ENDS:
         return said
     mood, more = _ENDS[run.exit]
-    return Verdict(mood="bad" if run.incidents else mood, text=said.text, more=more)
+    return PageVerdict(mood="bad" if run.incidents else mood, text=said.text, more=more)
 
 
-def verdict_of(incidents: int, steps: int) -> Verdict:
+def verdict_of(incidents: int, steps: int) -> PageVerdict:
     """What happened in so many steps."""
     taken = "1 step" if steps == 1 else f"{steps:,} steps"
     if incidents:
-        return Verdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
+        return PageVerdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
     if not steps:
-        return Verdict(mood="busy", text="No training step was seen")
-    return Verdict(mood="good", text=f"{taken}, all finite" if steps > 1 else "1 step, finite")
+        return PageVerdict(mood="busy", text="No training step was seen")
+    return PageVerdict(mood="good", text=f"{taken}, all finite" if steps > 1 else "1 step, finite")
 
 
 def groups_of(incidents: Sequence[Incident]) -> list[tuple[Incident, list[int]]]:

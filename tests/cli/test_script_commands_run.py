@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import stayfinite
 from stayfinite.cli import main
-from stayfinite.cli.run import command
+from stayfinite.cli.script_commands import run_command
 from stayfinite.errors import ConfigError
 from stayfinite.runner.options import RunOptions
 
@@ -34,7 +34,7 @@ def start(*words, cwd, module="stayfinite"):
 
 
 def test_every_option_comes_from_the_options_class():
-    flags = {option for param in command.params for option in param.opts if option[:2] == "--"}
+    flags = {option for param in run_command.params for option in param.opts if option[:2] == "--"}
     fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(RunOptions)}
     assert flags == fields
 
@@ -42,7 +42,7 @@ def test_every_option_comes_from_the_options_class():
 def test_surface_is_frozen():
     surface = {
         param.opts[0]: getattr(param.type, "choices", param.type.name)
-        for param in command.params
+        for param in run_command.params
         if isinstance(param, click.Option)
     }
     assert surface == {

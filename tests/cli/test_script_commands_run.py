@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import click
+import forks
 import pytest
 from click.testing import CliRunner
 
@@ -163,7 +164,9 @@ def test_record_of_a_module_that_recovered_says_so(tmp_path):
     (tmp_path / "proj" / "__init__.py").touch()
     (tmp_path / "proj" / "train.py").write_text(MODULE)
     words = ["--on-nan", "recover", "--second-run", "never", "-m", "proj.train", "--x"]
-    done = start("run", "--run-dir", "night", *words, cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": SOURCE}
+    given = ["-m", "stayfinite", "run", "--run-dir", "night", *words]
+    done = forks.run_text(given, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     shown = CliRunner().invoke(main, ["show", str(tmp_path / "night")]).output
     facts = [line.split(maxsplit=1) for line in shown.splitlines()]

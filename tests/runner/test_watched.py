@@ -167,7 +167,7 @@ LOADER = """
 
 def test_workers_of_a_data_loader_never_report(scripts):
     scripts.write(LOADER)
-    done = scripts.watched("train.py")
+    done = scripts.warm("train.py")
     assert (done.code, done.out) == (0, b"done\n"), done.err.decode()
     assert done.ours == ["4 steps checked, all finite."]
 

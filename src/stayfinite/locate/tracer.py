@@ -113,7 +113,7 @@ class Tracer(TorchDispatchMode):
 
     def note_carried(self, name: str, tensor: Tensor) -> None:
         """Say in which variable a tensor was carried from one step to the next."""
-        self._past.carried.put(unwrapped(tensor), name)
+        self._past.carried.put(unwrap(tensor), name)
 
     def note_delivery(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
         """A loader has handed these over."""

@@ -224,6 +224,28 @@ def test_page_fits_and_follows_the_scheme(
         assert viewer.page.get_attribute("html", "data-theme") == "light"
 
 
+WIDER = """[...document.querySelectorAll(".plot")]
+  .filter((plot) => plot.firstChild.offsetWidth > plot.clientWidth).length"""
+
+
+@pytest.mark.parametrize("width", [800, 1280, 1900])
+def test_charts_stay_in_their_places_and_words_stay_whole(
+    width: int, looked_at: Dashboard, chromium: Any
+) -> None:
+    size = {"width": width, "height": 900}
+    with viewing(chromium, looked_at, viewport=size) as viewer:
+        viewer.until_painted()
+        # The last of five has a row to itself, until a sixth comes beside it.
+        viewer.page.evaluate("window.sixth = document.querySelector('#charts > :nth-child(6)')")
+        viewer.page.evaluate("window.sixth.remove()")
+        viewer.page.click("#theme")  # they are drawn anew
+        viewer.page.evaluate("void document.querySelector('#charts').append(window.sixth)")
+        viewer.page.wait_for_timeout(300)
+        viewer.until(lambda: viewer.page.evaluate(WIDER) == 0, "charts in their places")
+        body = "document.querySelector('.incident-body').clientWidth"
+        assert viewer.page.evaluate(body) > 0.4 * min(width, 1100) - 120
+
+
 def test_thirty_payloads_stay_text(looked_at: Dashboard, chromium: Any) -> None:
     assert len(PAYLOADS) >= 30
     with viewing(chromium, looked_at) as viewer:

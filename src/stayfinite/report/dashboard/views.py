@@ -186,8 +186,12 @@ def buckets_of(columns: Columns, names: list[str], grid: Grid) -> dict[str, dict
 def totals(columns: Columns, name: str, grid: Grid) -> list[int]:
     """The sum of a column of whole numbers in each bucket."""
     with columns.lock:
-        values, cuts = columns.view(name), np.searchsorted(columns.view("step"), grid.edges)
-        return [int(values[start:end].sum()) for start, end in itertools.pairwise(cuts)]
+        # The view is a function's own, so that it is gone before the lock is.
+        return _sums(columns.view(name), np.searchsorted(columns.view("step"), grid.edges))
+
+
+def _sums(values: Values, cuts: Values) -> list[int]:
+    return [int(values[start:end].sum()) for start, end in itertools.pairwise(cuts)]
 
 
 def _column(values: Values, cuts: Values, grid: Grid) -> dict[str, Any]:

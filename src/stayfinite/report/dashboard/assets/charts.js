@@ -23,8 +23,8 @@ export class Charts {
     this.onZoom = onZoom;
     this.panels = new Map();
     this.sync = uPlot.sync("steps");
+    // Each for itself: a panel that comes later makes room for itself beside the others.
     this.observer = new ResizeObserver(() => this.panels.forEach((panel) => panel.resize()));
-    this.observer.observe(byId("charts"));
   }
 
   // `runs` in their order, each with its place, which is its color.
@@ -35,7 +35,9 @@ export class Charts {
     }
     for (const measure of wanted) {
       if (!this.panels.has(measure.key)) {
-        this.panels.set(measure.key, new Panel(measure, this.sync, this.onZoom));
+        const panel = new Panel(measure, this.sync, this.onZoom);
+        this.panels.set(measure.key, panel);
+        this.observer.observe(panel.canvas);
       }
     }
     const nodes = wanted.map((measure) => this.panels.get(measure.key).node);
@@ -53,6 +55,7 @@ export class Charts {
   }
 
   drop(key, panel) {
+    this.observer.unobserve(panel.canvas);
     panel.destroy();
     this.panels.delete(key);
   }

@@ -213,7 +213,7 @@ function bind() {
   byId("reset").addEventListener("click", () => change({ zoom: null }));
   byId("optimizer").addEventListener("change", (event) => change({ optimizer: Number(event.target.value) }));
   for (const id of ["from", "to"]) byId(id).addEventListener("change", typedRange);
-  if (matchMedia("(max-width: 760px)").matches) byId("shelf").open = false;
+  if (matchMedia("(max-width: 900px)").matches) byId("shelf").open = false;
   bindTheme(byId("theme"), () => { charts.repaint(); heat.repaint(); });
 }
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Diagnosis": "records",
+    "Forecast": "records",
     "Incident": "records",
     "NaNReport": "records",
     "NaNType": "records",
@@ -149,6 +150,7 @@ if TYPE_CHECKING:
     from stayfinite.prevent.preflight.preflight import preflight as preflight
     from stayfinite.prevent.risks import Risk as Risk
     from stayfinite.records import Diagnosis as Diagnosis
+    from stayfinite.records import Forecast as Forecast
     from stayfinite.records import Incident as Incident
     from stayfinite.records import NaNReport as NaNReport
     from stayfinite.records import NaNType as NaNType

@@ -16,7 +16,7 @@ from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.recorder import recorder_in
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.report.sinks import Sink, told_to
+from stayfinite.report.sinks import Sink, forecasts_told_to, told_to
 from stayfinite.settings import GuardSettings
 
 
@@ -65,10 +65,12 @@ def watch(
     )
     tell = told_to(sinks)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
-    guard = Guard(settings, on_incident=tell, only=optimizer)
-    if recorder is not None:
-        tell = told_to([recorder.heard, tell])
-        guard.past = GuardPast(on_incident=tell, on_step=recorder.stepped)
+    guard = Guard(settings, only=optimizer)
+    guard.past = GuardPast(
+        on_incident=tell if recorder is None else told_to([recorder.heard, tell]),
+        on_step=None if recorder is None else recorder.stepped,
+        on_forecast=forecasts_told_to(sinks, recorder),
+    )
     if group is not None:
         guard.past.rank_groups.given = group
     guard.keep_operations()

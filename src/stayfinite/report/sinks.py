@@ -9,8 +9,9 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from stayfinite.records import Incident, TensorSummary
+from stayfinite.records import Forecast, Incident, TensorSummary
 from stayfinite.safely import Safely, beside_bars
 from stayfinite.text import on_rank, source_line, what_was_done
 
@@ -45,6 +46,32 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
                 failures.note(error)
 
     return tell
+
+
+def forecasts_told_to(sinks: Iterable[Any] | None, *more: Any) -> Callable[[Forecast], None]:
+    """Tells the same sinks, and `more`, of forecasts: those that have a method `on_forecast`.
+
+    Without any sinks, the terminal gets one line.
+    """
+    heard = [getattr(sink, "on_forecast", None) for sink in (*more, *(sinks or ()))]
+    chosen = [*heard, print_forecast if sinks is None else None]
+    message = "a sink failed; it is told of later forecasts all the same"
+    safely = [(hear, Safely(message)) for hear in chosen if hear is not None]
+
+    def tell(forecast: Forecast) -> None:
+        for hear, failures in safely:
+            try:
+                hear(forecast)
+            except Exception as error:
+                failures.note(error)
+
+    return tell
+
+
+def print_forecast(forecast: Forecast) -> None:
+    """One line on stderr."""
+    with beside_bars():
+        print(f"stayfinite: step {forecast.step}: {forecast.message}", file=sys.stderr)
 
 
 def terminal() -> Sink:

@@ -11,10 +11,9 @@ from typing import Any
 from stayfinite.records import Incident
 from stayfinite.report.store.reading import Range, Run, Sample
 from stayfinite.report.store.writer import RunInfo
-from stayfinite.text import headline, source_line
+from stayfinite.text import headline, is_mended, source_line
 
 _WORST = 5
-_NOT_RECOVERED = {"stop", "abort", "warn", "none"}  # strategies that mend nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +105,7 @@ def _has_recovered(run: Run) -> bool:
     """Whether its incidents were recovered from, and training went on usefully."""
     if run.exit != "incident" or (run.result is not None and run.result.recovered is False):
         return False
-    done = [incident.outcome for incident in run.incidents]
-    return all(each is not None and each.strategy not in _NOT_RECOVERED for each in done)
+    return all(is_mended(incident.outcome) for incident in run.incidents)
 
 
 def worst_layers(samples: Iterable[Sample]) -> tuple[Layer, ...]:

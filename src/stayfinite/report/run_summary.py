@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stayfinite.records import Incident
+from stayfinite.records import Forecast, Incident, Outcome
 from stayfinite.report.store.reading import Range, Run, Sample
 from stayfinite.report.store.writer import RunInfo
-from stayfinite.text import headline, is_mended, source_line
+from stayfinite.text import forecast_words, headline, is_mended, source_line
 
 _WORST = 5
 
@@ -39,6 +39,21 @@ class IncidentRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForecastRow:
+    """A forecast in a line; `next_bad_step` is that of the first incident after it."""
+
+    step: int
+    rank: int
+    words: str
+    severity: str
+    steps_left: int | None
+    steps_low: int | None
+    steps_high: int | None
+    next_bad_step: int | None
+    done: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """What `stayfinite show` tells."""
 
@@ -50,6 +65,7 @@ class RunSummary:
     is_recovered: bool
     ranks: int
     incidents: tuple[IncidentRow, ...]
+    forecasts: tuple[ForecastRow, ...]
     bad_steps: int
     skipped_steps: int
     causes: dict[str, int]
@@ -86,6 +102,7 @@ def summary_of(run: Run) -> RunSummary:
         is_recovered=_has_recovered(run),
         ranks=len(run.ranks),
         incidents=rows,
+        forecasts=forecast_rows(run),
         bad_steps=len({row.step for row in rows}),
         skipped_steps=int(max((sum(each["skipped"]) for each in everyone), default=0)),
         causes=dict(Counter(row.cause or "unknown" for row in rows).most_common()),
@@ -99,6 +116,31 @@ def summary_of(run: Run) -> RunSummary:
         worst_layers=worst_layers(series.samples),
         broken_lines=sum(rank.broken for rank in run.ranks),
     )
+
+
+def forecast_rows(run: Run) -> tuple[ForecastRow, ...]:
+    """What was foretold, oldest first, and what came."""
+    bad = [incident.step for incident in run.incidents]
+    return tuple(_forecast_row(forecast, bad) for forecast in run.forecasts)
+
+
+def _forecast_row(forecast: Forecast, bad: list[int]) -> ForecastRow:
+    return ForecastRow(
+        step=forecast.step,
+        rank=forecast.rank,
+        words=forecast_words(forecast),
+        severity=forecast.severity,
+        steps_left=forecast.steps_left,
+        steps_low=forecast.steps_low,
+        steps_high=forecast.steps_high,
+        next_bad_step=min((step for step in bad if step >= forecast.step), default=None),
+        done=_done(forecast.outcome),
+    )
+
+
+def _done(outcome: Outcome | None) -> str | None:
+    said = ": ".join(filter(None, (outcome.strategy, outcome.detail))) if outcome else ""
+    return said or None
 
 
 def _has_recovered(run: Run) -> bool:
@@ -126,15 +168,14 @@ def worst_layers(samples: Iterable[Sample]) -> tuple[Layer, ...]:
 
 
 def _row(incident: Incident) -> IncidentRow:
-    diagnosis, outcome = incident.diagnosis, incident.outcome
-    done = ": ".join(filter(None, (outcome.strategy, outcome.detail))) if outcome else ""
+    diagnosis = incident.diagnosis
     return IncidentRow(
         step=incident.step,
         rank=incident.rank,
         headline=headline(incident),
         cause=diagnosis.cause if diagnosis else None,
         place=source_line(incident.origin) or None,
-        done=done or None,
+        done=_done(incident.outcome),
     )
 
 
@@ -191,6 +232,10 @@ def _measures(old: RunSummary, new: RunSummary) -> Iterator[Measure]:
     yield of("steps", "steps")
     yield of("bad steps", "bad_steps", -1)
     yield of("skipped steps", "skipped_steps", -1)
+    if old.forecasts or new.forecasts:
+        yield Measure(
+            name="forecasts", before=len(old.forecasts), after=len(new.forecasts), better=-1
+        )
     yield from _ranges("gradient norm", old.norm, new.norm, ("high",), better=-1)
     yield from _ranges("gradient norm", old.norm, new.norm, ("median",))
     yield from _ranges("loss", old.loss, new.loss, ("low", "high", "last"), better=-1)

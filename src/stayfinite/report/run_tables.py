@@ -42,6 +42,8 @@ def as_summary(summary: RunSummary) -> RenderableType:
     parts: list[RenderableType] = [_facts(summary)]
     if summary.incidents:
         parts += [Text(), _incidents(summary)]
+    if summary.forecasts:
+        parts += [Text(), _forecasts(summary)]
     if summary.worst_layers:
         parts += [Text(), _layers(summary)]
     if summary.broken_lines:
@@ -95,6 +97,17 @@ def _incidents(summary: RunSummary) -> Table:
     return table
 
 
+def _forecasts(summary: RunSummary) -> Table:
+    table = _table("forecast", "made at step", "next bad step", "done")
+    for row in summary.forecasts[:_MOST_INCIDENTS]:
+        steps = number(row.step), number(row.next_bad_step)
+        table.add_row(plain(row.words), *steps, plain(row.done or "-"))
+    left = len(summary.forecasts) - _MOST_INCIDENTS
+    if left > 0:
+        table.add_row(f"... and {count(left, 'more forecast')}: --json has all")
+    return table
+
+
 def _layers(summary: RunSummary) -> Table:
     table = _table("layers with the largest gradients", "norm", "at step", "doublings left")
     for layer in summary.worst_layers:
@@ -141,11 +154,11 @@ def _said(value: Any) -> str:
 
 def as_list(summaries: Iterable[RunSummary]) -> RenderableType:
     """Runs, a line for each."""
-    table = _table("run", "started", "script", "steps", "incidents", "ended")
+    table = _table("run", "started", "script", "steps", "incidents", "forecasts", "ended")
     for each in summaries:
         ended = Text(each.ended, _COLOURS.get(each.ended, ""))
         name, script = Path(each.path).name, Path(each.script).name
-        counts = f"{each.steps:,}", number(len(each.incidents))
+        counts = f"{each.steps:,}", number(len(each.incidents)), number(len(each.forecasts))
         table.add_row(plain(name), moment(each.started), plain(script), *counts, ended)
     return table
 

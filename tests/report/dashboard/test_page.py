@@ -274,3 +274,30 @@ def test_thirty_payloads_stay_text(looked_at: Dashboard, chromium: Any) -> None:
 HANDLERS = """[...document.querySelectorAll("*")].flatMap((node) => [...node.attributes]
   .filter(({ name, value }) => name.startsWith("on") || /^\\s*javascript:/i.test(value))
   .map(({ name }) => name))"""
+
+
+OPACITY = """() => {
+  const canvas = document.querySelector("[data-measure=lr] canvas");
+  const over = document.querySelector("[data-measure=lr] .u-over").getBoundingClientRect();
+  const left = over.left - canvas.getBoundingClientRect().left;
+  const at = (step) => Math.round((left + over.width * (step / 89)) * devicePixelRatio);
+  const height = Math.round((over.height - 20) * devicePixelRatio);
+  const row = canvas.getContext("2d").getImageData(0, height, canvas.width, 1).data;
+  return [30, 75].map((step) => row[4 * at(step) + 3]);
+}"""
+
+
+def test_forecast_is_told_in_words_and_drawn_as_a_band(looked_at: Dashboard, chromium: Any) -> None:
+    with viewing(chromium, looked_at, color_scheme="light") as viewer:
+        viewer.until_painted()
+        viewer.until(lambda: viewer.page.locator("#forecasts li").count() == 1, "the forecast")
+        said = viewer.text("#forecasts")
+        assert "encoder.3.ffn overflows float16 in about 18 steps (12-30)" in said
+        assert "expected about step 68, between 62 and 80" in said
+        assert "next bad step: 70" in said
+        assert "where a forecast expects a value to overflow" in viewer.text("#key")
+        outside, inside = viewer.page.evaluate(OPACITY)
+        assert outside == 0
+        assert inside > 20
+        viewer.page.get_by_role("button", name="c-second").click()
+        viewer.until(lambda: not viewer.page.is_visible("#forecasts"), "no forecast")

@@ -24,7 +24,7 @@ from stayfinite.report.dashboard.live_runs import (
     RunIndex,
 )
 from stayfinite.report.incident_view import IncidentView, view_of
-from stayfinite.report.run_summary import compare
+from stayfinite.report.run_summary import compare, forecast_rows
 from stayfinite.text import FULL, plain
 
 Query = Mapping[str, str]
@@ -107,6 +107,7 @@ def _run_view(entry: Entry) -> dict[str, Any]:
         "steps": run.steps,
         "last": {name: _plain(last.get(name)) for name in METRICS},
         "incidents": len(run.incidents),
+        "forecasts": len(run.forecasts),
         "broken": sum(rank.broken for rank in (entry.live or run).ranks),
     }
 
@@ -261,7 +262,7 @@ def layer_view(index: RunIndex, query: Query) -> dict[str, Any] | None:
 
 
 def incidents_view(index: RunIndex, query: Query) -> dict[str, Any]:
-    """A line for each incident, the newest first."""
+    """A line for each incident and each forecast, the newest first."""
     runs = {identity: index.known(identity) for identity in ids_in(query)}
     found = [
         {"run": identity, "number": number, **_line(incident)}
@@ -269,7 +270,13 @@ def incidents_view(index: RunIndex, query: Query) -> dict[str, Any]:
         for number, incident in enumerate(run.incidents if run is not None else ())
     ]
     newest_first = sorted(found, key=lambda line: (line["time"], line["step"]), reverse=True)
-    return {"incidents": newest_first}
+    foretold = [
+        {"run": identity, **to_data(row)}
+        for identity, run in runs.items()
+        for row in (forecast_rows(run) if run is not None else ())
+    ]
+    latest_first = sorted(foretold, key=lambda line: -line["step"])
+    return {"incidents": newest_first, "forecasts": latest_first}
 
 
 def incident_view(index: RunIndex, query: Query) -> dict[str, Any] | None:

@@ -99,7 +99,7 @@ def summary_of(run: Run) -> RunSummary:
         script=run.info.script,
         steps=run.steps,
         exit=run.exit,
-        is_recovered=_has_recovered(run),
+        is_recovered=has_recovered(run),
         ranks=len(run.ranks),
         incidents=rows,
         forecasts=forecast_rows(run),
@@ -143,7 +143,7 @@ def _done(outcome: Outcome | None) -> str | None:
     return said or None
 
 
-def _has_recovered(run: Run) -> bool:
+def has_recovered(run: Run) -> bool:
     """Whether its incidents were recovered from, and training went on usefully."""
     if run.exit != "incident" or (run.result is not None and run.result.recovered is False):
         return False

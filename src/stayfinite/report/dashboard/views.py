@@ -24,7 +24,7 @@ from stayfinite.report.dashboard.live_runs import (
     RunIndex,
 )
 from stayfinite.report.incident_view import IncidentView, view_of
-from stayfinite.report.run_summary import compare, forecast_rows
+from stayfinite.report.run_summary import compare, forecast_rows, has_recovered
 from stayfinite.text import FULL, plain
 
 Query = Mapping[str, str]
@@ -78,10 +78,11 @@ def runs_view(index: RunIndex) -> dict[str, Any]:
 def _run_view(entry: Entry) -> dict[str, Any]:
     """One run in the list; `state` is how it ended, or "running", "starting", "unreadable"."""
     run, problem = entry.glance, entry.glance.problem
+    ended = ("recovered" if has_recovered(run) else run.exit) if run.has_begun else "starting"
     view: dict[str, Any] = {
         "id": entry.id,
         "name": entry.path.name,
-        "state": "unreadable" if problem else run.exit if run.has_begun else "starting",
+        "state": "unreadable" if problem else ended,
         "problem": problem,
         "version": run.version,
         "progress": None,

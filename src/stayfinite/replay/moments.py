@@ -33,6 +33,7 @@ from stayfinite.replay.loop import loops_around, variables_of
 from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, is_generator_type, same
 from stayfinite.snapshot.mark import KeptTensors, TensorWatch
 from stayfinite.snapshot.rng import generator_cell, numpy_cell
+from stayfinite.training import params_of
 
 Kind = Literal["entered", "delivered", "updated", "passed"]
 _REMEMBERED = 64  # moments
@@ -190,18 +191,25 @@ class Moments:
         self._passes = 0
         self._weights.pop(whose, None)
         moment = self._note("updated", frame)
-        params = []
-        for group in optimizer.param_groups:
-            moment.rates.append(group.get("lr"))
-            params += group["params"]
         moment.optimizer = whose
+        moment.rates = [group.get("lr") for group in optimizer.param_groups]
+        params = params_of(optimizer)
         if self._are_few(params):
             moment.gradients = [param.grad for param in params]
         self.has_gradients.clear()
 
+    def of_update(self, optimizer: Optimizer, frame: FrameType | None) -> Moment:
+        """The moment of an update that is under way; it is not kept."""
+        spots = tuple(Spot(id(each), each.f_code, each.f_lasti) for each in user_frames(frame))
+        moment = Moment("updated", spots, [], [], None)
+        moment.optimizer = id(optimizer)
+        moment.rates = [group.get("lr") for group in optimizer.param_groups]
+        moment.gradients = [param.grad for param in params_of(optimizer)]
+        return moment
+
     def keep_weights(self, optimizer: Optimizer) -> None:
         """An update begins that may run the model on the way, with weights that it has moved."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         if self._are_few(params):
             own = [local(param).detach() for param in params]
             self._weights[id(optimizer)] = [(param, param.clone()) for param in own]

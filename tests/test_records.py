@@ -16,6 +16,7 @@ from stayfinite import records
 from stayfinite.errors import RecordError
 from stayfinite.records import (
     Diagnosis,
+    Forecast,
     Hop,
     Incident,
     NaNReport,
@@ -29,7 +30,17 @@ from stayfinite.records import (
     to_json,
 )
 
-RECORDS = (TensorSummary, NaNReport, Hop, Origin, Diagnosis, Outcome, Incident, RunResult)
+RECORDS = (
+    TensorSummary,
+    NaNReport,
+    Hop,
+    Origin,
+    Diagnosis,
+    Outcome,
+    Incident,
+    Forecast,
+    RunResult,
+)
 
 text = st.text(max_size=8)
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text

@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Diagnosis": "records",
+    "Forecast": "records",
+    "Alert": "report.alerts",
+    "AlertRule": "report.alerts",
     "Incident": "records",
     "NaNReport": "records",
     "NaNType": "records",
@@ -149,6 +152,7 @@ if TYPE_CHECKING:
     from stayfinite.prevent.preflight.preflight import preflight as preflight
     from stayfinite.prevent.risks import Risk as Risk
     from stayfinite.records import Diagnosis as Diagnosis
+    from stayfinite.records import Forecast as Forecast
     from stayfinite.records import Incident as Incident
     from stayfinite.records import NaNReport as NaNReport
     from stayfinite.records import NaNType as NaNType
@@ -160,6 +164,8 @@ if TYPE_CHECKING:
     from stayfinite.recover.config import RecoveryStrategy as RecoveryStrategy
     from stayfinite.recover.config import Rung as Rung
     from stayfinite.recover.manager import NaNRecoveryManager as NaNRecoveryManager
+    from stayfinite.report.alerts import Alert as Alert
+    from stayfinite.report.alerts import AlertRule as AlertRule
     from stayfinite.snapshot import TrainingState as TrainingState
     from stayfinite.tracing import trace as trace
 

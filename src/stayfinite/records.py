@@ -19,6 +19,19 @@ Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "init"
 Confidence = Literal["proven", "likely", "possible"]
 HopKind = Literal["birth", "conversion", "spread", "constant", "allocation", "foreign"]
 Exit = Literal["finite", "incident", "script-error"]
+Severity = Literal["info", "warning", "critical"]
+Signal = Literal[
+    "activation",
+    "gradient",
+    "grad_norm",
+    "update_ratio",
+    "adam_denominator",
+    "loss_scale",
+    "loss",
+    "attention_logits",
+    "loss_spike",
+    "grad_norm_spike",
+]
 _IF_ANY = {"written": "if it is not the default"}
 
 
@@ -214,6 +227,43 @@ class Incident:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What is going to overflow, and when; or, with a signal that ends in "_spike", a jump.
+
+    `where` is a module ("" is the root), a parameter, or "loss". `value` is what was measured at
+    `step`, in the dtype that it has, and `limit` what it must stay within; `slope` is the growth in
+    doublings per step. The first non-finite value is expected after `steps_left` further steps,
+    between `steps_low` and `steps_high`; None where there is no telling (a spike; `steps_high`
+    alone where it may also stop). `outcome` says what was done about it; one with the strategy
+    "undo" tells that the trend is gone, and what was done was undone.
+
+    >>> Forecast(step=210, signal="loss_spike", where="loss", value=41.0, limit=6.2).is_spike
+    True
+    """
+
+    step: int
+    signal: Signal
+    where: str = ""
+    dtype: str | None = None
+    value: float | None = None
+    limit: float | None = None
+    slope: float | None = None
+    steps_left: int | None = None
+    steps_low: int | None = None
+    steps_high: int | None = None
+    severity: Severity = "warning"
+    message: str = ""
+    time: float = 0.0
+    rank: int = 0
+    evidence: tuple[str, ...] = ()
+    outcome: Outcome | None = None
+
+    @property
+    def is_spike(self) -> bool:
+        return self.signal.endswith("_spike")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReadValue:
     """A NaN or Inf that the script itself read as a number, by `Tensor.item`, in one line.
 
@@ -258,8 +308,8 @@ class RunResult:
     """What `stayfinite run --json FILE` writes.
 
     `recovered` is None where nothing was to be recovered from. `remarks` are sentences about what
-    is no incident: a NaN in evaluation, a process that was not heard to its end. Both are written
-    only where there is something to say.
+    is no incident: a NaN in evaluation, a process that was not heard to its end. They and
+    `forecasts` are written only where there is something to say.
     """
 
     schema: int = SCHEMA
@@ -269,6 +319,7 @@ class RunResult:
     exit: Exit = "finite"
     recovered: bool | None = field(default=None, metadata=_IF_ANY)
     remarks: tuple[str, ...] = field(default=(), metadata=_IF_ANY)
+    forecasts: tuple[Forecast, ...] = field(default=(), metadata=_IF_ANY)
 
 
 Record = TypeVar("Record")

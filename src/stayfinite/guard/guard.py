@@ -64,7 +64,7 @@ from stayfinite.living import Names, leaves_of
 from stayfinite.locate.clock import Tracing
 from stayfinite.locate.source import USER, kind_of
 from stayfinite.nested import Named, named_tensors
-from stayfinite.records import Aftermath, Incident, NaNType, Origin, Outcome
+from stayfinite.records import Aftermath, Forecast, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.replay.loop import loops_around, variables_of
@@ -129,6 +129,11 @@ class Guard(StepListener):
     def incidents(self) -> list[Incident]:
         """What was found, oldest first."""
         return self.past.incidents
+
+    @property
+    def forecasts(self) -> list[Forecast]:
+        """What was foretold, oldest first."""
+        return self.past.forecasts
 
     @property
     def evidence(self) -> Evidence:
@@ -418,6 +423,7 @@ class Guard(StepListener):
         """Forget what the parent process has seen."""
         past = self.past
         past.incidents, past.scaler_skips, past.stopped = [], 0, False
+        past.forecasts = []
         past.evidence.forget_counts()
 
     def script_crashed(self, error: BaseException) -> None:
@@ -819,6 +825,13 @@ class Guard(StepListener):
             past.on_incident(incident)
         return incident
 
+    def foretell(self, forecast: Forecast) -> None:
+        """Keep a forecast or a spike, and tell whoever listens."""
+        past = self.past
+        past.forecasts.append(forecast)
+        if past.on_forecast is not None:
+            past.on_forecast(forecast)
+
     def conclude(self, job: Job, incident: Incident, recovery: Recovery) -> None:
         """Record the incident with what was done; raise if that was to give up."""
         outcome = Outcome(strategy=recovery.strategy.value, detail=recovery.detail)
@@ -929,10 +942,12 @@ class GuardPast:
         on_begin: Callable[[], None] | None = None,  # of the first backward pass
         on_bad_loss: Callable[[Tensor], None] | None = None,
         on_located: Callable[[Incident], None] | None = None,  # before anything is proven
+        on_forecast: Callable[[Forecast], None] | None = None,
     ) -> None:
         self.on_incident, self.on_begin, self.on_bad_loss = on_incident, on_begin, on_bad_loss
-        self.on_located = on_located
+        self.on_located, self.on_forecast = on_located, on_forecast
         self.incidents: list[Incident] = []
+        self.forecasts: list[Forecast] = []
         self.scaler_skips = 0
         self.stopped = self.crashed = False
         self.was_skipped = False  # the update that is under way, by a scaler

@@ -22,7 +22,7 @@ from stayfinite.distributed import rank as own_rank
 from stayfinite.distributed import world_size
 from stayfinite.guard.evidence import Evidence
 from stayfinite.living import Names
-from stayfinite.records import Incident, to_data
+from stayfinite.records import Forecast, Incident, to_data
 from stayfinite.report.store.writer import End, LayerRow, RunInfo, StepRow, StoreWriter, run_info
 from stayfinite.safely import Safely
 from stayfinite.training import params_of
@@ -93,6 +93,11 @@ class Recorder:
         """Record an incident, with all steps before it."""
         self.hand_over()
         self.writer.incident(incident)
+
+    def on_forecast(self, forecast: Forecast) -> None:
+        """Record a forecast, with all steps before it."""
+        self.hand_over()
+        self.writer.forecast(forecast)
 
     def hand_over(self) -> None:
         """Give the steps that are kept here to the writer."""

@@ -18,7 +18,8 @@ from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.recorder import recorder_in
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.report.sinks import Sink, told_to
+from stayfinite.report.alerts import AlertRule
+from stayfinite.report.sinks import Sink, forecasts_told_to, told_to
 from stayfinite.settings import GuardSettings
 
 
@@ -33,6 +34,7 @@ def watch(
     config: RecoveryConfig | None = None,
     on_nan: Literal["recover", "stop", "warn"] = "recover",
     sinks: Iterable[Sink] | None = None,
+    alerts: Iterable[AlertRule] = (),
     run_dir: str | os.PathLike[str] | None = None,
     prove_seconds: float = 0.0,
     again: Literal["auto", "never"] = "auto",
@@ -43,7 +45,8 @@ def watch(
     A loop that knows nothing of it has its bad updates vetoed, as if their batches had not
     been; `guard.step(fn, batch)` can also replay and retry. `scheduler` and `ema` may be
     several. Each incident goes to all `sinks`; without any, its report goes to
-    stderr, and to the trackers that run in this process. With `run_dir` steps and incidents
+    stderr, and to the trackers that run in this process. Each of `alerts` tells one more
+    receiver, under its rule of what matters and how often. With `run_dir` steps and incidents
     are recorded there, for `stayfinite show`, `html` and `ui`. With `prove_seconds`, experiments
     on a bad step of `guard.step` may take so long: they run it again and again without its
     update, to find the guilty samples and to prove the diagnosis. Ranks that train together by DDP,
@@ -65,12 +68,15 @@ def watch(
     settings = GuardSettings(
         on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds, again=again
     )
-    tell = told_to(sinks)
+    sinks, alerts = None if sinks is None else list(sinks), list(alerts)
+    tell = told_to(sinks, *alerts)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
-    guard = Guard(settings, on_incident=tell, only=optimizer)
-    if recorder is not None:
-        tell = told_to([recorder.heard, tell])
-        guard.past = GuardPast(on_incident=tell, on_step=recorder.stepped)
+    guard = Guard(settings, only=optimizer)
+    guard.past = GuardPast(
+        on_incident=tell if recorder is None else told_to([recorder.heard, tell]),
+        on_step=None if recorder is None else recorder.stepped,
+        on_forecast=forecasts_told_to(sinks, recorder, *alerts),
+    )
     if group is not None:
         guard.past.rank_groups.given = group
     guard.keep_operations()

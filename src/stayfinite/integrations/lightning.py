@@ -28,7 +28,8 @@ from stayfinite.nested import named_tensors
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, from_data, to_data
 from stayfinite.recover.config import RecoveryConfig
-from stayfinite.report.sinks import Sink, told_to
+from stayfinite.report.alerts import AlertRule
+from stayfinite.report.sinks import Sink, forecasts_told_to, told_to
 from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
 
@@ -70,11 +71,12 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         config: RecoveryConfig | None = None,
         on_nan: OnNaN = "recover",
         sinks: Iterable[Sink] | None = None,
+        alerts: Iterable[AlertRule] = (),
         *,
         replay: bool = True,
         prove_seconds: float = 0.0,
     ) -> None:
-        self._options = watch_options(config, on_nan, sinks, prove_seconds)
+        self._options = watch_options(config, on_nan, sinks, alerts, prove_seconds)
         self._replays = replay
         self._guard: LightningGuard | None = None
         self._attached: Attachment | None = None
@@ -153,10 +155,11 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         guard = LightningGuard(
             settings,
             trainer,
-            on_incident=told_to(options["sinks"]),
+            on_incident=told_to(options["sinks"], *options["alerts"]),
             only=optimizers[0] if process_guard is None and len(optimizers) == 1 else None,
             replays=self._replays,
         )
+        guard.past.on_forecast = forecasts_told_to(options["sinks"], *options["alerts"])
         if settings.on_nan == "recover":
             for optimizer in optimizers:
                 guard.add(LightningJob(trainer, optimizer, config, process_guard=process_guard))

@@ -26,6 +26,7 @@ from stayfinite.guard.replay import NO_BATCH
 from stayfinite.locate.source import Place, call_at, user_place
 from stayfinite.nested import named_tensors, own_loss
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
@@ -73,11 +74,16 @@ class WatchOptions(TypedDict):
     config: RecoveryConfig | None
     on_nan: Literal["recover", "warn"]
     sinks: list[Sink] | None
+    alerts: list[AlertRule]
     prove_seconds: float
 
 
 def watch_options(
-    config: RecoveryConfig | None, on_nan: OnNaN, sinks: Iterable[Sink] | None, prove_seconds: float
+    config: RecoveryConfig | None,
+    on_nan: OnNaN,
+    sinks: Iterable[Sink] | None,
+    alerts: Iterable[AlertRule],
+    prove_seconds: float,
 ) -> WatchOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
     GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word
@@ -91,6 +97,7 @@ def watch_options(
         "config": None if on_nan == "warn" else config,
         "on_nan": "warn" if on_nan == "warn" else "recover",
         "sinks": None if sinks is None else list(sinks),  # a list travels to other processes
+        "alerts": list(alerts),
         "prove_seconds": prove_seconds,
     }
 

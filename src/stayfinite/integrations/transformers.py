@@ -36,6 +36,7 @@ from stayfinite.nested import named_tensors, named_weights
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
 
@@ -74,9 +75,10 @@ class StayFiniteCallback(TrainerCallback):
         config: RecoveryConfig | None = None,
         on_nan: OnNaN = "recover",
         sinks: Iterable[Sink] | None = None,
+        alerts: Iterable[AlertRule] = (),
         prove_seconds: float = 0.0,
     ) -> None:
-        self._options = watch_options(config, on_nan, sinks, prove_seconds)
+        self._options = watch_options(config, on_nan, sinks, alerts, prove_seconds)
         self._watch: WatchedTrainer | None = None
         self._past: list[Incident] = []
 

@@ -13,13 +13,21 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stayfinite.records import Incident
+from stayfinite.records import Forecast, Incident, Outcome
 from stayfinite.report.store.reading import Range, Run, Sample
 from stayfinite.report.store.writer import RunInfo
-from stayfinite.text import count, duration, headline, moment, plain, source_line
+from stayfinite.text import (
+    count,
+    duration,
+    forecast_words,
+    headline,
+    is_mended,
+    moment,
+    plain,
+    source_line,
+)
 
 _WORST = 5
-_NOT_RECOVERED = {"stop", "abort", "warn", "none"}  # strategies that mend nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,21 @@ class IncidentRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForecastRow:
+    """A forecast in a line; `next_bad_step` is that of the first incident after it."""
+
+    step: int
+    rank: int
+    words: str
+    severity: str
+    steps_left: int | None
+    steps_low: int | None
+    steps_high: int | None
+    next_bad_step: int | None
+    done: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """What `stayfinite show` tells."""
 
@@ -56,6 +79,7 @@ class RunSummary:
     is_recovered: bool
     ranks: int
     incidents: tuple[IncidentRow, ...]
+    forecasts: tuple[ForecastRow, ...]
     bad_steps: int
     skipped_steps: int
     causes: dict[str, int]
@@ -89,9 +113,10 @@ def summary_of(run: Run) -> RunSummary:
         script=run.info.script,
         steps=run.steps,
         exit=run.exit,
-        is_recovered=_has_recovered(run),
+        is_recovered=has_recovered(run),
         ranks=len(run.ranks),
         incidents=rows,
+        forecasts=forecast_rows(run),
         bad_steps=len({row.step for row in rows}),
         skipped_steps=int(max((sum(each["skipped"]) for each in everyone), default=0)),
         causes=dict(Counter(row.cause or "unknown" for row in rows).most_common()),
@@ -107,12 +132,36 @@ def summary_of(run: Run) -> RunSummary:
     )
 
 
-def _has_recovered(run: Run) -> bool:
+def forecast_rows(run: Run) -> tuple[ForecastRow, ...]:
+    """What was foretold, oldest first, and what came."""
+    bad = [incident.step for incident in run.incidents]
+    return tuple(_forecast_row(forecast, bad) for forecast in run.forecasts)
+
+
+def _forecast_row(forecast: Forecast, bad: list[int]) -> ForecastRow:
+    return ForecastRow(
+        step=forecast.step,
+        rank=forecast.rank,
+        words=forecast_words(forecast),
+        severity=forecast.severity,
+        steps_left=forecast.steps_left,
+        steps_low=forecast.steps_low,
+        steps_high=forecast.steps_high,
+        next_bad_step=min((step for step in bad if step >= forecast.step), default=None),
+        done=_done(forecast.outcome),
+    )
+
+
+def _done(outcome: Outcome | None) -> str | None:
+    said = ": ".join(filter(None, (outcome.strategy, outcome.detail))) if outcome else ""
+    return said or None
+
+
+def has_recovered(run: Run) -> bool:
     """Whether its incidents were recovered from, and training went on usefully."""
     if run.exit != "incident" or (run.result is not None and run.result.recovered is False):
         return False
-    done = [incident.outcome for incident in run.incidents]
-    return all(each is not None and each.strategy not in _NOT_RECOVERED for each in done)
+    return all(is_mended(incident.outcome) for incident in run.incidents)
 
 
 def worst_layers(samples: Iterable[Sample]) -> tuple[Layer, ...]:
@@ -133,15 +182,14 @@ def worst_layers(samples: Iterable[Sample]) -> tuple[Layer, ...]:
 
 
 def _row(incident: Incident) -> IncidentRow:
-    diagnosis, outcome = incident.diagnosis, incident.outcome
-    done = ": ".join(filter(None, (outcome.strategy, outcome.detail))) if outcome else ""
+    diagnosis = incident.diagnosis
     return IncidentRow(
         step=incident.step,
         rank=incident.rank,
         headline=headline(incident),
         cause=diagnosis.cause if diagnosis else None,
         place=source_line(incident.origin) or None,
-        done=done or None,
+        done=_done(incident.outcome),
     )
 
 
@@ -198,6 +246,10 @@ def _measures(old: RunSummary, new: RunSummary) -> Iterator[Measure]:
     yield of("steps", "steps")
     yield of("bad steps", "bad_steps", -1)
     yield of("skipped steps", "skipped_steps", -1)
+    if old.forecasts or new.forecasts:
+        yield Measure(
+            name="forecasts", before=len(old.forecasts), after=len(new.forecasts), better=-1
+        )
     yield from _ranges("gradient norm", old.norm, new.norm, ("high",), better=-1)
     yield from _ranges("gradient norm", old.norm, new.norm, ("median",))
     yield from _ranges("loss", old.loss, new.loss, ("low", "high", "last"), better=-1)
@@ -264,6 +316,8 @@ def as_summary(summary: RunSummary) -> RenderableType:
     parts: list[RenderableType] = [_facts(summary)]
     if summary.incidents:
         parts += [Text(), _incidents(summary)]
+    if summary.forecasts:
+        parts += [Text(), _forecasts(summary)]
     if summary.worst_layers:
         parts += [Text(), _layers(summary)]
     if summary.broken_lines:
@@ -317,6 +371,17 @@ def _incidents(summary: RunSummary) -> Table:
     return table
 
 
+def _forecasts(summary: RunSummary) -> Table:
+    table = _table("forecast", "made at step", "next bad step", "done")
+    for row in summary.forecasts[:_MOST_INCIDENTS]:
+        steps = number(row.step), number(row.next_bad_step)
+        table.add_row(plain(row.words), *steps, plain(row.done or "-"))
+    left = len(summary.forecasts) - _MOST_INCIDENTS
+    if left > 0:
+        table.add_row(f"... and {count(left, 'more forecast')}: --json has all")
+    return table
+
+
 def _layers(summary: RunSummary) -> Table:
     table = _table("layers with the largest gradients", "norm", "at step", "doublings left")
     for layer in summary.worst_layers:
@@ -363,11 +428,11 @@ def _said(value: Any) -> str:
 
 def as_list(summaries: Iterable[RunSummary]) -> RenderableType:
     """Runs, a line for each."""
-    table = _table("run", "started", "script", "steps", "incidents", "ended")
+    table = _table("run", "started", "script", "steps", "incidents", "forecasts", "ended")
     for each in summaries:
         ended = Text(each.ended, _COLOURS.get(each.ended, ""))
         name, script = Path(each.path).name, Path(each.script).name
-        counts = f"{each.steps:,}", number(len(each.incidents))
+        counts = f"{each.steps:,}", number(len(each.incidents)), number(len(each.forecasts))
         table.add_row(plain(name), moment(each.started), plain(script), *counts, ended)
     return table
 

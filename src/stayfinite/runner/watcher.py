@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from stayfinite.errors import ConfigError, PackageError, PeerLostError
 from stayfinite.records import Aftermath, Incident, RunResult
+from stayfinite.report.sinks import rank_here as rank
+from stayfinite.report.sinks import tell_trackers
 from stayfinite.report.store.writer import RunInfo, StoreWriter, new_run_folder, run_info
 from stayfinite.runner.capsules import keep_capsule
 from stayfinite.runner.imports import after_import
@@ -309,6 +311,9 @@ class IncidentReporter:
                 self._recorder.heard(incident)
         with step_aside("keeping a capsule"):
             keep_capsule(watch, incident)
+        if watch.plan.repeat is None:  # a run of ours tells nobody else
+            with step_aside("telling the trackers"):
+                tell_trackers(incident)
         for listen in watch.listeners:
             with step_aside("telling of the incident"):
                 listen(watch, incident)
@@ -372,17 +377,6 @@ def open_process_guard(
         guard.keep_operations()
     watch.process_guard = ProcessGuard(guard, attach)
     return watch.process_guard
-
-
-def rank() -> int:
-    """This process's rank: torch's if it is in a group, else the launcher's, else 0."""
-    if "torch.distributed" in sys.modules:
-        from stayfinite import distributed
-
-        if distributed.world_size() > 1:
-            return distributed.rank()
-    value = os.environ.get("RANK", "")
-    return int(value) if value.isdigit() else 0
 
 
 GRACE = 1.0  # seconds in which the other ranks may still find out by themselves

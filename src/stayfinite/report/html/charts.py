@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from stayfinite import text as wording
-from stayfinite.records import Hop, Incident, TensorSummary
+from stayfinite.records import Forecast, Hop, Incident, TensorSummary
 from stayfinite.report.store.reading import Sample, Series
 from stayfinite.text import count, plain, visible
 
@@ -387,7 +387,13 @@ def around(step: int, *, steps: int, before: int = 40, after: int = 20) -> Windo
     return Window(first=max(0, min(step - before, last - before - after)), last=last)
 
 
-def timeline(series: Series, window: Window, *, incidents: Sequence[Incident]) -> list[Plot]:
+def timeline(
+    series: Series,
+    window: Window,
+    *,
+    incidents: Sequence[Incident],
+    forecasts: Sequence[Forecast] = (),
+) -> list[Plot]:
     """A plot for each column that says something; none where nothing was recorded."""
 
     def within(column: Sequence[float | None]) -> Iterator[Point]:
@@ -397,6 +403,7 @@ def timeline(series: Series, window: Window, *, incidents: Sequence[Incident]) -
 
     near = [each for each in incidents if window.first <= each.step <= window.last]
     marks = [incident.step for incident in near]
+    bands = [band for each in forecasts if (band := _band(each, window)) is not None]
     skipped = [step for step, was in within(series["skipped"]) if was]
     columns = {"loss": series["loss"]}
     columns |= {f"loss term {k}": v for k, v in list(series.terms.items())[:_MOST_TERMS]}
@@ -408,8 +415,32 @@ def timeline(series: Series, window: Window, *, incidents: Sequence[Incident]) -
             points = _with_bad_losses(points, near)
         varies = any(value != points[0][1] for _, value in points)
         if points and (name in _ALWAYS or varies):
-            plots.append(_plot(_NAMES.get(name, name), points, window, marks, skipped))
+            plots.append(_plot(_NAMES.get(name, name), points, window, marks, skipped, bands))
     return plots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Between which steps the first bad value is expected, and about when."""
+
+    first: int
+    last: int
+    about: int | None
+
+
+def _band(forecast: Forecast, window: Window) -> Band | None:
+    """The part of it that is in the window; None where that is nothing, or there is no telling."""
+    about = None if forecast.steps_left is None else forecast.step + forecast.steps_left
+    ends = [forecast.steps_low, forecast.steps_left, forecast.steps_high]
+    known = [forecast.step + each for each in ends if each is not None]
+    if not known or min(known) > window.last or max(known) < window.first:
+        return None
+    is_seen = about is not None and window.first <= about <= window.last
+    return Band(
+        first=max(min(known), window.first),
+        last=min(max(known), window.last),
+        about=about if is_seen else None,
+    )
 
 
 def _with_bad_losses(points: list[Point], incidents: list[Incident]) -> list[Point]:
@@ -421,7 +452,12 @@ def _with_bad_losses(points: list[Point], incidents: list[Incident]) -> list[Poi
 
 
 def _plot(
-    name: str, points: list[Point], window: Window, marks: list[int], skipped: list[int]
+    name: str,
+    points: list[Point],
+    window: Window,
+    marks: list[int],
+    skipped: list[int],
+    bands: Sequence[Band] = (),
 ) -> Plot:
     good = [point for point in points if math.isfinite(point[1])]
     bad = [step for step, value in points if not math.isfinite(value)]
@@ -440,6 +476,12 @@ def _plot(
         return tag("path", class_=kind, d=d)
 
     pieces = [path("sf-rule", f"M0 {y(tick)}H{unit(WIDTH)}") for tick in up.ticks]
+    pieces += [
+        path("sf-band", f"M{x(band.first)} 0H{x(band.last)}V{unit(HEIGHT)}H{x(band.first)}z")
+        for band in bands
+    ]
+    expected = [band.about for band in bands if band.about is not None]
+    pieces += [path("sf-expected", f"M{x(step)} 0V{unit(HEIGHT)}") for step in expected]
     pieces += [path("sf-mark", f"M{x(step)} 0V{unit(HEIGHT)}") for step in marks]
     pieces += [
         path("sf-skip", f"M{x(step)} {unit(HEIGHT * 0.97)}h0") for step in skipped[:_MOST_POINTS]

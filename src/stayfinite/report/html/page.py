@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from stayfinite import text as wording
 from stayfinite.causes import CAUSES
-from stayfinite.records import Incident
+from stayfinite.records import Forecast, Incident
 from stayfinite.report.html.charts import (
     Plot,
     Window,
@@ -58,7 +58,13 @@ def page_of(run: Run, *, advice: Sequence[str] = (), with_source: bool = True) -
             view=view_of(first, folder=folder, width=_WIDTH),
             checks=[*_checks(first), *_afterwards(run.series, first.step)],
             also_at=also,
-            timeline=timeline(run.series, around(first.step, steps=run.steps), incidents=incidents),
+            timeline=timeline(
+                run.series,
+                around(first.step, steps=run.steps),
+                incidents=incidents,
+                forecasts=run.forecasts,
+            ),
+            forecasts=run.forecasts,
         )
         for first, also in groups_of(incidents)[:_MOST_SHOWN]
     ]
@@ -163,6 +169,7 @@ class Section:
     checks: list[str]
     also_at: list[int]
     timeline: Sequence[Plot] = ()
+    forecasts: Sequence[Forecast] = ()
 
 
 def _checks(incident: Incident) -> Iterator[str]:
@@ -193,10 +200,13 @@ def _afterwards(series: Series, step: int) -> Iterator[str]:
 def _whole_timeline(run: Run, sections: int) -> list[Plot]:
     """The whole run, unless the one close-up shows all of it."""
     steps = [incident.step for incident in run.incidents]
-    whole = Window(first=0, last=max([run.steps - 1, 0, *steps]))
+    # What is expected after the end is in view, but takes no more than a fifth of it.
+    ends = [each.step + (each.steps_high or each.steps_left or 0) for each in run.forecasts]
+    after = min(max(ends, default=0), run.steps * 5 // 4)
+    whole = Window(first=0, last=max([run.steps - 1, 0, after, *steps]))
     if sections == 1 and around(steps[0], steps=run.steps) == whole:
         return []
-    return timeline(run.series, whole, incidents=run.incidents)
+    return timeline(run.series, whole, incidents=run.incidents, forecasts=run.forecasts)
 
 
 def _facts(info: RunInfo, path: Path | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stayfinite.errors import RecordError
-from stayfinite.records import Incident, RunResult, from_data, from_json
+from stayfinite.records import Forecast, Incident, RunResult, from_data, from_json
 from stayfinite.report.store.writer import COLUMNS, RESULT, SCHEMA, End, RunInfo
 
 _WORDS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
@@ -97,6 +97,7 @@ class RankFile:
     info: RunInfo = field(default_factory=lambda: RunInfo(started=0.0))
     series: dict[int, Any] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
+    forecasts: list[Forecast] = field(default_factory=list)
     end: End | None = None
     broken: int = 0
     read: int = 0
@@ -127,6 +128,8 @@ class RankFile:
                 _add_to(self.series[optimizer], data)
             elif kind == "incident":
                 self.incidents.append(from_data(Incident, data["incident"]))
+            elif kind == "forecast":
+                self.forecasts.append(from_data(Forecast, data["forecast"]))
             elif kind == "begin":
                 self.schema = int(data["schema"])
                 self.info = from_data(RunInfo, data["run"])
@@ -190,6 +193,12 @@ class Run:
             key = (each.step, each.rank, each.time) if each.world > 1 else number
             known.setdefault(key, each)
         return sorted(known.values(), key=lambda incident: incident.step)
+
+    @property
+    def forecasts(self) -> list[Forecast]:
+        """Those of all ranks, by step."""
+        found = [forecast for rank in self.ranks for forecast in rank.forecasts]
+        return sorted(found, key=lambda forecast: forecast.step)
 
     @property
     def exit(self) -> str:

@@ -8,7 +8,7 @@ is a JSON object with its `kind`:
 - `layers`: the names of the layers, whenever they change; of one optimizer.
 - `norms`: of one sampled step, a value for each layer: the norm of its gradient, and its headroom,
   the doublings that are left until the largest element overflows its dtype.
-- `incident`: a record.
+- `incident`: a record. `forecast`: likewise.
 - `end`: `exit`, `code` and `time`.
 
 `result.json` is there when `stayfinite run` has ended: its incidents are explained best.
@@ -37,7 +37,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from stayfinite.records import Incident, to_data
+from stayfinite.records import Forecast, Incident, to_data
 
 logger = logging.getLogger("stayfinite")
 
@@ -159,6 +159,9 @@ class StoreWriter:
     def incident(self, incident: Incident) -> None:
         self._add([{"kind": "incident", "incident": to_data(incident)}])
         self.flush(timeout=1.0)
+
+    def forecast(self, forecast: Forecast) -> None:
+        self._add([{"kind": "forecast", "forecast": to_data(forecast)}])
 
     def end(self, end: End) -> None:
         """Record how it ended, and wait a little until all is written."""

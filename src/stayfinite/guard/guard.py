@@ -728,9 +728,13 @@ class Guard(StepListener):
             past.incident_clock = past.tracing.clock
         incident = incident_of(finding, past.evidence, strategy=strategy)
         with past.aside:
-            if (located := self._run_again(incident, finding, sys._getframe(1))) is not None:
+            located = self._run_again(incident, finding, sys._getframe(1))
+            if located is not None and located.origin is not None:
                 return located
-            return explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
+            found = explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
+            if located is not None:  # it was finite this time
+                found = dataclasses.replace(found, diagnosis=located.diagnosis)
+            return found
         return incident
 
     def _run_again(

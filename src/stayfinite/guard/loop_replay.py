@@ -145,6 +145,7 @@ class Replayed:
     reason: str | None = None
     loss: float | None = None  # of its last backward pass, if that was finite
     came_to_end: bool = False
+    gradients: Mapping[str, Tensor] | None = None  # copies, if it came to its update and was finite
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,12 @@ class LoopReplay:
         self._left -= 1
         until = time.monotonic() + _MOST_SECONDS
         best: tuple[Turn, Replayed] | None = None
+        finite: tuple[Turn, Replayed] | None = None
         for turn, found in self._replays(incident, finding, standing, until=until):
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
+                if found.gradients is not None and finite is None:
+                    finite = turn, found
                 continue
             # What was there before the turn may have been made in a turn further out.
             is_final = found.is_same and not _is_foreign(found.incident)
@@ -199,6 +203,10 @@ class LoopReplay:
         is_old = best is None or _is_foreign(best[1].incident)
         if is_old and (updated := self._update_by_hand(incident, standing)) is not None:
             return updated
+        if best is None and finite is not None:
+            turn, found = finite
+            once_more = self.run(turn, incident, finding, standing)
+            return self._with_passing_fault(incident, finding, turn, found, once_more)
         if best is None or best[1].incident is None:
             return None
         its_turn, found = best
@@ -213,6 +221,39 @@ class LoopReplay:
         self._tried.add(place)
         step = StepAgain(self, its_turn, similar, finding, standing)
         return self._with_proof(step, self._with_change(step, similar))
+
+    def _with_passing_fault(
+        self,
+        incident: Incident,
+        finding: BadValues,
+        turn: Turn,
+        again: Replayed,
+        once_more: Replayed,
+        *,
+        is_together: bool = False,
+    ) -> Incident | None:
+        """The incident of a step that was finite when it was run again; None if nothing is sure."""
+        if again.gradients is None or once_more.gradients is None:
+            return None
+        from stayfinite.guard.replay import passing_fault
+
+        # One that runs apart has its own gradients; those that were noticed are of all ranks.
+        is_apart = incident.world > 1 and not is_together
+        named = [] if is_apart else [(n, t) for n, t in finding.named if n in again.gradients]
+        first = [local(tensor) for _, tensor in named]
+        names = [name for name, _ in named] or list(again.gradients)
+        fault = passing_fault(
+            first,
+            [again.gradients[name] for name in names],
+            [once_more.gradients[name] for name in names],
+        )
+        is_sure = fault is not None and (fault.confidence != "possible" or turn.batch is not GONE)
+        if fault is None or not is_sure:
+            return None
+        return _with_evidence(
+            dataclasses.replace(incident, diagnosis=fault),
+            f"The loop at {self._where(turn)} was run again twice from the beginning of this step.",
+        )
 
     def _update_by_hand(
         self, incident: Incident, standing: Sequence[tuple[FrameType, int]]
@@ -295,13 +336,24 @@ class LoopReplay:
             return None
         self._left -= 1
         found = self.run(turn, incident, finding, standing, ranks=ranks)
-        if not ranks.have_all_come():
-            said = f"a step could not be run again on all ranks ({found.reason})"
-            raise TrainingAbortedError(f"{said}, and the others wait for this one.")
+        self._meet(ranks, found)
+        is_bad_again = found.incident is not None or found.gradients is None
+        if not ranks.agree(is_bad_again):
+            once_more = self.run(turn, incident, finding, standing, ranks=ranks)
+            self._meet(ranks, once_more)
+            return self._with_passing_fault(
+                incident, finding, turn, found, once_more, is_together=True
+            )
         if found.incident is None:
             self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
             return None
         return _said(found.incident, turn, self.folder, is_same=found.is_same, is_together=True)
+
+    def _meet(self, ranks: Ranks, found: Replayed) -> None:
+        """See that nobody was left behind in a step that all have run again."""
+        if not ranks.have_all_come():
+            said = f"a step could not be run again on all ranks ({found.reason})"
+            raise TrainingAbortedError(f"{said}, and the others wait for this one.")
 
     @property
     def folder(self) -> str | None:
@@ -373,6 +425,7 @@ class LoopReplay:
     ) -> Incident | None:
         guard, at, probe = self._guard, moment.spots[0].place, _UpdateProbe()
         with contextlib.ExitStack() as all_of_them:
+            all_of_them.enter_context(_hooks_aside())
             all_of_them.enter_context(protected([]))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(guard.evidence.kept())
@@ -439,6 +492,7 @@ class LoopReplay:
             all_of_them.enter_context(temporarily_clear_interpreter_stack())
             is_last = guard.settings.on_nan == "stop"
             is_apart = noticed.world > 1 and ranks is None
+            all_of_them.enter_context(_hooks_aside())
             all_of_them.enter_context(protected(frames, is_last=is_last, is_apart=is_apart))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
@@ -470,6 +524,22 @@ class LoopReplay:
             for param in params_of(optimizer):
                 if param.grad is not None:
                     param.grad = torch.zeros_like(param.grad) if had else None  # no collective
+
+
+@contextlib.contextmanager
+def _hooks_aside() -> Iterator[None]:
+    """Let hooks be added to optimizers in the block: one of them is going through its own just now.
+
+    Private: torch calls what is in this dictionary, and gives up if it changes meanwhile.
+    """
+    kept = [(optimizer, optimizer._optimizer_step_pre_hooks) for optimizer in living(Optimizer)]
+    for optimizer, hooks in kept:
+        optimizer._optimizer_step_pre_hooks = hooks.copy()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for optimizer, hooks in kept:
+            optimizer._optimizer_step_pre_hooks = hooks
 
 
 Path = list[tuple[CodeType, int]]
@@ -591,6 +661,7 @@ class _Probe(StepListener):
         self._reason: str | None = None
         self._loss: float | None = None
         self._came_to_end = False
+        self._gradients: dict[str, Tensor] | None = None
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
         self._values = {name: (t, unwrapped(t).detach().clone()) for name, t in finding.named}
@@ -632,6 +703,7 @@ class _Probe(StepListener):
             reason=self._reason,
             loss=self._loss,
             came_to_end=self._came_to_end,
+            gradients=self._gradients,
         )
 
     def _deliver(self) -> Any:
@@ -693,9 +765,13 @@ class _Probe(StepListener):
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         if self._bad_loss is not None:
             self._end(self._bad_loss)
+        found = bad_gradients(pairs_of(optimizer), optimizer)
+        is_finite = all_finite(gradients_of(optimizer))
+        if is_finite:
+            self._gradients = {n: local(each).detach().clone() for n, each in found.named}
         # What was born here may have gone to the shard of another rank.
-        if self._is_together or not all_finite(gradients_of(optimizer)):
-            self._end(bad_gradients(pairs_of(optimizer), optimizer))
+        if self._is_together or not is_finite:
+            self._end(found)
 
     def _look_at(self, values: Mapping[str, Any]) -> None:
         """The body is over: are the variables bad in which the value was noticed?"""

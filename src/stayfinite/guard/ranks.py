@@ -127,6 +127,11 @@ class Ranks:
         with contextlib.suppress(Exception):  # the graph is gone afterwards
             self._guess = origin_from_graph(tensor for _, tensor in finding.named)
 
+    def forget_step(self) -> None:
+        """What was seen since the last update was seen in a step that was only run again."""
+        self.loss = None
+        self.looks.take(is_bad=False)
+
     def agree(self, flag: bool) -> bool:
         """Whether it is so on any rank; all must ask together."""
         return flag if self._may_miss_some() else agree(flag, self.groups)

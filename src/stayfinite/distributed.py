@@ -97,10 +97,10 @@ def heard(rank: int, topic: str) -> str:
     return str(store.get(_key(topic, rank)).decode())
 
 
-def meet(topic: str, count: int) -> bool:
-    """Whether so many ranks come here before long; there is no collective in this."""
+def meet(topic: str, count: int, *, seconds: float) -> bool:
+    """Whether so many ranks come here in this time; there is no collective in this."""
     store, key = _store(), f"stayfinite/{topic}"
-    until = time.monotonic() + _PATIENCE.total_seconds()
+    until = time.monotonic() + min(seconds, _PATIENCE.total_seconds())
     store.add(key, 1)
     while store.add(key, 0) < count:
         if time.monotonic() > until:

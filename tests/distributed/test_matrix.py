@@ -34,7 +34,9 @@ HEALTHY = [
     *("ddp", "ddp-view", "fsdp2", "fsdp2-keep", "fsdp2-bf16", "fsdp2-fp16"),
     *("fsdp1", "fsdp1-orig", "tp", "pipeline"),
 ]
-ACCUMULATING = ("ddp", "fsdp2", "fsdp1")
+ACCUMULATING = ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "tp")
+MORE = {"accumulate": 2, "also": ["checkpointing", "optimizers", "uneven"]}
+COMPILED = ("ddp", "fsdp2", "fsdp1")
 FOUR = ("fsdp2-hsdp", "tp-fsdp2")
 
 
@@ -45,10 +47,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes += [(kind, {"steps": 3, "on_nan": "stop"}) for kind in ("ddp", "fsdp2", "pipeline")]
     scenes += [("ddp", {"steps": 3, "joins": True})]
     scenes += [("ddp", {"steps": 3, "joins": True, "on_nan": "recover"})]
-    for kind in ACCUMULATING:
-        scenes += [(kind, {"steps": 3, "accumulate": 2})]
-        scenes += [(kind, {"steps": 3, "accumulate": 2, "on_nan": "recover"})]
+    for kind, how in richer(ACCUMULATING, COMPILED):
+        scenes += [(kind, {"steps": 3, **how}), (kind, {"steps": 3, **how, "on_nan": "recover"})]
     return run(tmp_path_factory.mktemp("healthy"), scenes, world=2)
+
+
+def richer(kinds: Iterable[str], compiled: Iterable[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Trainings with all that a real one may have besides."""
+    return [(kind, MORE) for kind in kinds] + [(kind, {"also": ["compile"]}) for kind in compiled]
 
 
 def same_training(one: list[Any], two: list[Any]) -> bool:
@@ -60,16 +66,20 @@ def same_training(one: list[Any], two: list[Any]) -> bool:
 def test_a_healthy_run_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
     plain = of(healthy, kind, steps=3)
     ours = [name for name in healthy if name.startswith(f"('{kind}', ") and "on_nan" in name]
-    others = ("accumulate", "joins")
+    others = ("accumulate", "also", "joins")
     for watched in (healthy[n] for n in ours if not any(word in n for word in others)):
         assert same_training(plain, watched)
         assert [each["incidents"] for each in watched] == [[], []]
 
 
-@pytest.mark.parametrize("kind", ACCUMULATING)
-def test_accumulation_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
-    plain = of(healthy, kind, steps=3, accumulate=2)
-    watched = of(healthy, kind, steps=3, accumulate=2, on_nan="recover")
+@pytest.mark.parametrize(("kind", "how"), richer(ACCUMULATING, COMPILED))
+def test_accumulation_checkpointing_and_the_like_are_byte_identical(
+    healthy: dict[str, list[Any]], kind: str, how: dict[str, Any]
+) -> None:
+    """With no_sync() or set_requires_gradient_sync(), two optimizers, and uneven batches."""
+    plain = of(healthy, kind, steps=3, **how)
+    watched = of(healthy, kind, steps=3, **how, on_nan="recover")
+    assert [each["error"] for each in plain] == [None, None]
     assert same_training(plain, watched)
     assert [each["incidents"] for each in watched] == [[], []]
 
@@ -136,6 +146,8 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in FOUR]
     scenes += [(kind, {"steps": 3}) for kind in FOUR]
     scenes += [(kind, {"steps": 3, "on_nan": "recover"}) for kind in FOUR]
+    scenes += [(kind, {"steps": 3, **MORE}) for kind in FOUR]
+    scenes += [(kind, {"steps": 3, **MORE, "on_nan": "recover"}) for kind in FOUR]
     scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in CELLS_OF_FOUR]
     scenes += harmed_scenes(FOUR)
     return run(tmp_path_factory.mktemp("four"), scenes, world=4)
@@ -177,9 +189,12 @@ def test_four_ranks_leave_the_same_step_out(
 
 @pytest.mark.parametrize("kind", FOUR)
 def test_a_healthy_run_of_four_is_byte_identical(of_four: dict[str, list[Any]], kind: str) -> None:
-    plain, watched = of(of_four, kind, steps=3), of(of_four, kind, steps=3, on_nan="recover")
-    assert same_training(plain, watched)
-    assert [each["incidents"] for each in watched] == [[]] * 4
+    for how in ({}, MORE):
+        plain = of(of_four, kind, steps=3, **how)
+        watched = of(of_four, kind, steps=3, **how, on_nan="recover")
+        assert [each["error"] for each in plain] == [None] * 4
+        assert same_training(plain, watched)
+        assert [each["incidents"] for each in watched] == [[]] * 4
 
 
 LINES = {

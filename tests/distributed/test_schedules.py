@@ -141,8 +141,10 @@ def problems(schedule: Schedule, codes: list[int], ranks: list[dict[str, Any]]) 
             found.append(f"rank {r} has other weights than a run without these steps")
         if is_ours_to_answer and not stopped and not ranks[r]["is_finite"]:
             found.append(f"rank {r} has bad weights")
-    touched = schedule.whats & {"flip", "optimizer"}
-    if (is_ours_to_answer or not touched) and any(len(each) > 1 for each in by_replica.values()):
+    # What is not undone: an update that was made before it was told of, or all with "warn".
+    kept = {"recover": set(), "stop": {"optimizer"}, "warn": {"flip", "optimizer"}}
+    may_differ = bool(kept[schedule.on_nan] & schedule.whats) or is_unheard
+    if not may_differ and any(len(each) > 1 for each in by_replica.values()):
         found.append("replicas differ")
     return found + unnoticed(schedule, ranks[others[0]] if others else {})
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import stayfinite
+from stayfinite.guard import loop_replay
 from stayfinite.records import Incident
 from stayfinite.testing import inject
 
@@ -27,6 +28,12 @@ TARGETS: list[dict[str, Any]] = [
     *({"gradient": name} for name in ("embed.weight", "norm.weight", "head.weight", "head.bias")),
     *({"loss": True}, {"inputs": True}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, there is time to run a step again."""
+    monkeypatch.setattr(loop_replay, "_MOST_SECONDS", 300.0)
 
 
 def flipped(number: int, *, ours: bool, target: dict[str, Any]) -> tuple[Job, list[Incident]]:
@@ -92,7 +99,7 @@ BUGGY: list[tuple[Callable[[Tensor], Tensor], float]] = [
     (torch.sqrt, -1.0),
     (lambda x: x / x.sum(1, keepdim=True), 0.0),
     (lambda x: x / x.norm(dim=1, keepdim=True), 0.0),
-    (lambda x: torch.exp(80 * x), 2.0),
+    (torch.exp, 100.0),
     (torch.reciprocal, 0.0),
     (lambda x: torch.acos(x / 4), 8.0),
     (lambda x: x**0.5, -2.0),
@@ -100,7 +107,7 @@ BUGGY: list[tuple[Callable[[Tensor], Tensor], float]] = [
     (lambda x: x, float("nan")),
     (lambda x: torch.nn.functional.dropout(x, 0.4) * torch.rsqrt(x), 0.0),
     (lambda x: (torch.rand_like(x) + x) * torch.digamma(x), 0.0),
-    (lambda x: torch.cumprod(1e20 * x, 1), 1e18),
+    (lambda x: torch.cumprod(x, 1), 1e10),
 ]
 
 
@@ -160,6 +167,5 @@ def test_a_step_that_does_not_repeat_by_itself_is_said_not_to(ours: bool) -> Non
                 step(x)
     (incident,) = guard.incidents
     assert incident.diagnosis is not None
-    assert incident.diagnosis.cause != "transient_fault"
-    if ours:
-        assert "does not repeat by itself" in incident.diagnosis.why
+    assert incident.diagnosis.cause == "unknown"
+    assert "does not repeat by itself" in incident.diagnosis.why

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import stayfinite
 
@@ -62,11 +63,18 @@ class Gate(nn.Module):
 
 
 class Block(nn.Module):
+    is_checkpointed = False
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, h: Tensor) -> Tensor:
+        if self.is_checkpointed:
+            return checkpoint(self._grown, h, use_reentrant=False)
+        return self._grown(h)
+
+    def _grown(self, h: Tensor) -> Tensor:
         return h + self.down(torch.nn.functional.gelu(self.up(h)))
 
 
@@ -149,18 +157,21 @@ class Collectives(TorchDispatchMode):
 class Job:
     """A model and an optimizer on this rank."""
 
-    def __init__(self, kind: str) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, kind: str, *, also: Container[str] = ()) -> None:
+        rank = dist.get_rank()
         torch.manual_seed(0)
         self.kind, self.scaler = kind, None
         self.replica = self.replica_of(rank)
         build = kind.split("-")[0]
         self.model: Any = getattr(self, f"_{build}")(Net, *kind.split("-")[1:])
-        groups: dict[str, list[Any]] = {}  # torch takes one mesh in a list
-        for param in self.model.parameters():
-            groups.setdefault(str(getattr(param, "device_mesh", "")), []).append(param)
-        self.optimizer = torch.optim.AdamW([{"params": g} for g in groups.values()], lr=1e-2)
-        assert world
+        for block in (each for each in self.model.modules() if isinstance(each, Block)):
+            block.is_checkpointed = "checkpointing" in also
+            if "compile" in also:
+                block.compile(backend="aot_eager")
+        params = list(self.model.parameters())
+        halves = [params[:3], params[3:]] if "optimizers" in also and params[3:] else [params]
+        self.optimizers = [torch.optim.AdamW(_by_mesh(half), lr=1e-2) for half in halves]
+        self.optimizer = self.optimizers[0]
 
     def _ddp(self, net: Any, *options: str) -> nn.Module:
         return DistributedDataParallel(net(), gradient_as_bucket_view="view" in options)
@@ -232,7 +243,16 @@ class Job:
         return contextlib.nullcontext()
 
     def weights(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [p for group in groups for p in group["params"]]
+
+
+def _by_mesh(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups of parameters; torch takes those of one mesh in a list."""
+    groups: dict[str, list[Any]] = {}
+    for param in params:
+        groups.setdefault(str(getattr(param, "device_mesh", "")), []).append(param)
+    return [{"params": group} for group in groups.values()]
 
 
 def train(
@@ -249,25 +269,29 @@ def train(
     joins: bool = False,
     again: str = "auto",
     config: Any = None,
+    also: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Train, and say what came of it. All ranks leave the steps that it `skips` out themselves.
 
     A single fault strikes rank 1 at step AT, and AT is what is left out if nothing else is said.
-    If it `joins`, rank 1 has one step less than the others.
+    If it `joins`, rank 1 has one step less than the others. It may `also` have checkpointing of
+    activations, two optimizers, compiled blocks, and uneven batches.
     """
     all_faults = [Fault(fault)] if fault is not None else [Fault(*each) for each in faults]
     left_out = {AT} if skips is True else set(skips or ())
     if kind == "pipeline":
         return train_pipeline(all_faults, on_nan=on_nan, left_out=left_out, steps=steps)
-    job = Job(kind)
+    job = Job(kind, also=list(also))
     model, optimizer, scaler = job.model, job.optimizer, job.scaler
+    rows = ROWS - dist.get_rank() % 2 if "uneven" in also else ROWS
     losses: list[float] = []
 
     def update(step: int) -> None:
-        optimizer.zero_grad()
+        for each in job.optimizers:
+            each.zero_grad()
         struck = job.struck(all_faults, step)
         for part in range(accumulate):
-            x, age, target = batch_of(step + 100 * part, job.replica)
+            x, age, target = (t[:rows] for t in batch_of(step + 100 * part, job.replica))
             for each in struck if part == 0 else ():
                 spoil(each, x, age)
             with (
@@ -276,28 +300,30 @@ def train(
             ):
                 loss = nn.functional.mse_loss(model(x, age).float(), target)
                 (scaler.scale(loss) if scaler else loss).backward()
-        if scaler:
-            scaler.unscale_(optimizer)
+        for each in job.optimizers if scaler else ():
+            scaler.unscale_(each)
         strike_gradients(struck, job.weights())
         strike_state(struck, optimizer)
         if kind.startswith(("ddp", "fsdp2")):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for each in job.optimizers:
+            scaler.step(each) if scaler else each.step()
         if scaler:
-            scaler.step(optimizer)
             scaler.update()
-        else:
-            optimizer.step()
         losses.append(float(loss.detach()))
 
     guard: Any = contextlib.nullcontext()
     if on_nan is not None:
         how: Any = {"again": again, "config": config}
         guard = stayfinite.watch(model, optimizer, scaler=scaler, on_nan=on_nan, sinks=[], **how)
+    others = contextlib.ExitStack()
+    for each in job.optimizers[1:] if on_nan is not None else ():
+        others.enter_context(stayfinite.watch(model, each, scaler=scaler, on_nan=on_nan, sinks=[]))
     counted = Collectives()
     error: BaseException | None = None
     try:
         uneven = model.join() if joins else contextlib.nullcontext()
-        with guard, uneven, counted if counts else contextlib.nullcontext():
+        with guard, others, uneven, counted if counts else contextlib.nullcontext():
             for step in range(steps - (joins and dist.get_rank() == 1)):
                 if step in left_out:
                     continue

@@ -716,7 +716,8 @@ class Guard(StepListener):
             return False
         found = None if ranks is None else ranks.had_harm
         found = bad_parameters(optimizer) if found is None else found
-        self.answer.harmed(dataclasses.replace(found, is_after_update=was_counted))
+        is_late = was_counted and ranks is not None
+        self.answer.harmed(dataclasses.replace(found, is_after_update=was_counted, is_late=is_late))
         return True
 
     def incident(self, finding: BadValues, *, strategy: str, explain: bool = True) -> Incident:

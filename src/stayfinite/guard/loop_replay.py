@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import sys
 import time
 import traceback
@@ -38,6 +39,7 @@ from stayfinite.detect.hooks import (
     watch_steps,
 )
 from stayfinite.detect.memory import local, unwrapped
+from stayfinite.distributed import is_lost_peer
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     BadValues,
@@ -45,7 +47,7 @@ from stayfinite.guard.evidence import (
     bad_parameters,
     explain_incident,
 )
-from stayfinite.guard.ranks import Ranks
+from stayfinite.guard.ranks import Ranks, lost_peer
 from stayfinite.living import Names, living, one_look
 from stayfinite.locate.source import call_at, relative
 from stayfinite.records import Incident
@@ -146,6 +148,9 @@ class Replayed:
     loss: float | None = None  # of its last backward pass, if that was finite
     came_to_end: bool = False
     gradients: Mapping[str, Tensor] | None = None  # copies, if it came to its update and was finite
+    error: BaseException | None = None  # with which it ended, if that came out of the user's code
+    is_over: bool = False  # it came to its end, or to where it was bad
+    took: float = 0.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -350,8 +355,16 @@ class LoopReplay:
         return _said(found.incident, turn, self.folder, is_same=found.is_same, is_together=True)
 
     def _meet(self, ranks: Ranks, found: Replayed) -> None:
-        """See that nobody was left behind in a step that all have run again."""
-        if not ranks.have_all_come():
+        """See that nobody was left behind in a step that all have run again.
+
+        Whoever has given up too has come as far in the time that this rank took; the others are in
+        a collective that this one has not entered, until it ends.
+        """
+        if found.error is not None and is_lost_peer(found.error):
+            raise lost_peer(found.error) from found.error
+        is_waited_for = found.error is not None or not found.is_over
+        seconds = 3.0 + 4 * found.took if is_waited_for else math.inf
+        if not ranks.have_all_come(seconds=seconds):
             said = f"a step could not be run again on all ranks ({found.reason})"
             raise TrainingAbortedError(f"{said}, and the others wait for this one.")
 
@@ -461,10 +474,11 @@ class LoopReplay:
         finding: BadValues,
         standing: Sequence[tuple[FrameType, int]],
         *,
-        seconds: float = _MOST_SECONDS,
+        seconds: float | None = None,
         ranks: Ranks | None = None,
     ) -> Replayed:
         """Run the turn again, with all `ranks` if given; everything is as before afterwards."""
+        seconds = _MOST_SECONDS if seconds is None else seconds
         try:
             return self._run(turn, noticed, finding, standing, seconds, ranks)
         except ReplayEnded as end:  # by something of ours; it must not reach the user's code
@@ -661,6 +675,7 @@ class _Probe(StepListener):
         self._reason: str | None = None
         self._loss: float | None = None
         self._came_to_end = False
+        self._error: BaseException | None = None
         self._gradients: dict[str, Tensor] | None = None
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
@@ -684,6 +699,7 @@ class _Probe(StepListener):
             attachment.remove()
 
     def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
+        began = time.monotonic()
         try:
             if self._is_together:  # nobody may leave the others alone
                 results = body.run(values)
@@ -704,6 +720,9 @@ class _Probe(StepListener):
             loss=self._loss,
             came_to_end=self._came_to_end,
             gradients=self._gradients,
+            error=self._error,
+            is_over=self._is_ending or self._came_to_end,
+            took=time.monotonic() - began,
         )
 
     def _deliver(self) -> Any:
@@ -786,6 +805,7 @@ class _Probe(StepListener):
         """The user's own code raised, as it may have done before."""
         from stayfinite.guard.guard import bad_values_of
 
+        self._error = error
         bad = bad_values_of(error)
         if not bad:
             self._reason = f"it raised {type(error).__name__}: {error}"

@@ -403,6 +403,7 @@ def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
 
 
 _DESCRIBED = 8
+RATES = "optimizer.param_groups."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,6 +419,12 @@ class BadValues:
     is_in_turn: bool = False  # the turn of the loop in which it was made is not over
     was_read: bool = False  # by the script, which may not train on it
     error: BaseException | None = None  # with which the script has ended itself
+    located: Incident | None = None  # where it was made, if that was found out already
+
+    @property
+    def is_of_rates(self) -> bool:
+        """Whether it is the learning rate that is bad, with which an update is about to be made."""
+        return bool(self.named) and self.named[0][0].startswith(RATES)
 
 
 def bad_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> BadValues:

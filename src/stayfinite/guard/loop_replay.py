@@ -64,7 +64,9 @@ from stayfinite.replay.loop import (
 )
 from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
-from stayfinite.replay.target import replaced_in, values_at_start
+from stayfinite.replay.target import replaced_in, taken_in, values_at_start
+from stayfinite.snapshot import Snapshot
+from stayfinite.snapshot.walk import WEIGHTS
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class Turn:
     newer: Container[str] = ()
     later: Moment | None = None
     instead: tuple[Any, Any] | None = None  # a batch, and another in its place
+    weights: Snapshot | None = None  # from before, to begin with
     is_update: bool = False  # it is the end of the turn before, with the weights of then
 
     @property
@@ -118,6 +121,10 @@ class Turn:
             yield dataclasses.replace(self, later=self.since[0])
         elif self.began.attributes and not (self.is_start or self.first):
             yield dataclasses.replace(self, newer=_Everything())
+
+    def taken(self) -> dict[int, Any]:
+        """What generators have given in it."""
+        return taken_in(self.loop, self.frame, since=self.first, until=self.line)
 
     def values(self) -> dict[str, Any]:
         """The variables that had other values as it began; CannotRunError if some are unknown."""
@@ -200,7 +207,8 @@ class LoopReplay:
                     finite = turn, found
                 continue
             # What was there before the turn may have been made in a turn further out.
-            is_final = found.is_same and not _is_foreign(found.incident)
+            is_old = _is_foreign(found.incident) and _place(found.incident) not in self._tried
+            is_final = found.is_same and not is_old
             if best is None or is_final or (found.is_same and not best[1].is_same):
                 best = turn, found
             if is_final:
@@ -219,8 +227,7 @@ class LoopReplay:
         on_located = self._guard.past.on_located
         if on_located is not None and not finding.was_read:  # one that is read may be trained on
             on_located(similar)
-        origin = similar.origin
-        place = (origin.file, origin.line) if origin is not None else None
+        place = _place(similar)
         if self._guard.past.rank_groups.known() or place in self._tried:
             return similar  # the other ranks wait for it; or it was examined before
         self._tried.add(place)
@@ -417,14 +424,22 @@ class LoopReplay:
             yield turn
 
     @one_look()
-    def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
-        """The incident of an update that made weights bad, by making it once more; None if not.
+    def locate_update(
+        self, incident: Incident, finding: BadValues, frame: FrameType | None
+    ) -> Incident | None:
+        """The incident of an update that makes weights bad, by making it once more; None if not.
 
         What it started from is gone, so it starts from what it left, with the same gradients.
+        `frame` is where it is under way; None if it is the last one that was made.
         """
         optimizer = finding.optimizer
-        made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
-        if not self._left or optimizer is None or not made or not made[-1].spots:
+        if not self._left or optimizer is None:
+            return None
+        if frame is not None:
+            made = [self._moments.of_update(optimizer, frame)]
+        else:
+            made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
+        if not made or not made[-1].spots:
             return None
         self._left -= 1
         try:
@@ -507,7 +522,9 @@ class LoopReplay:
             is_last = guard.settings.on_nan == "stop"
             is_apart = noticed.world > 1 and ranks is None
             all_of_them.enter_context(_hooks_aside())
-            all_of_them.enter_context(protected(frames, is_last=is_last, is_apart=is_apart))
+            all_of_them.enter_context(
+                protected(frames, taken=turn.taken(), is_last=is_last, is_apart=is_apart)
+            )
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
@@ -530,6 +547,8 @@ class LoopReplay:
         self._moments.restore_weights()
         if turn.is_update:
             moment.restore_weights()
+        if turn.weights is not None:
+            turn.weights.restore(parts=WEIGHTS)
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
             getattr(scaler, "_per_optimizer_states", {}).clear()
@@ -642,6 +661,11 @@ def _up_to_module(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameTy
         if frame.f_code.co_name == "<module>":
             break
     return found
+
+
+def _place(incident: Incident) -> tuple[str | None, int | None] | None:
+    origin = incident.origin
+    return None if origin is None else (origin.file, origin.line)
 
 
 def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
@@ -807,11 +831,12 @@ class _Probe(StepListener):
 
         self._error = error
         bad = bad_values_of(error)
-        if not bad:
-            self._reason = f"it raised {type(error).__name__}: {error}"
-            return
+        self._reason = f"it raised {type(error).__name__}: {error}"
         with contextlib.suppress(ReplayEnded):
-            self._end(BadValues(bad, self._finding.optimizer))
+            if bad:
+                self._end(BadValues(bad, self._finding.optimizer))
+            held = self._turn.frame.f_globals  # the variables of a body at module level
+            self._look_at({name: held.get(name) for name in self._body.shared})
 
     def _end(self, found: BadValues) -> None:
         """The replay is bad here: say where it began, and go no further."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -84,11 +86,29 @@ def watch(
             loader=loader,
         )
         guard.add(Job(parts, config, NaNRecoveryManager(config)))
-    if recorder is None:
-        guard.attach()
-    else:
-        guard.attach(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
+    more = [_watch_errors(guard)]
+    if recorder is not None:
+        more.append(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
+    guard.attach(*more)
     return guard
+
+
+def _watch_errors(guard: Guard) -> Attachment:
+    """Look at an error that ends the process, or a bad loss that was read last, without `with`."""
+    before = sys.excepthook
+
+    def look(kind: type[BaseException], error: BaseException, traceback: Any) -> Any:
+        guard.script_crashed(error)
+        return before(kind, error, traceback)
+
+    def restore() -> None:
+        atexit.unregister(guard.record_unused_loss)
+        if sys.excepthook is look:
+            sys.excepthook = before
+
+    sys.excepthook = look
+    atexit.register(guard.record_unused_loss)
+    return Attachment(restore)
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stayfinite.locate.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()
-_REMEMBERED = 1 << 16  # updates
+_REMEMBERED = 4096  # updates; a value that went bad earlier has been noticed by then
 # The tick, the steps of the busiest optimizer, the id of the one that stepped, and its own steps.
 _Update = tuple[int, int, int, int]
 

@@ -53,6 +53,7 @@ from stayfinite.safely import Safely
 
 _NOWHERE = Site(None)
 _FRESH = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default")
+_MANY = 300  # events in one step, of which each costs many times what its operation does
 
 
 class Tracer(TorchDispatchMode):
@@ -74,7 +75,7 @@ class Tracer(TorchDispatchMode):
         self.kept = kept
         self._on_enter = on_enter
         self.is_paused = False
-        self.count = 0
+        self.count = self._count_before = 0  # of events, and of those before this step
         self.nodes = NodeSites()
         self._arrivals = Arrivals(self.nodes)
         self._infos = OpInfos()
@@ -224,8 +225,13 @@ class Tracer(TorchDispatchMode):
     def _record(
         self, call: Call, bad: Tensor, written: tuple[Tensor, ...], before: tuple[Tensor, ...]
     ) -> None:
-        site, phase, node = self._where(call.info)
         given = read_for(call, bad, written)
+        if self.count - self._count_before > _MANY:
+            known = [event for _, t in given for event in self._bad.get(t) or ()]
+            if any(event.nan_type is NaNType.NAN for event in known):
+                self._bad.put(bad, tuple(dict.fromkeys(known))[-8:])
+                return  # one of very many through which a NaN spreads
+        site, phase, node = self._where(call.info)
         bad_inputs = [t for _, t in given if (holds(before, t) if holds(written, t) else is_bad(t))]
         parents = [event for t in bad_inputs for event in self._sources(t, site)]
         types = {classify(t) for t in bad_inputs if not holds(written, t)}
@@ -296,7 +302,7 @@ class Tracer(TorchDispatchMode):
 
     def next_step(self, clock: int) -> None:
         """The guard's clock has ticked."""
-        self.clock = clock
+        self.clock, self._count_before = clock, self.count
         self._past.next_step()
         self.facts.roots = ()
         if self.kept is not None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stayfinite.errors import ConfigError, PackageError, PeerLostError
@@ -269,19 +269,14 @@ class IncidentReporter:
         return post.close
 
     def _watch_numbers(self) -> None:
-        from stayfinite.detect.hooks import together, watch_numbers
+        from stayfinite.detect.hooks import watch_numbers
         from stayfinite.guard.read_values import ValuesRead
 
         watch = self._watch
         self._read = ValuesRead(
             steps=lambda: watch.guard.steps if watch.guard else 0, folder=watch.plan.guard.folder
         )
-        read = watch_numbers(self._read.saw)
-        self._numbers = together(read, watch_numbers(self._saw_number))
-
-    def _saw_number(self, tensor: Any, value: float, frame: FrameType) -> None:
-        if (guard := self._watch.guard) is not None:
-            guard.saw_number(tensor, value, frame)
+        self._numbers = watch_numbers(self._read.saw)
 
     def _record(self) -> None:
         with step_aside("recording the run"):

@@ -111,6 +111,7 @@ PARTS = (
     *("scheduler", "scaler", "ema", "random", "loader"),
 )
 """What the state of training is made of; the first part that reaches a thing owns it."""
+WEIGHTS = ("parameters", "buffers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,9 +127,12 @@ def problems(schedule: Schedule, codes: list[int], ranks: list[dict[str, Any]]) 
     elif not killed:
         found.append("nobody was killed")
     is_unheard = lethal is not None and "optimizer" in schedule.whats
-    for r in alive if is_unheard else ():  # nobody could be told of the last update any more
+    for r in alive if lethal is not None else ():
+        # Nobody could be told any more of what the last update has done.
         told = [each for each in ranks[r]["incidents"] if each["strategy"] not in ("none", "reset")]
-        ranks[r] |= {"incidents": told, "updates": None}
+        ranks[r] |= {"incidents": told}
+        if is_unheard:
+            ranks[r] |= {"updates": None}
     for what in ("incidents", "updates"):
         if len({json.dumps(ranks[r][what]) for r in alive}) > 1:
             found.append(f"{what} differ: {[ranks[r][what] for r in alive]}")
@@ -163,7 +166,9 @@ def unnoticed(schedule: Schedule, rank: dict[str, Any]) -> list[str]:
     if (rank["error"] or "").startswith("TrainingAbortedError"):
         end = told[-1]["step"] + 1
     for each in schedule.faults:
-        if each.what in (*LETHAL, "optimizer") or each.step >= end:
+        before = Fault("optimizer", each.step - 1)  # the update after it is left out in any case
+        is_left_out = any(f[:2] == before[:2] for f in schedule.faults)
+        if each.what in (*LETHAL, "optimizer") or each.step >= end or is_left_out:
             continue
         own = [incident for incident in told if incident["step"] == each.step]
         if not own:

@@ -157,6 +157,7 @@ class Replayed:
     gradients: Mapping[str, Tensor] | None = None  # copies, if it came to its update and was finite
     error: BaseException | None = None  # with which it ended, if that came out of the user's code
     is_over: bool = False  # it came to its end, or to where it was bad
+    has_passed: bool = False  # there was a backward pass in it
     took: float = 0.0  # seconds
 
 
@@ -333,33 +334,44 @@ class LoopReplay:
         They run it from its beginning to its update, bad or not, so that nobody is waited for.
         """
         self.reasons = []
-        turn = next(self._turns(standing), None) if self._left else None
-        # Whoever gives up midway leaves the others waiting, and the run ends; with "stop" it does.
-        is_sure = ranks.is_pipeline or self._guard.settings.on_nan == "stop"
-        is_able = turn is not None and (is_sure or not asks_for_rank(turn.loop, until=turn.line))
-        if turn is not None and is_able:
-            try:
-                body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
-                turn.values()
-            except (CannotRunError, SyntaxError, ValueError) as error:
-                self.reasons.append(str(error))
-                is_able = False
-        if ranks.agree(not is_able) or turn is None:
-            return None
-        self._left -= 1
-        found = self.run(turn, incident, finding, standing, ranks=ranks)
-        self._meet(ranks, found)
-        is_bad_again = found.incident is not None or found.gradients is None
-        if not ranks.agree(is_bad_again):
-            once_more = self.run(turn, incident, finding, standing, ranks=ranks)
-            self._meet(ranks, once_more)
-            return self._with_passing_fault(
-                incident, finding, turn, found, once_more, is_together=True
-            )
-        if found.incident is None:
+        turns = self._turns(standing) if self._left else iter(())
+        for turn in (next(turns, None) for _ in range(_MOST_FUNCTIONS)):
+            if ranks.agree(turn is None or not self._is_able(turn, ranks)) or turn is None:
+                return None
+            self._left -= 1
+            found = self.run(turn, incident, finding, standing, ranks=ranks)
+            self._meet(ranks, found)
+            if ranks.agree(found.incident is not None):
+                break
             self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
+            if not ranks.agree(found.gradients is None):
+                once_more = self.run(turn, incident, finding, standing, ranks=ranks)
+                self._meet(ranks, once_more)
+                return self._with_passing_fault(
+                    incident, finding, turn, found, once_more, is_together=True
+                )
+            if ranks.agree(found.has_passed):
+                return None
+            # The loop was one over optimizers, say: the pass is in a loop further out.
+        if turn is None or found.incident is None:
             return None
         return _said(found.incident, turn, self.folder, is_same=found.is_same, is_together=True)
+
+    def _is_able(self, turn: Turn, ranks: Ranks) -> bool:
+        """Whether this rank can run the turn again with the others, as far as its source tells.
+
+        Whoever gives up midway leaves the others waiting, and the run ends; with "stop" it does.
+        """
+        is_sure = ranks.is_pipeline or self._guard.settings.on_nan == "stop"
+        if not is_sure and asks_for_rank(turn.loop, until=turn.line):
+            return False
+        try:
+            body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+            turn.values()
+        except (CannotRunError, SyntaxError, ValueError) as error:
+            self.reasons.append(str(error))
+            return False
+        return True
 
     def _meet(self, ranks: Ranks, found: Replayed) -> None:
         """See that nobody was left behind in a step that all have run again.
@@ -567,7 +579,7 @@ def _hooks_aside() -> Iterator[None]:
     """
     kept = [(optimizer, optimizer._optimizer_step_pre_hooks) for optimizer in living(Optimizer)]
     for optimizer, hooks in kept:
-        optimizer._optimizer_step_pre_hooks = hooks.copy()  # type: ignore[attr-defined]
+        optimizer._optimizer_step_pre_hooks = hooks.copy()
     try:
         yield
     finally:
@@ -700,6 +712,7 @@ class _Probe(StepListener):
         self._loss: float | None = None
         self._came_to_end = False
         self._error: BaseException | None = None
+        self._has_passed = False
         self._gradients: dict[str, Tensor] | None = None
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
@@ -746,6 +759,7 @@ class _Probe(StepListener):
             gradients=self._gradients,
             error=self._error,
             is_over=self._is_ending or self._came_to_end,
+            has_passed=self._has_passed,
             took=time.monotonic() - began,
         )
 
@@ -770,6 +784,7 @@ class _Probe(StepListener):
         self._unscaled.append((results, losses))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
+        self._has_passed = True
         for root in roots:
             if root.numel() == 1:
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
@@ -810,7 +825,7 @@ class _Probe(StepListener):
             self._end(self._bad_loss)
         found = bad_gradients(pairs_of(optimizer), optimizer)
         is_finite = all_finite(gradients_of(optimizer))
-        if is_finite:
+        if is_finite and self._has_passed and found.named:
             self._gradients = {n: local(each).detach().clone() for n, each in found.named}
         # What was born here may have gone to the shard of another rank.
         if self._is_together or not is_finite:

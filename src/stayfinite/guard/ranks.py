@@ -474,7 +474,7 @@ def _look_at_stage(stage: Any, looks: EarlyLooks) -> Attachment:
         if is_inferring_shapes(sys._getframe(1)):
             return
         for _, tensor in named_tensors(args, ""):
-            looks.note(tensor, name, "forward", came_in=True)
+            looks.note(tensor, name, "forward", came_in=not stage.is_first)
         for _, tensor in named_tensors(output, ""):
             looks.note(tensor, name, "forward")
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -283,7 +283,7 @@ def train(
         return train_pipeline(all_faults, on_nan=on_nan, left_out=left_out, steps=steps)
     job = Job(kind, also=list(also))
     model, optimizer, scaler = job.model, job.optimizer, job.scaler
-    rows = ROWS - dist.get_rank() % 2 if "uneven" in also else ROWS
+    rows = ROWS - job.replica % 2 if "uneven" in also else ROWS
     losses: list[float] = []
 
     def update(step: int) -> None:

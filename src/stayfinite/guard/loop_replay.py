@@ -341,6 +341,9 @@ class LoopReplay:
             self._left -= 1
             found = self.run(turn, incident, finding, standing, ranks=ranks)
             self._meet(ranks, found)
+            has_passed = found.has_passed or ranks.is_pipeline  # whose passes are not seen
+            if not has_passed:  # what is bad in it was so before
+                found = dataclasses.replace(found, incident=None)
             if ranks.agree(found.incident is not None):
                 break
             self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
@@ -350,7 +353,7 @@ class LoopReplay:
                 return self._with_passing_fault(
                     incident, finding, turn, found, once_more, is_together=True
                 )
-            if ranks.agree(found.has_passed):
+            if ranks.agree(has_passed):
                 return None
             # The loop was one over optimizers, say: the pass is in a loop further out.
         if turn is None or found.incident is None:

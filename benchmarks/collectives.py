@@ -4,10 +4,12 @@
 
 Ranks are forks that talk over gloo. They count their all-reduces and bytes in updates of a small
 model, with and without `watch`, and with clipping, and time an all-reduce of 20 bytes (the quickest
-of many, since ranks share cores). The last table is arithmetic: counts do not depend on the number
-of ranks, bytes are those that a rank sends and receives in a reduction by halves (2 * log2(n)
-messages), and the time is that of 2 and 4 ranks drawn out over log2(n). It says more about gloo on
-this machine than about a cluster.
+of many, since ranks share cores). On 2 ranks the processor time of a GPT's steps is taken too: all
+of it, what is spent in our hooks, and the part of that in the all-reduce; medians over the steps,
+so that a snapshot, which is taken now and then, is not in them. The last table is arithmetic:
+counts do not depend on the number of ranks, bytes are those that a rank sends and receives in a
+reduction by halves (2 * log2(n) messages), and the time is that of 2 and 4 ranks drawn out over
+log2(n). It says more about gloo on this machine than about a cluster.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import argparse
 import json
 import math
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,11 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from workloads import GPT
 
 import stayfinite
+from stayfinite.guard import ranks as guard_ranks
+from stayfinite.guard.guard import Guard
 
 KINDS = ("ddp", "fsdp2")
 WORD = 20  # bytes: int32[5]
@@ -80,6 +86,67 @@ def measured(kind: str, world: int, steps: int, *, watch: bool, clip: bool) -> d
     return {"collectives": len(calls) / steps, "bytes": sum(calls) / steps}
 
 
+class Clock:
+    """Processor time of this thread inside functions, each moment counted once."""
+
+    def __init__(self, *functions: tuple[Any, str]) -> None:
+        self.total, self._depth, self._functions = 0.0, 0, functions
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.total += time.thread_time() - began
+
+        return call
+
+    def attach(self) -> None:
+        for owner, name in self._functions:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+
+OURS = [
+    *((Guard, name) for name in ("judge", "stepped", "begin_step", "refused")),
+    *((Guard, name) for name in ("_before_backward", "_after_backward")),
+    (guard_ranks.EarlyLooks, "note"),
+]
+
+
+def shares(kind: str, world: int, steps: int) -> dict[str, float]:
+    """Milliseconds of a GPT's steps: all, ours besides the word, and the word."""
+    torch.manual_seed(0)
+    model: nn.Module = GPT()
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(1024, (8, 128))
+    ours, word = Clock(*OURS), Clock((guard_ranks, "say_word"))
+    found: dict[str, list[float]] = {"step": [], "ours": [], "word": []}
+    with stayfinite.watch(model, optimizer, sinks=[]):
+        for step in range(3 + steps):
+            before = ours.total, word.total, time.thread_time()
+            optimizer.zero_grad()
+            logits = model(tokens).view(-1, 1024)
+            nn.functional.cross_entropy(logits, tokens.view(-1)).backward()
+            optimizer.step()
+            spent_word = word.total - before[1]
+            if step >= 3:
+                found["step"].append(time.thread_time() - before[2])
+                found["ours"].append(ours.total - before[0] - spent_word)
+                found["word"].append(spent_word)
+            elif step == 2:
+                word.attach()
+                ours.attach()
+    return {name: 1e3 * statistics.median(each) for name, each in found.items()}
+
+
 def latency(rounds: int = 300) -> float:
     """Microseconds of an all-reduce of 20 bytes, the quickest."""
     word, times = torch.zeros(WORD // 4, dtype=torch.int32), []
@@ -119,6 +186,8 @@ def _be_rank(rank: int, world: int, folder: Path, steps: int) -> None:
             "watch": measured(kind, world, steps, watch=True, clip=False),
             "clip_gradients": measured(kind, world, steps, watch=False, clip=True),
         }
+    if world == 2:
+        found["shares"] = {kind: shares(kind, world, steps) for kind in KINDS}
     if rank == 0:
         (folder / "found").write_text(json.dumps(found))
     dist.barrier()
@@ -156,6 +225,12 @@ def main() -> None:
                 cells = (f"{own['collectives']:g}", f"{own['bytes']:g}")
                 shown.add_row(str(world), kind, name, *cells)
         console.print(f"{world} ranks: 20 bytes take {each['microseconds']:.0f} us.")
+    console.print(shown)
+    shown = Table("model", "ms of a GPT step", "ours, without the word", "of the step", "the word")
+    for kind, each in found[2]["shares"].items():
+        rest = each["step"] - each["ours"] - each["word"]
+        cells = (f"{each['step']:.1f}", f"{each['ours']:.2f}", f"{100 * each['ours'] / rest:.2f}%")
+        shown.add_row(kind, *cells, f"{each['word']:.2f}")
     console.print(shown)
     shown = Table("ranks", "all-reduces per update", "bytes per rank", "us, drawn out")
     for row in table:

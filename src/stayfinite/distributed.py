@@ -97,10 +97,10 @@ def heard(rank: int, topic: str) -> str:
     return str(store.get(_key(topic, rank)).decode())
 
 
-def meet(topic: str, count: int) -> bool:
-    """Whether so many ranks come here before long; there is no collective in this."""
+def meet(topic: str, count: int, *, seconds: float) -> bool:
+    """Whether so many ranks come here in this time; there is no collective in this."""
     store, key = _store(), f"stayfinite/{topic}"
-    until = time.monotonic() + _PATIENCE.total_seconds()
+    until = time.monotonic() + min(seconds, _PATIENCE.total_seconds())
     store.add(key, 1)
     while store.add(key, 0) < count:
         if time.monotonic() > until:
@@ -121,8 +121,15 @@ def leave_word(error: BaseException) -> None:
     """Say why this rank ends, for those that will miss it; the first of all ranks is heard."""
     if world_size() > 1 and not is_lost_peer(error):
         with contextlib.suppress(Exception):
-            store, text = _store(), f"rank {rank()} ended: {type(error).__name__}: {error}"
-            store.set(f"{_END}/{store.add(_END, 1)}", text.splitlines()[0][:500])
+            store, text = _store(), f"rank {rank()} ended: {_in_a_line(error)}"
+            store.set(f"{_END}/{store.add(_END, 1)}", text[:500])
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Its kind and the first line of its message; and the same of the error behind it, if any."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return said if error.__cause__ is None else f"{said} ({_in_a_line(error.__cause__)})"
 
 
 def last_word() -> str | None:

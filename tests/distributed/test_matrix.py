@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ HEALTHY = [
     *("ddp", "ddp-view", "fsdp2", "fsdp2-keep", "fsdp2-bf16", "fsdp2-fp16"),
     *("fsdp1", "fsdp1-orig", "tp", "pipeline"),
 ]
-ACCUMULATING = ("ddp", "fsdp2", "fsdp1")
+ACCUMULATING = ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "tp")
+MORE = {"accumulate": 2, "also": ["checkpointing", "optimizers", "uneven"]}
+COMPILED = ("ddp", "fsdp2", "fsdp1")
 FOUR = ("fsdp2-hsdp", "tp-fsdp2")
 
 
@@ -44,10 +47,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes += [(kind, {"steps": 3, "on_nan": "stop"}) for kind in ("ddp", "fsdp2", "pipeline")]
     scenes += [("ddp", {"steps": 3, "joins": True})]
     scenes += [("ddp", {"steps": 3, "joins": True, "on_nan": "recover"})]
-    for kind in ACCUMULATING:
-        scenes += [(kind, {"steps": 3, "accumulate": 2})]
-        scenes += [(kind, {"steps": 3, "accumulate": 2, "on_nan": "recover"})]
+    for kind, how in richer(ACCUMULATING, COMPILED):
+        scenes += [(kind, {"steps": 3, **how}), (kind, {"steps": 3, **how, "on_nan": "recover"})]
     return run(tmp_path_factory.mktemp("healthy"), scenes, world=2)
+
+
+def richer(kinds: Iterable[str], compiled: Iterable[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Trainings with all that a real one may have besides."""
+    return [(kind, MORE) for kind in kinds] + [(kind, {"also": ["compile"]}) for kind in compiled]
 
 
 def same_training(one: list[Any], two: list[Any]) -> bool:
@@ -59,16 +66,20 @@ def same_training(one: list[Any], two: list[Any]) -> bool:
 def test_a_healthy_run_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
     plain = of(healthy, kind, steps=3)
     ours = [name for name in healthy if name.startswith(f"('{kind}', ") and "on_nan" in name]
-    others = ("accumulate", "joins")
+    others = ("accumulate", "also", "joins")
     for watched in (healthy[n] for n in ours if not any(word in n for word in others)):
         assert same_training(plain, watched)
         assert [each["incidents"] for each in watched] == [[], []]
 
 
-@pytest.mark.parametrize("kind", ACCUMULATING)
-def test_accumulation_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
-    plain = of(healthy, kind, steps=3, accumulate=2)
-    watched = of(healthy, kind, steps=3, accumulate=2, on_nan="recover")
+@pytest.mark.parametrize(("kind", "how"), richer(ACCUMULATING, COMPILED))
+def test_accumulation_checkpointing_and_the_like_are_byte_identical(
+    healthy: dict[str, list[Any]], kind: str, how: dict[str, Any]
+) -> None:
+    """With no_sync() or set_requires_gradient_sync(), two optimizers, and uneven batches."""
+    plain = of(healthy, kind, steps=3, **how)
+    watched = of(healthy, kind, steps=3, **how, on_nan="recover")
+    assert [each["error"] for each in plain] == [None, None]
     assert same_training(plain, watched)
     assert [each["incidents"] for each in watched] == [[], []]
 
@@ -102,26 +113,33 @@ def test_one_small_collective_for_each_update_and_no_other(
         assert {name: n for name, n in more.items() if n} == {"allreduce_": 3}
 
 
-KINDS = ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "fsdp1-orig", "tp", "pipeline")
-FAULTS: dict[str, tuple[str, ...]] = {
-    "ddp": ("data", "forward", "backward", "flip"),
-    "fsdp2": ("forward", "backward", "flip"),
-    "fsdp2-bf16": ("flip",),
-    "fsdp2-fp16": ("forward",),
-    "fsdp1": ("backward", "flip"),
-    "fsdp1-orig": ("forward",),
-    "tp": ("forward",),
-}
-CELLS = [(kind, fault) for kind in KINDS for fault in FAULTS.get(kind, ("forward", "flip"))]
-CELLS_OF_FOUR = [("fsdp2-hsdp", "backward"), ("fsdp2-hsdp", "flip"), ("tp-fsdp2", "backward")]
+KINDS = (
+    *("ddp", "fsdp2", "fsdp2-keep", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "fsdp1-orig"),
+    *("tp", "pipeline"),
+)
+FAULTS = ("data", "forward", "backward", "flip")
+SCALED = ("fsdp2-fp16", "backward")  # the scaler skips it by itself
+CELLS = [(kind, fault) for kind in KINDS for fault in FAULTS if (kind, fault) != SCALED]
+CELLS_OF_FOUR = [(kind, fault) for kind in FOUR for fault in FAULTS]
 STEPS = 6
+AFTERWARDS = {"skips": list(range(STEPS))}  # 8 steps in all, and step 5 tells of step 4
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in KINDS]
-    scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in CELLS]
-    return run(tmp_path_factory.mktemp("broken"), scenes, world=2)
+    found: dict[str, list[Any]] = {}
+    for kinds in (KINDS[:3], KINDS[3:6], KINDS[6:]):
+        scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in kinds]
+        cells = [cell for cell in (*CELLS, SCALED) if cell[0] in kinds]
+        scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in cells]
+        found |= run(tmp_path_factory.mktemp("broken"), scenes + harmed_scenes(kinds), world=2)
+    return found
+
+
+def harmed_scenes(kinds: Iterable[str]) -> list[Scene]:
+    """An update that makes weights bad; and a run that has only the steps after it."""
+    ways: list[dict[str, Any]] = [{"fault": "optimizer", "on_nan": "recover"}, AFTERWARDS]
+    return [(kind, how) for kind in kinds for how in ways]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +147,10 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in FOUR]
     scenes += [(kind, {"steps": 3}) for kind in FOUR]
     scenes += [(kind, {"steps": 3, "on_nan": "recover"}) for kind in FOUR]
+    scenes += [(kind, {"steps": 3, **MORE}) for kind in FOUR]
+    scenes += [(kind, {"steps": 3, **MORE, "on_nan": "recover"}) for kind in FOUR]
     scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in CELLS_OF_FOUR]
+    scenes += harmed_scenes(FOUR)
     return run(tmp_path_factory.mktemp("four"), scenes, world=4)
 
 
@@ -153,12 +174,17 @@ def test_all_ranks_leave_the_same_step_out(
     broken: dict[str, list[Any]], kind: str, fault: str
 ) -> None:
     incident = left_out_together(broken, kind, fault)
-    if kind == "tp":  # both ranks are given the same batch
-        assert incident["rank"] == 0
-    elif kind == "pipeline":
-        assert incident["rank"] == (0 if fault == "forward" else 1)
-    else:
-        assert incident["rank"] == 1
+    is_same_batch = kind == "tp" and fault != "flip"
+    is_first_stage = kind == "pipeline" and fault in LINES  # the bad target is the last one's
+    assert incident["rank"] == (0 if is_same_batch or is_first_stage else 1)
+
+
+def test_a_scaler_that_skips_by_itself_is_left_to_it(broken: dict[str, list[Any]]) -> None:
+    kind, fault = SCALED
+    ranks = of(broken, kind, steps=STEPS, fault=fault, on_nan="recover")
+    reference = of(broken, kind, steps=STEPS, skips=True)
+    assert [each["weights"] for each in ranks] == [each["weights"] for each in reference]
+    assert [each["incidents"] for each in ranks] == [[], []]
 
 
 @pytest.mark.parametrize(("kind", "fault"), CELLS_OF_FOUR)
@@ -166,15 +192,18 @@ def test_four_ranks_leave_the_same_step_out(
     of_four: dict[str, list[Any]], kind: str, fault: str
 ) -> None:
     incident = left_out_together(of_four, kind, fault)
-    replica_1 = {"fsdp2-hsdp": (1,), "tp-fsdp2": (2, 3)}[kind]
-    assert incident["rank"] in replica_1
+    same_batch = (0, 1) if kind == "tp-fsdp2" and fault != "flip" else (1,)
+    assert incident["rank"] in same_batch
 
 
 @pytest.mark.parametrize("kind", FOUR)
 def test_a_healthy_run_of_four_is_byte_identical(of_four: dict[str, list[Any]], kind: str) -> None:
-    plain, watched = of(of_four, kind, steps=3), of(of_four, kind, steps=3, on_nan="recover")
-    assert same_training(plain, watched)
-    assert [each["incidents"] for each in watched] == [[]] * 4
+    for how in ({}, MORE):
+        plain = of(of_four, kind, steps=3, **how)
+        watched = of(of_four, kind, steps=3, **how, on_nan="recover")
+        assert [each["error"] for each in plain] == [None] * 4
+        assert same_training(plain, watched)
+        assert [each["incidents"] for each in watched] == [[]] * 4
 
 
 LINES = {
@@ -189,15 +218,37 @@ def test_the_line_is_found_where_it_stands_whatever_the_reduction(
 ) -> None:
     incident = left_out_together(broken, kind, fault)
     line, module, cause = LINES[fault]
-    module = "0" if kind == "pipeline" else module  # of its stage
+    module = f"0.{module}" if kind == "pipeline" else module  # of its stage
     assert (incident["code"], incident["module"]) == (line, module)
     assert incident["cause"] == ("low_precision_underflow" if "fp16" in kind else cause)
 
 
+@pytest.mark.parametrize("fault", LINES)
 @pytest.mark.parametrize("kind", FOUR)
-def test_four_ranks_find_the_line(of_four: dict[str, list[Any]], kind: str) -> None:
-    incident = left_out_together(of_four, kind, "backward")
-    assert (incident["code"], incident["module"]) == (BACKWARD_LINE, "gate")
+def test_four_ranks_find_the_line(of_four: dict[str, list[Any]], kind: str, fault: str) -> None:
+    incident = left_out_together(of_four, kind, fault)
+    assert (incident["code"], incident["module"], incident["cause"]) == LINES[fault]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_input_that_is_bad_already_is_called_so(broken: dict[str, list[Any]], kind: str) -> None:
+    assert left_out_together(broken, kind, "data")["cause"] == "bad_input_data"
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *FOUR])
+def test_an_update_that_harms_one_rank_is_undone_on_all(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    """All are as if they had begun after it: the only snapshot is that of the beginning."""
+    found = request.getfixturevalue("of_four" if kind in FOUR else "broken")
+    ranks = of(found, kind, fault="optimizer", on_nan="recover")
+    reference = of(found, kind, **AFTERWARDS)
+    assert [each["weights"] for each in ranks] == [each["weights"] for each in reference]
+    assert [each["updates"] for each in ranks] == [[2]] * len(ranks)
+    (incident,) = ranks[0]["incidents"]
+    assert all(each["incidents"] == [incident] for each in ranks)
+    assert (incident["step"], incident["rank"]) == (4, 1)
+    assert incident["did"].startswith("the state of 5 good steps before was put back")
 
 
 STOPPED = [("ddp", "forward"), ("fsdp2", "forward"), ("fsdp2", "flip"), ("pipeline", "forward")]
@@ -207,8 +258,6 @@ STOPPED = [("ddp", "forward"), ("fsdp2", "forward"), ("fsdp2", "flip"), ("pipeli
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes: list[Scene] = [(k, {"steps": STEPS, "fault": f, "on_nan": "stop"}) for k, f in STOPPED]
     scenes += [("fsdp2", {"steps": STEPS, "fault": "forward", "on_nan": "warn"})]
-    for kind in ("ddp", "fsdp2", "fsdp1"):
-        scenes += [(kind, {"fault": "optimizer", "on_nan": "recover"})]
     for fault in ("forward", "backward"):
         scenes += [("fsdp2", {"steps": STEPS, "fault": fault, "on_nan": "recover", "ours": True})]
     scenes += [("fsdp2", {"steps": STEPS, "skips": True})]
@@ -232,20 +281,6 @@ def test_all_ranks_warn_of_the_same_incident(more: dict[str, list[Any]]) -> None
     assert first["incidents"] == second["incidents"]
     assert first["incidents"][0]["rank"] == 1
     assert first["updates"] == second["updates"] == [STEPS]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
-def test_an_update_that_harms_one_rank_is_undone_on_all(
-    more: dict[str, list[Any]], kind: str
-) -> None:
-    first, second = of(more, kind, fault="optimizer", on_nan="recover")
-    assert first["is_finite"]
-    assert second["is_finite"]
-    assert first["updates"] == second["updates"] == [2]
-    assert first["incidents"] == second["incidents"]
-    (incident,) = first["incidents"]
-    assert (incident["step"], incident["rank"]) == (4, 1)
-    assert incident["did"].startswith("the state of 5 good steps before was put back")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 import os
 import signal
-from typing import Any
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,23 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import stayfinite
 
 WIDTH, ROWS, STEPS, AT = 8, 4, 8, 4
 FORWARD_LINE = "unit = x / x.norm(dim=1, keepdim=True)"
 BACKWARD_LINE = "return torch.sqrt(self.lin(age))"
+IN_BATCH = ("data", "forward", "backward")
+LETHAL = ("raise", "kill", "raise-backward", "kill-backward")
+
+
+class Fault(NamedTuple):
+    """What goes wrong in which step, and on which rank."""
+
+    what: str
+    step: int = AT
+    rank: int = 1
 
 
 class Embed(nn.Module):
@@ -51,12 +63,30 @@ class Gate(nn.Module):
 
 
 class Block(nn.Module):
+    is_checkpointed = False
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, h: Tensor) -> Tensor:
+        if self.is_checkpointed:
+            return checkpoint(self._grown, h, use_reentrant=False)
+        return self._grown(h)
+
+    def _grown(self, h: Tensor) -> Tensor:
         return h + self.down(torch.nn.functional.gelu(self.up(h)))
+
+
+class Front(nn.Module):
+    """What the first stage of a pipeline begins with, which is given one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gate = Embed(), Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x) * self.gate(x[:, :1].abs())
 
 
 class Net(nn.Module):
@@ -72,24 +102,34 @@ class Net(nn.Module):
         return self.head(h)
 
 
-def batch_of(step: int, replica: int, fault: str | None) -> tuple[Tensor, Tensor, Tensor]:
+def batch_of(step: int, replica: int, fault: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """What a replica is given; the fault strikes replica 1 at step AT."""
     generator = torch.Generator().manual_seed(1000 * replica + step)
     x = torch.randn(ROWS, WIDTH, generator=generator)
     age = torch.rand(ROWS, 1, generator=generator) + 0.5
     target = x.sum(1, keepdim=True).sin()
-    if step == AT and replica == 1:
-        if fault == "data":
-            x[2, 5] = float("nan")
-        if fault == "forward":
-            x[2] = 0.0
-        if fault == "backward":
-            age[2] = 0.0
+    if step == AT and replica == 1 and fault is not None:
+        spoil(fault, x, age)
     return x, age, target
+
+
+def spoil(fault: str, x: Tensor, age: Tensor) -> None:
+    """Make a batch bad."""
+    if fault == "data":
+        x[2, 5] = float("nan")
+    if fault == "forward":
+        x[2] = 0.0
+    if fault == "backward":
+        age[2] = 0.0
 
 
 def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _dimensions(tensor: Tensor) -> tuple[str, ...]:
+    """Those of the mesh over which it is divided."""
+    return getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
 
 
 def digest(tensors: Any) -> str:
@@ -117,17 +157,21 @@ class Collectives(TorchDispatchMode):
 class Job:
     """A model and an optimizer on this rank."""
 
-    def __init__(self, kind: str) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, kind: str, *, also: Container[str] = ()) -> None:
+        rank = dist.get_rank()
         torch.manual_seed(0)
-        self.kind, self.replica, self.scaler = kind, rank, None
+        self.kind, self.scaler = kind, None
+        self.replica = self.replica_of(rank)
         build = kind.split("-")[0]
         self.model: Any = getattr(self, f"_{build}")(Net, *kind.split("-")[1:])
-        groups: dict[str, list[Any]] = {}  # torch takes one mesh in a list
-        for param in self.model.parameters():
-            groups.setdefault(str(getattr(param, "device_mesh", "")), []).append(param)
-        self.optimizer = torch.optim.AdamW([{"params": g} for g in groups.values()], lr=1e-2)
-        assert world
+        for block in (each for each in self.model.modules() if isinstance(each, Block)):
+            block.is_checkpointed = "checkpointing" in also
+            if "compile" in also:
+                block.compile(backend="aot_eager")
+        params = list(self.model.parameters())
+        halves = [params[:3], params[3:]] if "optimizers" in also and params[3:] else [params]
+        self.optimizers = [torch.optim.AdamW(_by_mesh(half), lr=1e-2) for half in halves]
+        self.optimizer = self.optimizers[0]
 
     def _ddp(self, net: Any, *options: str) -> nn.Module:
         return DistributedDataParallel(net(), gradient_as_bucket_view="view" in options)
@@ -171,8 +215,25 @@ class Job:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
-        self.replica = mesh["dp"].get_local_rank() if both else 1
         return model
+
+    def replica_of(self, rank: int) -> int:
+        """Whose batch a rank is given."""
+        return {"tp": 1, "tp-fsdp2": rank // 2}.get(self.kind, rank)
+
+    def struck(self, faults: Iterable[Fault], step: int) -> list[str]:
+        """What goes wrong on this rank in this step."""
+        rank = dist.get_rank()
+        return [
+            each.what
+            for each in faults
+            if each.step == step
+            and (
+                self.replica == self.replica_of(each.rank)
+                if each.what in IN_BATCH
+                else rank == each.rank
+            )
+        ]
 
     def accumulating(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         if hasattr(self.model, "set_requires_gradient_sync"):
@@ -182,65 +243,91 @@ class Job:
         return contextlib.nullcontext()
 
     def weights(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [p for group in groups for p in group["params"]]
+
+
+def _by_mesh(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups of parameters; torch takes those of one mesh in a list."""
+    groups: dict[str, list[Any]] = {}
+    for param in params:
+        groups.setdefault(str(getattr(param, "device_mesh", "")), []).append(param)
+    return [{"params": group} for group in groups.values()]
 
 
 def train(
     kind: str,
     *,
     fault: str | None = None,
+    faults: Iterable[tuple[str, int, int]] = (),
     on_nan: str | None = None,
     ours: bool = False,
     accumulate: int = 1,
     steps: int = STEPS,
-    skips: bool = False,
+    skips: bool | Iterable[int] = False,
     counts: bool = False,
     joins: bool = False,
     again: str = "auto",
     config: Any = None,
+    also: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Train, and say what came of it. With `skips` all ranks leave step AT out themselves.
+    """Train, and say what came of it. All ranks leave the steps that it `skips` out themselves.
 
-    If it `joins`, rank 1 has one step less than the others.
+    A single fault strikes rank 1 at step AT, and AT is what is left out if nothing else is said.
+    If it `joins`, rank 1 has one step less than the others. It may `also` have checkpointing of
+    activations, two optimizers, compiled blocks, and uneven batches.
     """
+    all_faults = [Fault(fault)] if fault is not None else [Fault(*each) for each in faults]
+    left_out = {AT} if skips is True else set(skips or ())
     if kind == "pipeline":
-        return train_pipeline(fault=fault, on_nan=on_nan, skips=skips, steps=steps)
-    job = Job(kind)
+        return train_pipeline(all_faults, on_nan=on_nan, left_out=left_out, steps=steps)
+    job = Job(kind, also=list(also))
     model, optimizer, scaler = job.model, job.optimizer, job.scaler
+    rows = ROWS - job.replica % 2 if "uneven" in also else ROWS
     losses: list[float] = []
 
     def update(step: int) -> None:
-        optimizer.zero_grad()
+        for each in job.optimizers:
+            each.zero_grad()
+        struck = job.struck(all_faults, step)
         for part in range(accumulate):
-            x, age, target = batch_of(step + 100 * part, job.replica, fault)
-            with job.accumulating(is_last=part == accumulate - 1):
+            x, age, target = (t[:rows] for t in batch_of(step + 100 * part, job.replica))
+            for each in struck if part == 0 else ():
+                spoil(each, x, age)
+            with (
+                job.accumulating(is_last=part == accumulate - 1),
+                struck_in_backward(struck, model),
+            ):
                 loss = nn.functional.mse_loss(model(x, age).float(), target)
                 (scaler.scale(loss) if scaler else loss).backward()
-        if scaler:
-            scaler.unscale_(optimizer)
-        strike_gradients(fault, step, job)
+        for each in job.optimizers if scaler else ():
+            scaler.unscale_(each)
+        strike_gradients(struck, job.weights())
+        strike_state(struck, optimizer)
         if kind.startswith(("ddp", "fsdp2")):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for each in job.optimizers:
+            scaler.step(each) if scaler else each.step()
         if scaler:
-            scaler.step(optimizer)
             scaler.update()
-        else:
-            optimizer.step()
         losses.append(float(loss.detach()))
 
     guard: Any = contextlib.nullcontext()
     if on_nan is not None:
         how: Any = {"again": again, "config": config}
         guard = stayfinite.watch(model, optimizer, scaler=scaler, on_nan=on_nan, sinks=[], **how)
+    others = contextlib.ExitStack()
+    for each in job.optimizers[1:] if on_nan is not None else ():
+        others.enter_context(stayfinite.watch(model, each, scaler=scaler, on_nan=on_nan, sinks=[]))
     counted = Collectives()
     error: BaseException | None = None
     try:
         uneven = model.join() if joins else contextlib.nullcontext()
-        with guard, uneven, counted if counts else contextlib.nullcontext():
+        with guard, others, uneven, counted if counts else contextlib.nullcontext():
             for step in range(steps - (joins and dist.get_rank() == 1)):
-                if skips and step == AT:
+                if step in left_out:
                     continue
-                strike(fault, step)
+                strike(job.struck(all_faults, step))
                 if ours:
                     guard.step(update, step)
                 else:
@@ -251,14 +338,13 @@ def train(
 
 
 def train_pipeline(
-    *, fault: str | None, on_nan: str | None, skips: bool, steps: int
+    faults: list[Fault], *, on_nan: str | None, left_out: set[int], steps: int
 ) -> dict[str, Any]:
-    """Two stages, one on each rank."""
+    """One stage on each rank. Faults of a batch are the first one's, or a target of the last."""
     torch.manual_seed(0)
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = (
-        nn.Sequential(Embed(), Block()) if not rank else nn.Sequential(Block(), nn.Linear(WIDTH, 1))
-    )
+    front, head = [Front()] * (rank == 0), [nn.Linear(WIDTH, 1)] * (rank == world - 1)
+    model = nn.Sequential(*front, Block(), *head)
     stage = PipelineStage(model, rank, world, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -270,17 +356,27 @@ def train_pipeline(
     try:
         with guard:
             for step in range(steps):
-                x, _, target = batch_of(step, 1, fault)
-                if skips and step == AT:
+                x, _, target = batch_of(step, 1)
+                struck = [f.what for f in faults if f.step == step and f.rank == rank]
+                for fault in (f for f in faults if f.step == step and f.what in IN_BATCH):
+                    if fault.what == "data" and fault.rank == world - 1:
+                        target[2] = float("nan")
+                    else:
+                        spoil(fault.what, x, x[:, :1])
+                if step in left_out:
                     continue
+                strike(struck)
                 optimizer.zero_grad()
                 parts: list[Tensor] = []
-                if rank == 0:
-                    schedule.step(x)
-                else:
-                    schedule.step(target=target, losses=parts)
-                if fault == "flip" and step == AT and rank == 1:
-                    model[0].up.weight.grad[0, 0] = float("inf")
+                with struck_in_backward(struck, model):
+                    if rank == 0:
+                        schedule.step(x)
+                    elif rank == world - 1:
+                        schedule.step(target=target, losses=parts)
+                    else:
+                        schedule.step()
+                strike_gradients(struck, list(model.parameters()))
+                strike_state(struck, optimizer)
                 optimizer.step()
                 losses.append(float(sum(float(part.detach()) for part in parts)))
     except Exception as caught:
@@ -288,30 +384,49 @@ def train_pipeline(
     return told(list(model.parameters()), optimizer, losses, guard, error)
 
 
-def strike(fault: str | None, step: int) -> None:
+def strike(faults: Iterable[str]) -> None:
     """What befalls a whole rank."""
-    if step == AT and dist.get_rank() == 1:
-        if fault == "raise":
-            raise ValueError("a bad file on this rank")
-        if fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+    if "raise" in faults:
+        raise ValueError("a bad file on this rank")
+    if "kill" in faults:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def strike_gradients(fault: str | None, step: int, job: Job) -> None:
-    """A flipped bit after the reduction, on replica 1 alone; an eps that makes the update bad."""
-    if step != AT:
+@contextlib.contextmanager
+def struck_in_backward(faults: Iterable[str], model: nn.Module) -> Iterator[None]:
+    """What befalls a rank in the middle of its backward pass."""
+    whole = [each.removesuffix("-backward") for each in faults if each in LETHAL and "-" in each]
+    if not whole:
+        yield
         return
-    if fault == "flip" and job.replica == 1:
-        for param in job.weights():
+    block = next(each for each in model.modules() if isinstance(each, Block))
+
+    def arm(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: strike(whole))
+
+    handle = block.register_forward_hook(arm)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def strike_gradients(faults: Iterable[str], weights: list[Tensor]) -> None:
+    """A flipped bit after the reduction."""
+    if "flip" in faults:
+        for param in weights:
             if param.grad is not None and local(param.grad).numel():
                 local(param.grad).view(-1)[0] = float("inf")
                 break
-    if fault == "optimizer":
-        for group in job.optimizer.param_groups:
-            for param in group["params"]:
-                state = job.optimizer.state[param]
-                if dist.get_rank() == 1 and local(state["exp_avg"]).numel():
-                    local(state["exp_avg"]).view(-1)[0] = float("inf")
+
+
+def strike_state(faults: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+    """A state that makes the update bad, of whatever gradients."""
+    if "optimizer" in faults:
+        for state in optimizer.state.values():
+            if local(state["exp_avg"]).numel():
+                local(state["exp_avg"]).view(-1)[0] = float("inf")
 
 
 def told(
@@ -339,6 +454,7 @@ def told(
         )
     return {
         "weights": digest(weights),
+        "replicated": digest(w for w in weights if "tp" not in _dimensions(w)),
         "is_finite": all(bool(local(w).isfinite().all()) for w in weights),
         "updates": sorted({int(state["step"]) for state in optimizer.state.values()}),
         "losses": hashlib.sha256(repr(losses).encode()).hexdigest()[:8],

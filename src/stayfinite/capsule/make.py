@@ -34,6 +34,7 @@ from stayfinite.checkpoint.modules import Members, canonical_name, put_in_place
 from stayfinite.checkpoint.problem import Rules, errors_in, refusal
 from stayfinite.checkpoint.save import collect
 from stayfinite.checkpoint.values import encode, hold, named_parts, own_contents
+from stayfinite.detect.memory import is_sharded
 from stayfinite.detect.summary import summarize
 from stayfinite.errors import CapsuleError, CheckpointError
 from stayfinite.locate.capture import Kept, KeptCall
@@ -143,6 +144,8 @@ def state_of(
         tree, tensors = collect(members, None, ignore=())
     except CheckpointError as error:
         return None, f"the state before the step is not in it: {error}"
+    if any(map(is_sharded, tensors.values())):
+        return None, "the state before the step is not in it: it is sharded over ranks"
     found = {name: each for name, each in tensors.items() if not name.startswith(_RANDOM)}
     for (part, _), older in zip(named_parts("model", members.models), buffers, strict=False):
         known = {f"{part}.{canonical_name(name)}": buffer for name, buffer in older.items()}

@@ -408,6 +408,7 @@ class BadValues:
     _: dataclasses.KW_ONLY
     did: str = "nothing was changed"
     is_after_update: bool = False
+    is_late: bool = False  # it was told with the update after that, which has been counted too
     is_in_turn: bool = False  # the turn of the loop in which it was made is not over
     was_read: bool = False  # by the script, which may not train on it
     error: BaseException | None = None  # with which the script has ended itself
@@ -517,7 +518,7 @@ def noticed_step(finding: BadValues, evidence: Evidence) -> int:
         params = (param for optimizer in living(Optimizer) for param in params_of(optimizer))
         return 0 if any(not trained or id(p) in trained for p in params) else evidence.steps
     # The update that made the parameters bad has been counted already.
-    return max(0, evidence.count(finding.optimizer) - finding.is_after_update)
+    return max(0, evidence.count(finding.optimizer) - finding.is_after_update - finding.is_late)
 
 
 def optimizer_behind(loss: Tensor, evidence: Evidence) -> Optimizer | None:

@@ -736,7 +736,8 @@ class Guard(StepListener):
             return False
         found = None if ranks is None else ranks.had_harm
         found = bad_parameters(optimizer) if found is None else found
-        self.answer.harmed(dataclasses.replace(found, is_after_update=was_counted))
+        is_late = was_counted and ranks is not None
+        self.answer.harmed(dataclasses.replace(found, is_after_update=was_counted, is_late=is_late))
         return True
 
     def incident(self, finding: BadValues, *, strategy: str, explain: bool = True) -> Incident:
@@ -747,13 +748,18 @@ class Guard(StepListener):
         if past.incident_clock is None:
             past.incident_clock = past.tracing.clock
         incident = incident_of(finding, past.evidence, strategy=strategy)
-        if finding.located is not None:
-            origin, diagnosis = finding.located.origin, finding.located.diagnosis
-            return dataclasses.replace(incident, origin=origin, diagnosis=diagnosis)
         with past.aside:
-            if (located := self._run_again(incident, finding, sys._getframe(1))) is not None:
-                return located
-            return explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
+            located = finding.located
+            if located is None:
+                located = self._run_again(incident, finding, sys._getframe(1))
+            if located is not None and located.origin is not None:
+                origin, diagnosis = located.origin, located.diagnosis
+                step = incident.step if finding.located is not None else located.step
+                return dataclasses.replace(incident, step=step, origin=origin, diagnosis=diagnosis)
+            found = explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
+            if located is not None:  # it was finite this time
+                found = dataclasses.replace(found, diagnosis=located.diagnosis)
+            return found
         return incident
 
     def with_place(self, finding: BadValues) -> BadValues:

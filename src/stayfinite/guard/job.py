@@ -204,11 +204,19 @@ class Job:
             return None
         optimizer: Any = self.parts.optimizer
         called = getattr(optimizer, "_opt_called", None)
+        scaler: Any = self.parts.scaler
+        scale = getattr(scaler, "_scale", None)
+        noted = dict(getattr(scaler, "_per_optimizer_states", ()))
         try:  # the loop goes on with its next batch
             snapshot = self.ring.restore(rewind_loader=False)
         except NonFiniteError:
             return None
         self._mark = None
+        if scale is not None and scaler._scale is None:
+            # Private: before its first loss a scaler has no scale, but its update() comes next.
+            scaler._lazy_init_scale_growth_tracker(scale.device)
+        if noted:  # in this very step, and the scaler's update asks for it
+            scaler._per_optimizer_states.update(noted)
         if called:  # a mark of LRScheduler's own; else that of a loop that has called it warns
             optimizer._opt_called = called
         steps = self.good_steps - snapshot.step

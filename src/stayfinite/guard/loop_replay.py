@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import sys
 import time
 import traceback
@@ -38,6 +39,7 @@ from stayfinite.detect.hooks import (
     watch_steps,
 )
 from stayfinite.detect.memory import local, unwrap
+from stayfinite.distributed import is_lost_peer
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     BadValues,
@@ -45,7 +47,7 @@ from stayfinite.guard.evidence import (
     bad_parameters,
     explain_incident,
 )
-from stayfinite.guard.ranks import Ranks
+from stayfinite.guard.ranks import Ranks, lost_peer
 from stayfinite.living import Names, living, one_look
 from stayfinite.locate.source import call_at, relative
 from stayfinite.nested import named_tensors
@@ -162,6 +164,11 @@ class Replayed:
     reason: str | None = None
     loss: float | None = None  # of its last backward pass, if that was finite
     came_to_end: bool = False
+    gradients: Mapping[str, Tensor] | None = None  # copies, if it came to its update and was finite
+    error: BaseException | None = None  # with which it ended, if that came out of the user's code
+    is_over: bool = False  # it came to its end, or to where it was bad
+    has_passed: bool = False  # there was a backward pass in it
+    took: float = 0.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -203,9 +210,12 @@ class LoopReplay:
         self._left -= 1
         until = time.monotonic() + _MOST_SECONDS
         best: tuple[Turn, Replayed] | None = None
+        finite: tuple[Turn, Replayed] | None = None
         for turn, found in self._replays(incident, finding, standing, until=until):
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
+                if found.gradients is not None and finite is None:
+                    finite = turn, found
                 continue
             # What was there before the turn may have been made in a turn further out.
             is_old = _is_foreign(found.incident) and _place(found.incident) not in self._tried
@@ -217,6 +227,10 @@ class LoopReplay:
         is_old = best is None or _is_foreign(best[1].incident)
         if is_old and (updated := self._update_by_hand(incident, standing)) is not None:
             return updated
+        if best is None and finite is not None:
+            turn, found = finite
+            once_more = self.run(turn, incident, finding, standing)
+            return self._with_passing_fault(incident, finding, turn, found, once_more)
         if best is None or best[1].incident is None:
             return None
         its_turn, found = best
@@ -232,6 +246,39 @@ class LoopReplay:
         self._tried.add(place)
         step = StepAgain(self, its_turn, similar, finding, standing)
         return self._with_proof(step, self._with_change(step, similar))
+
+    def _with_passing_fault(
+        self,
+        incident: Incident,
+        finding: BadValues,
+        turn: Turn,
+        again: Replayed,
+        once_more: Replayed,
+        *,
+        is_together: bool = False,
+    ) -> Incident | None:
+        """The incident of a step that was finite when it was run again; None if nothing is sure."""
+        if again.gradients is None or once_more.gradients is None:
+            return None
+        from stayfinite.guard.replay import passing_fault
+
+        # One that runs apart has its own gradients; those that were noticed are of all ranks.
+        is_apart = incident.world > 1 and not is_together
+        named = [] if is_apart else [(n, t) for n, t in finding.named if n in again.gradients]
+        first = [local(tensor) for _, tensor in named]
+        names = [name for name, _ in named] or list(again.gradients)
+        fault = passing_fault(
+            first,
+            [again.gradients[name] for name in names],
+            [once_more.gradients[name] for name in names],
+        )
+        is_sure = fault is not None and (fault.confidence != "possible" or turn.batch is not GONE)
+        if fault is None or not is_sure:
+            return None
+        return _with_evidence(
+            dataclasses.replace(incident, diagnosis=fault),
+            f"The loop at {self._where(turn)} was run again twice from the beginning of this step.",
+        )
 
     def _update_by_hand(
         self, incident: Incident, standing: Sequence[tuple[FrameType, int]]
@@ -321,28 +368,61 @@ class LoopReplay:
         They run it from its beginning to its update, bad or not, so that nobody is waited for.
         """
         self.reasons = []
-        turn = next(self._turns(standing), None) if self._left else None
-        # Whoever gives up midway leaves the others waiting, and the run ends; with "stop" it does.
-        is_sure = ranks.is_pipeline or self._guard.settings.on_nan == "stop"
-        is_able = turn is not None and (is_sure or not asks_for_rank(turn.loop, until=turn.line))
-        if turn is not None and is_able:
-            try:
-                body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
-                turn.values()
-            except (CannotRunError, SyntaxError, ValueError) as error:
-                self.reasons.append(str(error))
-                is_able = False
-        if ranks.agree(not is_able) or turn is None:
-            return None
-        self._left -= 1
-        found = self.run(turn, incident, finding, standing, ranks=ranks)
-        if not ranks.have_all_come():
-            said = f"a step could not be run again on all ranks ({found.reason})"
-            raise TrainingAbortedError(f"{said}, and the others wait for this one.")
-        if found.incident is None:
+        turns = self._turns(standing) if self._left else iter(())
+        for turn in (next(turns, None) for _ in range(_MOST_FUNCTIONS)):
+            if ranks.agree(turn is None or not self._is_able(turn, ranks)) or turn is None:
+                return None
+            self._left -= 1
+            found = self.run(turn, incident, finding, standing, ranks=ranks)
+            self._meet(ranks, found)
+            has_passed = found.has_passed or ranks.is_pipeline  # whose passes are not seen
+            if not has_passed:  # what is bad in it was so before
+                found = dataclasses.replace(found, incident=None)
+            if ranks.agree(found.incident is not None):
+                break
             self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
+            if not ranks.agree(found.gradients is None):
+                once_more = self.run(turn, incident, finding, standing, ranks=ranks)
+                self._meet(ranks, once_more)
+                return self._with_passing_fault(
+                    incident, finding, turn, found, once_more, is_together=True
+                )
+            if ranks.agree(has_passed):
+                return None
+            # The loop was one over optimizers, say: the pass is in a loop further out.
+        if turn is None or found.incident is None:
             return None
         return _said(found.incident, turn, self.folder, is_same=found.is_same, is_together=True)
+
+    def _is_able(self, turn: Turn, ranks: Ranks) -> bool:
+        """Whether this rank can run the turn again with the others, as far as its source tells.
+
+        Whoever gives up midway leaves the others waiting, and the run ends; with "stop" it does.
+        """
+        is_sure = ranks.is_pipeline or self._guard.settings.on_nan == "stop"
+        if not is_sure and asks_for_rank(turn.loop, until=turn.line):
+            return False
+        try:
+            body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
+            turn.values()
+        except (CannotRunError, SyntaxError, ValueError) as error:
+            self.reasons.append(str(error))
+            return False
+        return True
+
+    def _meet(self, ranks: Ranks, found: Replayed) -> None:
+        """See that nobody was left behind in a step that all have run again.
+
+        Whoever has given up too has come as far in the time that this rank took; the others are in
+        a collective that this one has not entered, until it ends.
+        """
+        if found.error is not None and is_lost_peer(found.error):
+            raise lost_peer(found.error) from found.error
+        is_waited_for = found.error is not None or not found.is_over
+        seconds = 3.0 + 4 * found.took if is_waited_for else math.inf
+        if not ranks.have_all_come(seconds=seconds):
+            said = f"a step could not be run again on all ranks ({found.reason})"
+            raise TrainingAbortedError(f"{said}, and the others wait for this one.")
 
     @property
     def folder(self) -> str | None:
@@ -422,6 +502,7 @@ class LoopReplay:
     ) -> Incident | None:
         guard, at, probe = self._guard, moment.spots[0].place, _UpdateProbe()
         with contextlib.ExitStack() as all_of_them:
+            all_of_them.enter_context(_hooks_aside())
             all_of_them.enter_context(protected([]))
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(guard.evidence.kept())
@@ -457,10 +538,11 @@ class LoopReplay:
         finding: BadValues,
         standing: Sequence[tuple[FrameType, int]],
         *,
-        seconds: float = _MOST_SECONDS,
+        seconds: float | None = None,
         ranks: Ranks | None = None,
     ) -> Replayed:
         """Run the turn again, with all `ranks` if given; everything is as before afterwards."""
+        seconds = _MOST_SECONDS if seconds is None else seconds
         try:
             return self._run(turn, noticed, finding, standing, seconds, ranks)
         except ReplayEnded as end:  # by something of ours; it must not reach the user's code
@@ -488,6 +570,7 @@ class LoopReplay:
             all_of_them.enter_context(temporarily_clear_interpreter_stack())
             is_last = guard.settings.on_nan == "stop"
             is_apart = noticed.world > 1 and ranks is None
+            all_of_them.enter_context(_hooks_aside())
             all_of_them.enter_context(
                 protected(frames, taken=turn.taken(), is_last=is_last, is_apart=is_apart)
             )
@@ -525,6 +608,22 @@ class LoopReplay:
             for param in params_of(optimizer):
                 if param.grad is not None:
                     param.grad = torch.zeros_like(param.grad) if had else None  # no collective
+
+
+@contextlib.contextmanager
+def _hooks_aside() -> Iterator[None]:
+    """Let hooks be added to optimizers in the block: one of them is going through its own just now.
+
+    Private: torch calls what is in this dictionary, and gives up if it changes meanwhile.
+    """
+    kept = [(optimizer, optimizer._optimizer_step_pre_hooks) for optimizer in living(Optimizer)]
+    for optimizer, hooks in kept:
+        optimizer._optimizer_step_pre_hooks = hooks.copy()
+    try:
+        yield
+    finally:
+        for optimizer, hooks in kept:
+            optimizer._optimizer_step_pre_hooks = hooks
 
 
 Path = list[tuple[CodeType, int]]
@@ -651,6 +750,9 @@ class _Probe(StepListener):
         self._reason: str | None = None
         self._loss: float | None = None
         self._came_to_end = False
+        self._error: BaseException | None = None
+        self._has_passed = False
+        self._gradients: dict[str, Tensor] | None = None
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
         self._values = {name: (t, unwrap(t).detach().clone()) for name, t in finding.named}
@@ -673,6 +775,7 @@ class _Probe(StepListener):
             attachment.remove()
 
     def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
+        began = time.monotonic()
         try:
             if self._is_together:  # nobody may leave the others alone
                 results = body.run(values)
@@ -692,6 +795,11 @@ class _Probe(StepListener):
             reason=self._reason,
             loss=self._loss,
             came_to_end=self._came_to_end,
+            gradients=self._gradients,
+            error=self._error,
+            is_over=self._is_ending or self._came_to_end,
+            has_passed=self._has_passed,
+            took=time.monotonic() - began,
         )
 
     def _deliver(self) -> Any:
@@ -715,6 +823,7 @@ class _Probe(StepListener):
         self._unscaled.append((results, losses))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
+        self._has_passed = True
         for root in roots:
             if root.numel() == 1:
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
@@ -753,9 +862,13 @@ class _Probe(StepListener):
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         if self._bad_loss is not None:
             self._end(self._bad_loss)
+        found = bad_gradients(pairs_of(optimizer), optimizer)
+        is_finite = all_finite(gradients_of(optimizer))
+        if is_finite and self._has_passed and found.named:
+            self._gradients = {n: local(each).detach().clone() for n, each in found.named}
         # What was born here may have gone to the shard of another rank.
-        if self._is_together or not all_finite(gradients_of(optimizer)):
-            self._end(bad_gradients(pairs_of(optimizer), optimizer))
+        if self._is_together or not is_finite:
+            self._end(found)
 
     def _look_at(self, values: Mapping[str, Any]) -> None:
         """The body is over: are the variables bad in which the value was noticed?"""
@@ -770,6 +883,7 @@ class _Probe(StepListener):
         """The user's own code raised, as it may have done before."""
         from stayfinite.guard.guard import bad_values_of
 
+        self._error = error
         bad = bad_values_of(error)
         self._reason = f"it raised {type(error).__name__}: {error}"
         with contextlib.suppress(ReplayEnded):

@@ -104,7 +104,7 @@ class Ranks:
                 self.groups, verdict=verdict, is_harmed=is_harmed, certainty=certainty
             )
         except RuntimeError as error:
-            raise PeerLostError(_lost(error)) from error
+            raise lost_peer(error) from error
         return self.word
 
     def _may_miss_some(self) -> bool:
@@ -116,16 +116,21 @@ class Ranks:
         # Private: there is no public way to see that a join() is around.
         return any(each is not None and each._join_config.enable for each in found)
 
-    def have_all_come(self) -> bool:
+    def have_all_come(self, *, seconds: float) -> bool:
         """Whether all ranks come here soon; who is missing waits for this one in a collective."""
         self._meetings += 1
-        return meet(f"replay {self.word.number}.{self._meetings}", self._size)
+        return meet(f"replay {self.word.number}.{self._meetings}", self._size, seconds=seconds)
 
     def saw_bad_loss(self, finding: BadValues) -> None:
         """A backward pass is about to begin from it; it has to run, since the others' does."""
         self.loss, self._guess = finding, None
         with contextlib.suppress(Exception):  # the graph is gone afterwards
             self._guess = origin_from_graph(tensor for _, tensor in finding.named)
+
+    def forget_step(self) -> None:
+        """What was seen since the last update was seen in a step that was only run again."""
+        self.loss = None
+        self.looks.take(is_bad=False)
 
     def agree(self, flag: bool) -> bool:
         """Whether it is so on any rank; all must ask together."""
@@ -173,9 +178,10 @@ class Ranks:
         return dataclasses.replace(incident, origin=origin, diagnosis=diagnosis)
 
 
-def _lost(error: RuntimeError) -> str:
+def lost_peer(error: BaseException) -> PeerLostError:
+    """What to raise where another rank is missed; it says which one, if that has told."""
     why = last_word() or f"another rank is gone ({str(error).splitlines()[0]})"
-    return f"training cannot go on: {why}"
+    return PeerLostError(f"training cannot go on: {why}")
 
 
 def note_lost_peer(error: BaseException) -> None:
@@ -468,7 +474,7 @@ def _look_at_stage(stage: Any, looks: EarlyLooks) -> Attachment:
         if is_inferring_shapes(sys._getframe(1)):
             return
         for _, tensor in named_tensors(args, ""):
-            looks.note(tensor, name, "forward", came_in=True)
+            looks.note(tensor, name, "forward", came_in=not stage.is_first)
         for _, tensor in named_tensors(output, ""):
             looks.note(tensor, name, "forward")
             if tensor.requires_grad and tensor.grad_fn is not None:

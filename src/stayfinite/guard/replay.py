@@ -10,9 +10,12 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import run_again
+from stayfinite.detect.memory import local
 from stayfinite.domains import HALVES
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
 from stayfinite.explain.experiments import (
@@ -39,7 +42,7 @@ from stayfinite.records import Diagnosis, Incident, Origin
 from stayfinite.recover.actions import lower_rates
 from stayfinite.snapshot import RandomState, Snapshot
 from stayfinite.snapshot.walk import PARTS, WEIGHTS
-from stayfinite.training import pairs_of, params_of, put_gradients
+from stayfinite.training import Pairs, pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
@@ -276,7 +279,59 @@ def absolute(origin: Origin, folder: str | None) -> Origin:
     return dataclasses.replace(origin, file=os.path.join(folder, origin.file))
 
 
+Values = list[Tensor]
+"""What a run of a step has computed: a copy of each gradient, of the local shard of a DTensor."""
+
+
+def values_of(pairs: Pairs) -> Values:
+    return [local(gradient).detach().clone() for _, gradient in pairs]
+
+
+def same_values(first: Values, again: Values) -> bool | None:
+    """Whether what was finite the first time is the same again, bit by bit; None if nothing was."""
+    if len(first) != len(again):
+        return None
+    compared = 0
+    for one, two in zip(first, again, strict=True):
+        if one.shape != two.shape or one.dtype != two.dtype or one.layout is not torch.strided:
+            return None
+        was_finite = one.isfinite()
+        compared += int(was_finite.sum())  # host sync
+        if not torch.equal(one[was_finite], two[was_finite]):
+            return False
+    return True if compared else None
+
+
+def passing_fault(first: Values, again: Values, once_more: Values) -> Diagnosis | None:
+    """What to say of a bad step that was finite when it was run again, and then once more.
+
+    None where the replay was another step: what was finite the first time was different then.
+    """
+    if same_values(again, once_more) is False:
+        return NOT_REPEATABLE
+    same = same_values(first, again)
+    if same is False:
+        return None
+    if same is None:
+        return dataclasses.replace(CLEAN_AGAIN, confidence="possible")
+    said = "what was finite in its gradients the first time came out the same, bit for bit"
+    return dataclasses.replace(CLEAN_AGAIN, evidence=(*CLEAN_AGAIN.evidence, said))
+
+
+def is_passing(incident: Incident) -> bool:
+    """Whether the step was finite when it was run again."""
+    return incident.diagnosis is not None and incident.diagnosis.cause == CLEAN_AGAIN.cause
+
+
 _MOST = 20
+NOT_REPEATABLE = Diagnosis(
+    cause="unknown",
+    why="The step does not repeat by itself: run twice more from the same state, it was finite and "
+    "gave other values each time. Whether the fault was in the code cannot be told.",
+    fix="Call torch.use_deterministic_algorithms(True), or look for what the step depends on "
+    "besides its batch, the weights and the generators.",
+    evidence=("the step was replayed twice with the same batch, weights and random state",),
+)
 CLEAN_AGAIN = Diagnosis(
     cause="transient_fault",
     why="The same step, run again from the same state, was finite: it does not repeat.",

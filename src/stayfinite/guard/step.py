@@ -15,6 +15,7 @@ from stayfinite.guard.evidence import BadValues
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.living import one_look
 from stayfinite.records import Incident
+from stayfinite.recover.advice import Recovery
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.snapshot import KeptBatch, RandomState, RecentBatches
 from stayfinite.training import Pairs
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from stayfinite.checkpoint.modules import Members
     from stayfinite.guard.capsule_step import Call
     from stayfinite.guard.guard import Guard
+    from stayfinite.guard.replay import Values
 
 
 # Experiments and replays are imported late: a step that is good does not need them.
@@ -47,6 +49,7 @@ class StepRun:
     mode: Mode
     incident: Incident | None = None  # made of the first bad value
     is_good: bool | None = None  # its update; None before that was attempted
+    values: Values = dataclasses.field(default_factory=list)  # the gradients of a vetoed update
 
 
 class GuardedStep:
@@ -126,6 +129,9 @@ class GuardedStep:
         if run.mode is Mode.CLIP and self._job.clip():
             run.incident = self._job.trouble = None
             return False
+        from stayfinite.guard.replay import values_of
+
+        run.values = values_of(gradients)
         finding = finding_of(self._job, gradients)
         if finding.named or run.mode is not Mode.TRACED:
             self.saw(finding)
@@ -192,27 +198,51 @@ class GuardedStep:
                 self._recent.keep(call, step=self._job.good_steps)
         if not recovery.succeeded:
             self._end(is_good=False)
+        mode = next_try(recovery.strategy, self._job.config, tries)
+        if mode is None and self._is_to_be_computed_again(incident, recovery, tries):
+            mode = Mode.AGAIN
+            recovery = dataclasses.replace(recovery, detail="the step was computed again")
         self._guard.conclude(self._job, incident, recovery)
-        return next_try(recovery.strategy, self._job.config, tries)
+        return mode
+
+    def _is_to_be_computed_again(self, incident: Incident, recovery: Recovery, tries: int) -> bool:
+        """Whether nothing is wrong with the step itself, so that its batch need not be lost."""
+        from stayfinite.guard.replay import is_passing
+
+        is_lost = recovery.strategy is RecoveryStrategy.SKIP_STEP and not tries
+        return is_lost and not self._job.any_rank(not is_passing(incident))
 
     def _locate(self, noticed: Incident) -> Incident:
         """The incident with origin and diagnosis, by running the calls again under the tracer."""
         if self._traces >= _MOST_TRACES:
             return noticed if self._known is None else alike(noticed, *self._known)
         self._traces += 1
+        first = self._run.values
         self._job.hold()
         with self._guard.traced():
             self._call(self._calls, Mode.TRACED)
         found = self._run.incident
         self.put_back()
         self._guard.keep_step(self._job, self._calls, step=noticed.step)
-        if found is None:
-            from stayfinite.guard.replay import CLEAN_AGAIN
-
-            return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN)
+        is_bad_again = self._job.any_rank(found is not None)
+        if not is_bad_again:
+            return self._with_passing_fault(noticed, first)
+        if found is None:  # it is bad on another rank
+            return noticed
         known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
         self._known = noticed, known
         return known
+
+    def _with_passing_fault(self, noticed: Incident, first: Values) -> Incident:
+        """A bad step was finite when it was run again: does it repeat at all?"""
+        from stayfinite.guard.replay import passing_fault
+
+        again = self._run.values
+        self._job.hold()
+        self._call(self._calls, Mode.TRACED)
+        self.put_back()
+        fault = passing_fault(first, again, self._run.values)
+        return noticed if fault is None else dataclasses.replace(noticed, diagnosis=fault)
 
     def _prove(self, incident: Incident) -> Incident:
         """The incident with what experiments on these calls showed."""
@@ -271,6 +301,8 @@ class GuardedStep:
         """Everything as at the beginning of the step that is under way."""
         self._job.settle()
         self._job.undo()
+        if self._job.ranks is not None:
+            self._job.ranks.forget_step()
 
     def _begin(self) -> None:
         """Begin a step; weights that turn out to be bad are those of the last snapshot then."""

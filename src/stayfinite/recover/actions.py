@@ -321,7 +321,10 @@ def raise_eps(optimizer: Optimizer) -> str | None:
 def abort(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> Answer:
     """Leave the weights at a good state, whatever can still be done for that."""
     drop_gradients(situation)
-    if first_bad_state(situation, trouble) is None:
+    is_bad = first_bad_state(situation, trouble) is not None
+    if situation.any_rank is not None:  # all go back, or none
+        is_bad = situation.any_rank(is_bad)
+    if not is_bad:
         return Done("training stops here; the weights are those of the last good step")
     answer = reset_model(situation, config, trouble)
     if isinstance(answer, Cannot):

@@ -14,7 +14,6 @@ from typing import Any, get_args
 from stayfinite.errors import ConfigError
 from stayfinite.records import Forecast, Incident, Severity
 from stayfinite.report.sinks import rank_here
-from stayfinite.report.terminal import as_text
 from stayfinite.text import count, forecast_words, headline, is_mended, what_was_done
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -63,6 +62,8 @@ class Alert:
         """The title, and the report or the evidence below it."""
         below: tuple[str, ...] = ()
         if self.incident is not None:
+            from stayfinite.report.terminal import as_text  # late: rich takes long to import
+
             below = ("```", as_text(self.incident).rstrip("\n"), "```")
         elif self.forecast is not None:
             below = self.forecast.evidence

@@ -236,6 +236,8 @@ class LoopReplay:
         its_turn, found = best
         if (ended := self._end_of_turn_before(its_turn, best[1].incident, standing)) is not None:
             return ended
+        if (read := self._sample_again(its_turn, best[1].incident)) is not None:
+            return read
         similar = _said(best[1].incident, its_turn, self.folder, is_same=found.is_same)
         on_located = self._guard.past.on_located
         if on_located is not None and not finding.was_read:  # one that is read may be trained on
@@ -332,6 +334,23 @@ class LoopReplay:
             f"end of the step before: it made `{name}` bad."
         )
         return _with_evidence(found.incident, said)
+
+    def _sample_again(self, turn: Turn, incident: Incident) -> Incident | None:
+        """Of a batch that came in bad: where its dataset made a sample so; None if it did not."""
+        origin, batch = incident.origin, turn.batch
+        is_data = origin is not None and origin.phase == "data" and _is_foreign(incident)
+        if not is_data or batch is GONE or incident.world > 1:
+            return None
+        delivery = self._guard.past.tracing.deliveries.of(batch, exactly=True)
+        moments = list(self._moments)
+        at = next((n for n, each in enumerate(moments) if each.batch is batch), 0)
+        if delivery is None:
+            return None
+        from stayfinite.guard.sample_replay import sample_again
+
+        before = moments[at - 1] if at else None
+        found = sample_again(self._guard, incident, delivery, batch, before, turn.frame)
+        return None if found is None else _with_evidence(found.incident, found.said)
 
     def _where(self, turn: Turn) -> str:
         return f"{relative(turn.loop.file, self.folder)}:{turn.loop.line}"

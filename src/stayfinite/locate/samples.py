@@ -61,6 +61,12 @@ class Delivery:
         self.tensors = [weakref.ref(tensor) for tensor in tensors]
 
     @property
+    def asked(self) -> list[Any]:
+        """What the dataset was asked for, a row each; empty if that is not known."""
+        known = self._indices
+        return list(known) if isinstance(known, (list, tuple)) and None not in known else []
+
+    @property
     def indices(self) -> list[Any] | None:
         """One for each row, through subsets to the dataset that they are taken from."""
         known = self._indices

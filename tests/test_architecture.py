@@ -77,6 +77,8 @@ PUBLIC = [
     "ConfigError",
     "Diagnosis",
     "DynamicLossScaler",
+    "Forecast",
+    "Forecaster",
     "Guard",
     "Incident",
     "InitProblem",

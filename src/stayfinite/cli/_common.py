@@ -38,6 +38,7 @@ def options_of(kind: type) -> Callable[[Decorated], Decorated]:
             words: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
             if hint is bool:
                 words["is_flag"] = True
+                flag += flag.replace("--", "/--no-", 1) if field.default else ""
             else:
                 words |= {"type": _type(hint), "show_default": field.default is not None}
                 files = {"json": "FILE", "capsule": "FILE", "run_dir": "FOLDER"}

@@ -49,7 +49,7 @@ class Rules:
     least_rise: float = 2.0  # doublings
     rise_share: float = 0.02  # of the room that is left
     least_z: float = 6.0  # the rise, as a multiple of the noise, before the correction
-    farthest: float = 4.0  # how far a trend reaches, as a multiple of the steps that show it
+    farthest: float = 3.0  # how far a trend reaches, as a multiple of the steps that show it
     slowest: float = 5.0  # an end is expected within so many times what the slope of now says
     horizon: int = 400
     extreme_rise: float = 6.0

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples every time; `make prove` tries others, and more of them.
-settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("same", max_examples=50, derandomize=True, deadline=None)
 settings.load_profile("same")
 settings.register_profile(
     "prove", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck)

@@ -7,7 +7,7 @@ import gc
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,19 @@ _start_anew = case_runs.start_python
 
 def start_python(words: list[str], **how: Any) -> subprocess.CompletedProcess[bytes]:
     """A fork of a process that has torch, but for `run` of a few scripts."""
-    is_anew = "-m" in words and "run" in words and words[-1].endswith(ANEW)
+    is_anew = words[:3] == ["-m", "stayfinite", "run"] and words[-1].endswith(ANEW)
     return (_start_anew if is_anew else forks.run)(words, **how)
 
 
 case_runs.start_python = start_python
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file of tests stays with one worker (--dist loadgroup), which makes its fixtures once."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish() -> None:
@@ -41,6 +49,15 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """So is what a file of tests leaves behind: frameworks, compiled code, models in caches."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
-"""The shape of the house: who may import whom, what is free of torch, what is public."""
+"""Who may import whom, what is free of torch, what is public."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,9 @@ import stayfinite
 PACKAGE = Path(stayfinite.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the roof to the ground: a room imports only from floors below its own. Rooms on one floor
-# do not know one another. docs/architecture.md tells the same story.
-FLOORS = (
+# From top to bottom: a part imports only from layers below its own. Parts of one layer do not
+# import one another. docs/architecture.md says the same.
+LAYERS = (
     {"cli"},
     {"runner"},
     {"amp", "integrations", "testing"},
@@ -31,11 +32,11 @@ FLOORS = (
     {"clip", "snapshot"},
     {"detect"},
     {"distributed", "living", "nested", "training"},
-    {"budget", "causes", "domains", "files", "safely", "syntax", "text"},
+    {"causes", "domains", "files", "safely", "syntax", "text"},
     {"records", "settings"},
     {"errors"},
 )
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
 # Each needs its reason.
 UPWARD = {
@@ -47,7 +48,6 @@ UPWARD = {
 DOORS = {"", "__main__"}
 
 TORCH_FREE = (
-    "budget",
     "causes",
     "cli",
     "domains",
@@ -69,6 +69,8 @@ PUBLIC = [
     "AMPTrainer",
     "ActivationClamp",
     "AdaptiveClipper",
+    "Alert",
+    "AlertRule",
     "BadBatch",
     "CapsuleError",
     "Checkpoint",
@@ -164,7 +166,7 @@ def module_name(file: Path) -> str:
 MODULES = {module_name(file): file for file in FILES}
 
 
-def room_of(module: str) -> str:
+def part_of(module: str) -> str:
     return module.partition(".")[0]
 
 
@@ -184,22 +186,22 @@ def own_imports(file: Path) -> Iterator[str]:
 
 
 def crossings() -> Iterator[tuple[str, str]]:
-    """(importer, imported) for each import from one room to another."""
+    """(importer, imported) for each import from one part to another."""
     for module, file in MODULES.items():
         for imported in own_imports(file):
-            if module not in DOORS and imported and room_of(imported) != room_of(module):
+            if module not in DOORS and imported and part_of(imported) != part_of(module):
                 yield module, imported
 
 
-def test_every_room_has_its_floor() -> None:
-    assert {room_of(module) for module in MODULES} - DOORS == set(FLOOR_OF)
+def test_every_part_has_its_layer() -> None:
+    assert {part_of(module) for module in MODULES} - DOORS == set(LAYER_OF)
 
 
 def test_imports_point_down() -> None:
     wrong = {
         (importer, imported)
         for importer, imported in crossings()
-        if FLOOR_OF[room_of(importer)] >= FLOOR_OF[room_of(imported)]
+        if LAYER_OF[part_of(importer)] >= LAYER_OF[part_of(imported)]
     }
     assert wrong == UPWARD
 
@@ -215,8 +217,24 @@ def test_door_imports_lead_to_the_cli_only() -> None:
     assert set(own_imports(MODULES["__main__"])) == {"cli"}
 
 
-def test_torch_free_rooms_can_be_imported_without_torch() -> None:
-    wanted = [f"stayfinite.{name}" for name in MODULES if room_of(name) in TORCH_FREE]
+def test_a_class_name_occurs_once() -> None:
+    found = Counter(
+        node.name
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    # Lightning's and Ignite's, each under the name that its users import.
+    assert [name for name, times in found.items() if times > 1] == ["StayFinite"]
+
+
+def test_a_file_name_occurs_once() -> None:
+    found = Counter(file.name for file in FILES if file.parent.name != "cli")
+    assert {name for name, times in found.items() if times > 1} == {"__init__.py", "config.py"}
+
+
+def test_torch_free_parts_can_be_imported_without_torch() -> None:
+    wanted = [f"stayfinite.{name}" for name in MODULES if part_of(name) in TORCH_FREE]
     done = python(f"{WITHOUT_TORCH}for name in {wanted}: importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
 

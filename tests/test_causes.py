@@ -31,18 +31,21 @@ TRAITS = {
 }
 
 
+# A cause that is new enters no table here: these are the ones that may not lose what they have.
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_decides_which_advice_fits(kind: str) -> None:
-    assert sorted(slug for slug, cause in CAUSES.items() if cause.kind == kind) == (
-        KINDS[kind].split()
-    )
+    found = {slug for slug, cause in CAUSES.items() if cause.kind == kind}
+    assert set(KINDS[kind].split()) <= found
+    others = " ".join(slugs for other, slugs in KINDS.items() if other != kind)
+    assert found.isdisjoint(others.split())
 
 
 @pytest.mark.parametrize("trait", TRAITS)
 def test_trait_decides_what_is_tried(trait: str) -> None:
-    assert sorted(slug for slug, cause in CAUSES.items() if getattr(cause, trait)) == (
-        TRAITS[trait].split()
-    )
+    found = {slug for slug, cause in CAUSES.items() if getattr(cause, trait)}
+    assert set(TRAITS[trait].split()) <= found
+    known = set(" ".join([*KINDS.values(), *TRAITS.values()]).split())
+    assert found & known == set(TRAITS[trait].split())
 
 
 def test_every_kind_is_known() -> None:

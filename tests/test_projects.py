@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,18 @@ def run(project: Path, folder: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+    """The folder in which a project was run, once for all tests, and what was found."""
+
+    @functools.cache
+    def once(project: Path) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(project.name) / "project"
+        return folder, run(project, folder)
+
+    return once
+
+
 def places(truth: dict[str, Any]) -> set[str]:
     lines = [truth["line"], *truth.get("line_alt", [])]
     return {f"{truth['file']}:{line}" for line in lines} | set(truth.get("place_alt", []))
@@ -44,9 +58,9 @@ def _bytes(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("project", ALL, ids=lambda path: path.name)
-def test_the_line_is_exact_at_the_first_failure(project: Path, tmp_path: Path) -> None:
+def test_the_line_is_exact_at_the_first_failure(project: Path, ran: Any) -> None:
     truth = json.loads((project / "truth.json").read_text())
-    found = run(project, tmp_path / "project")["incidents"]
+    found = ran(project)[1]["incidents"]
     origin = found[0]["origin"]
     assert origin["exact"], found[0]
     span = range(origin["line"], (origin["end_line"] or origin["line"]) + 1)
@@ -55,10 +69,11 @@ def test_the_line_is_exact_at_the_first_failure(project: Path, tmp_path: Path) -
 
 # Seeded, and without times in what they write.
 @pytest.mark.parametrize("name", ["fcos-tiny", "retro-lm", "cliff-awac", "store-forecast"])
-def test_files_are_those_of_a_run_in_which_nothing_is_run_again(name: str, tmp_path: Path) -> None:
-    run(PROJECTS / name, tmp_path / "with")
-    run(PROJECTS / name, tmp_path / "without", "--again", "never")
-    assert files_in(tmp_path / "with") == files_in(tmp_path / "without")
+def test_files_are_those_of_a_run_in_which_nothing_is_run_again(
+    name: str, ran: Any, tmp_path: Path
+) -> None:
+    run(PROJECTS / name, tmp_path / "project", "--again", "never")
+    assert files_in(ran(PROJECTS / name)[0]) == files_in(tmp_path / "project")
 
 
 def test_there_are_ten_projects() -> None:

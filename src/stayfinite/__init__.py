@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Diagnosis": "records",
     "Forecast": "records",
+    "Alert": "report.alerts",
+    "AlertRule": "report.alerts",
     "Incident": "records",
     "NaNReport": "records",
     "NaNType": "records",
@@ -164,6 +166,8 @@ if TYPE_CHECKING:
     from stayfinite.recover.config import RecoveryStrategy as RecoveryStrategy
     from stayfinite.recover.config import Rung as Rung
     from stayfinite.recover.manager import NaNRecoveryManager as NaNRecoveryManager
+    from stayfinite.report.alerts import Alert as Alert
+    from stayfinite.report.alerts import AlertRule as AlertRule
     from stayfinite.snapshot import TrainingState as TrainingState
     from stayfinite.tracing import trace as trace
 

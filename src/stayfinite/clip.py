@@ -17,6 +17,7 @@ from stayfinite.detect.finite import all_finite, note_finite
 from stayfinite.detect.memory import compact, pieces, plain_parts
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.nested import Named
+from stayfinite.settings import require_choice
 from stayfinite.training import params_of
 
 Drop = Literal["elements", "tensors", "nothing"]
@@ -75,8 +76,7 @@ def clip_gradients(
 
 def check_drop(drop: str) -> None:
     """ConfigError unless it is one of the choices."""
-    if drop not in get_args(Drop):
-        raise ConfigError(f"drop is {drop!r}; it must be one of {', '.join(get_args(Drop))}.")
+    require_choice("drop", drop, get_args(Drop))
 
 
 def clip_whole(

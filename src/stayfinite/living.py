@@ -29,11 +29,7 @@ T = TypeVar("T")
 _FOUND: ContextVar[dict[type, list[Any]] | None] = ContextVar("stayfinite_living", default=None)
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 CSV_WRITER: type[Any] = type(csv.writer(io.StringIO()))
-_ASKED_FOR = (
-    *(nn.Module, Optimizer, LRScheduler, GradScaler, GeneratorType),
-    *FILES,
-    CSV_WRITER,
-)
+_ASKED_FOR = (*(nn.Module, Optimizer, LRScheduler, GradScaler, GeneratorType), *FILES, CSV_WRITER)
 """What an incident asks for: found together in its first look."""
 
 
@@ -96,13 +92,13 @@ def living(base: type[T]) -> list[T]:
     """All objects of this class, or of one derived from it, that the garbage collector tracks."""
     found = _FOUND.get()
     if found is None:
-        return _found([base])[base]
+        return _find([base])[base]
     if base not in found:
-        found |= _found([base] if found else [*_ASKED_FOR, base])
+        found |= _find([base] if found else [*_ASKED_FOR, base])
     return list(found[base])
 
 
-def _found(bases: Iterable[type]) -> dict[type, list[Any]]:
+def _find(bases: Iterable[type]) -> dict[type, list[Any]]:
     kinds: set[type] = set(bases)
     todo = list(kinds)
     while todo:

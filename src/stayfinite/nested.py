@@ -67,10 +67,7 @@ def _has_items(value: Any) -> bool:
 
 
 def map_leaves(
-    value: Any,
-    change: Callable[[Any], Any],
-    *,
-    kinds: tuple[type, ...] = (Tensor,),
+    value: Any, change: Callable[[Any], Any], *, kinds: tuple[type, ...] = (Tensor,)
 ) -> Any:
     """The value in new containers, with each leaf of these kinds changed; all else as it is."""
     if isinstance(value, kinds):
@@ -121,3 +118,16 @@ def named_states(optimizer: Optimizer) -> Iterator[Named]:
             # .get: the state is a defaultdict, and looking must not add to it.
             yield from named_tensors(optimizer.state.get(parameter), f"optimizer.{name}")
         number += len(group["params"])
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One, several in a list or tuple, or None, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model gives out itself, as a key or an attribute."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) else None

@@ -1,9 +1,11 @@
-"""How a guard watches."""
+"""How a guard watches, and the checks of options that several settings share."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+from collections.abc import Collection
+from typing import Any, Literal
 
 from stayfinite.errors import ConfigError
 
@@ -57,3 +59,21 @@ class GuardSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be >= 1.")
         if not self.prove_seconds >= 0:
             raise ConfigError(f"prove_seconds is {self.prove_seconds}; it must be >= 0.")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number; True is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_whole(name: str, value: Any, least: int = 1) -> int:
+    """The value; ConfigError if it is no whole number or too small."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+    return value
+
+
+def require_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """ConfigError unless it is one of these words."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")

@@ -10,7 +10,7 @@ from typing import TypeGuard
 PRIMARY = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 
 
-def called(node: ast.AST) -> str:
+def callee(node: ast.AST) -> str:
     """The bare name of the function that is called: "log" of torch.log(x) and x.log()."""
     if not isinstance(node, ast.Call):
         return ""
@@ -21,7 +21,7 @@ def called(node: ast.AST) -> str:
 
 def is_call(node: ast.AST | None, *names: str) -> TypeGuard[ast.Call]:
     """Whether it calls a function of one of these names."""
-    return isinstance(node, ast.Call) and called(node) in names
+    return isinstance(node, ast.Call) and callee(node) in names
 
 
 def calls_in(node: ast.AST, names: Collection[str]) -> Iterator[ast.Call]:

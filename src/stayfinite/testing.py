@@ -37,9 +37,10 @@ from stayfinite.detect.hooks import (
     wrapped,
 )
 from stayfinite.distributed import rank as rank_here
-from stayfinite.errors import ConfigError, InputError
+from stayfinite.errors import ConfigError
 from stayfinite.living import nodes_of
 from stayfinite.nested import children, is_container, named_tensors
+from stayfinite.training import require_module
 
 
 @contextlib.contextmanager
@@ -116,8 +117,8 @@ def inject(
         )
     ((option, name),) = given.items()
     aim = Aim(option=option, name=None if name is True else name)
-    if model is not None and not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if model is not None:
+        require_module(model)
     if at_step < 0:
         raise ConfigError(f"at_step is {at_step}; it must be at least 0, which is the first step.")
     if persistent and model is None and option != "batch":

@@ -9,11 +9,13 @@ import unicodedata
 from collections.abc import Callable
 
 from stayfinite.records import (
+    Forecast,
     Hop,
     Incident,
     NaNReport,
     NaNType,
     Origin,
+    Outcome,
     TensorSummary,
 )
 
@@ -105,6 +107,56 @@ def what_was_done(incident: Incident) -> str:
     return ": ".join(filter(None, (strategy, outcome.detail))) or "nothing was done"
 
 
+_MENDS_NOTHING = {"stop", "abort", "warn", "none"}
+
+
+def is_mended(outcome: Outcome | None) -> bool:
+    """Whether training went on as if the bad step had not been."""
+    return outcome is not None and outcome.strategy not in _MENDS_NOTHING
+
+
+_SIGNALS = {
+    "activation": "",
+    "gradient": "the gradient of",
+    "grad_norm": "the gradient norm",
+    "update_ratio": "the update of",
+    "adam_denominator": "Adam's denominator of",
+    "loss_scale": "the loss scale",
+    "loss": "the loss",
+    "attention_logits": "the attention logits of",
+    "loss_spike": "the loss",
+    "grad_norm_spike": "the gradient norm",
+}
+_ALONE = {name for name, words in _SIGNALS.items() if words and not words.endswith(" of")}
+
+
+def forecast_words(forecast: Forecast) -> str:
+    """What is going to happen, and when: "encoder.3 overflows float16 in about 40 steps (25-70)".
+
+    The forecast's own message, if it has one.
+    """
+    if forecast.message:
+        return plain(forecast.message)
+    where = plain(forecast.where) or "the model"
+    signal = _SIGNALS[forecast.signal]
+    what = signal if forecast.signal in _ALONE else f"{signal} {where}".strip()
+    if forecast.outcome is not None and forecast.outcome.strategy == "undo":
+        return f"{what} grows no more"
+    if forecast.is_spike:
+        limit = "" if forecast.limit is None else f", above its usual {number(forecast.limit)}"
+        return f"{what} jumped to {number(forecast.value)}{limit}"
+    return f"{what} overflows{f' {forecast.dtype}' if forecast.dtype else ''}{in_steps(forecast)}"
+
+
+def in_steps(forecast: Forecast) -> str:
+    """ " in about 40 steps (25-70)"; as much of it as is known."""
+    left, low, high = forecast.steps_left, forecast.steps_low, forecast.steps_high
+    about = "" if left is None else f" in about {count(left, 'step')}"
+    if low is None:
+        return about
+    return f"{about} ({low} or more)" if high is None else f"{about} ({low}-{high})"
+
+
 def headline(incident: Incident) -> str:
     """What went bad, when, and where it was noticed."""
     seen = f" in {noticed(incident)}" if any(each.has_nan for each in incident.reports) else ""
@@ -186,6 +238,10 @@ def birth(incident: Incident, origin: Origin) -> str:
     if origin.phase in ("forward", "distributed"):
         is_born = origin.inputs and not any(each.bad_count for each in origin.inputs)
         return f"{made} here" + (" from finite inputs" if is_born else "")
+    if (buffer := origin.facts.get("buffer")) is not None:
+        return f"{made} in buffer {plain(buffer['name'])} of {plain(buffer['module'])}"
+    if (name := origin.facts.get("carried")) is not None:
+        return f"{made} in {plain(name)}, which comes from the step before"
     return f"{made} {PLACES[origin.phase]}"
 
 

@@ -1,15 +1,23 @@
-"""The gradients of an optimizer, and how they are hidden from its step."""
+"""A model and its optimizer: checked, their gradients, and how a step does not see them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from stayfinite.errors import InputError
 
 Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
 """Parameters, each with its gradient."""
+
+
+def require_module(model: Any) -> None:
+    """InputError unless the model is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """Any sequence of events: the scale stays where it belongs, and is what fifteen lines say.
 
-Each example is a trace, one byte for each event. The usual profile of 100 examples tries
-20,000 events and 2,000 traces; `make prove`, with 5,000 examples, a million events and
-100,000 traces.
+Each example is a trace, one byte for each event. The usual profile of 50 examples tries 5,000
+events and 1,000 traces; `make prove`, with 10,000 examples, a million events and 200,000 traces.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from stayfinite.amp.scaler import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScaler, is_power_of_two
 
-EVENTS_IN_A_TRACE = 200
+EVENTS_IN_A_TRACE = 100
 SHORT = 16
 SHORT_TRACES = 20  # in each example
 

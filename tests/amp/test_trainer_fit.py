@@ -25,7 +25,7 @@ from training import (
     trainer_of,
 )
 
-from stayfinite.amp.loop import Callback, LogEvent, ProgressBar
+from stayfinite.amp.epoch import Callback, LogEvent, ProgressBar
 from stayfinite.amp.trainer import AMPTrainer
 from stayfinite.errors import TrainingAbortedError
 

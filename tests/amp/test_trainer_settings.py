@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from training import all_steps, batches, config, mse, raw, small_model, trainer_of
 
 from stayfinite.amp.config import AMPConfig
-from stayfinite.amp.loop import LinearWarmup, set_learning_rate
+from stayfinite.amp.epoch import LinearWarmup, set_learning_rate
 from stayfinite.amp.trainer import AMPTrainer
 from stayfinite.errors import ConfigError
 

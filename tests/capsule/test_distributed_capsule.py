@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import stayfinite
 from stayfinite.capsule import read_capsule
-from stayfinite.capsule.contents import Capsule, CodeReference, SourceFile
+from stayfinite.capsule.file import Capsule, CodeReference, SourceFile
 from stayfinite.capsule.make import with_files
 from stayfinite.cli import main
 from stayfinite.records import Incident
@@ -63,9 +63,10 @@ def start(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def replayed(capsule: Path) -> dict[str, str]:
     """What the replay found, all of it as the capsule says."""
-    done = CliRunner().invoke(main, ["replay", "--trust", "--json", str(capsule)])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.output[done.output.index("{") :])["compared"]
+    words = ("-m", "stayfinite", "replay", "--trust", "--json", capsule.name)
+    done = start(*words, cwd=capsule.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])["compared"]
     assert all(each["same"] for each in found), found
     return {each["what"]: each["here"] for each in found}
 

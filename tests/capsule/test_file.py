@@ -16,8 +16,7 @@ from torch import nn
 
 from stayfinite.capsule import file as file_module
 from stayfinite.capsule import read_capsule, write_capsule
-from stayfinite.capsule.contents import Capsule, SourceFile, pack
-from stayfinite.capsule.file import unpack
+from stayfinite.capsule.file import Capsule, SourceFile, pack, unpack
 from stayfinite.capsule.make import environment, own_code, put_state, state_of, usable
 from stayfinite.checkpoint.modules import Members
 from stayfinite.errors import CapsuleError

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from click.testing import CliRunner
@@ -215,7 +214,9 @@ def test_step_of_a_script_replays_in_another_process_and_folder(tmp_path: Path) 
     there.mkdir()
     here.mkdir()
     (there / "train.py").write_text(SCRIPT)
-    python([str(there / "train.py"), str(here / "a.capsule")], cwd=there)
+    env = {**os.environ, "PYTHONPATH": forks.SOURCE}
+    made = forks.run_text(["train.py", str(here / "a.capsule")], cwd=there, env=env)
+    assert made.returncode == 0, made.stderr
     (there / "train.py").unlink()
     refused = CliRunner().invoke(main, ["replay", str(here / "a.capsule")])
     assert refused.exit_code == 2
@@ -226,10 +227,3 @@ def test_step_of_a_script_replays_in_another_process_and_folder(tmp_path: Path) 
     text = done.output[done.output.index("{") :]
     assert all(each["same"] for each in json.loads(text)["compared"])
     assert os.listdir(here) == ["a.capsule"]
-
-
-def python(words: list[str], *, cwd: Path) -> None:
-    path = str(Path(stayfinite.__file__).parents[1])
-    subprocess.run(
-        [sys.executable, *words], cwd=cwd, env={**os.environ, "PYTHONPATH": path}, check=True
-    )

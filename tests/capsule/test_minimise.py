@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import stayfinite
 from stayfinite.capsule import write_capsule
-from stayfinite.capsule.contents import Birth, Capsule, CodeReference, Operation
+from stayfinite.capsule.file import Birth, Capsule, CodeReference, Operation
 from stayfinite.capsule.make import birth_of
-from stayfinite.capsule.minimal import Repro, minimised, operator
+from stayfinite.capsule.minimal import Repro, minimise, operator
 from stayfinite.cli import main
 from stayfinite.errors import CapsuleError
 from stayfinite.living import leaves_of
@@ -49,7 +49,7 @@ def traced_birth(compute: Callable[[], Tensor], *, with_data: bool) -> Birth:
 
 def repro_of(birth: Birth) -> Repro:
     code = CodeReference(kind="script")
-    return minimised(Capsule(incident=Incident(step=0), code=code, birth=birth))
+    return minimise(Capsule(incident=Incident(step=0), code=code, birth=birth))
 
 
 def run(text: str) -> tuple[int, str]:
@@ -217,7 +217,7 @@ def test_text_of_a_capsule_stays_in_comments() -> None:
         birth=birth,
         versions={"torch": '2"""\nimport sys'},
     )
-    code = [line for line in minimised(capsule).text.splitlines() if not line.startswith("#")]
+    code = [line for line in minimise(capsule).text.splitlines() if not line.startswith("#")]
     assert not any("os" in line or "sys" in line for line in code)
 
 
@@ -247,4 +247,4 @@ def test_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
 def test_capsule_of_a_run_without_a_trace_says_how_to_make_a_better_one() -> None:
     capsule = Capsule(incident=Incident(step=3), code=CodeReference(kind="script"))
     with pytest.raises(CapsuleError, match="run --trace --capsule"):
-        minimised(capsule)
+        minimise(capsule)

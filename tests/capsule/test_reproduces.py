@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stayfinite.capsule.reproduces import compared, reproduces
+from stayfinite.capsule.reproduces import compare_incidents, reproduces
 from stayfinite.detect.summary import summarize
 from stayfinite.records import Incident, NaNReport, NaNType, Origin
 
@@ -43,22 +43,22 @@ def with_origin(**changes: Any) -> Incident:
     ],
 )
 def test_operation_line_and_value_decide(here: Incident | None, same: bool) -> None:
-    assert reproduces(compared(THERE, here)) is same
+    assert reproduces(compare_incidents(THERE, here)) is same
 
 
 def test_files_outside_the_project_are_known_by_name() -> None:
     there, here = with_origin(file="/home/me/lib/a.py"), with_origin(file="/tmp/x/project-1/a.py")
-    assert reproduces(compared(there, here))
-    assert not reproduces(compared(there, with_origin(file="/tmp/x/project-1/b.py")))
+    assert reproduces(compare_incidents(there, here))
+    assert not reproduces(compare_incidents(there, with_origin(file="/tmp/x/project-1/b.py")))
 
 
 def test_untraced_incident_is_compared_by_what_was_noticed() -> None:
     untraced = dataclasses.replace(THERE, origin=None)
-    assert reproduces(compared(untraced, THERE))
+    assert reproduces(compare_incidents(untraced, THERE))
     other = dataclasses.replace(THERE.reports[0], location="gradients.weight")
-    assert not reproduces(compared(untraced, dataclasses.replace(THERE, reports=(other,))))
-    assert not reproduces(compared(untraced, None))
+    assert not reproduces(compare_incidents(untraced, dataclasses.replace(THERE, reports=(other,))))
+    assert not reproduces(compare_incidents(untraced, None))
 
 
 def test_number_of_a_lone_step_is_not_compared() -> None:
-    assert "step" not in [point.name for point in compared(THERE, THERE, with_step=False)]
+    assert "step" not in [point.name for point in compare_incidents(THERE, THERE, with_step=False)]

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import stayfinite
-from stayfinite.budget import Budget
 from stayfinite.capsule import read_capsule
 from stayfinite.cli import main
+from stayfinite.explain.experiments import Budget
 from stayfinite.records import Incident, RunResult, TensorSummary
 from stayfinite.runner.capsules import deliver, wish_of
 from stayfinite.runner.case import Case

@@ -22,7 +22,7 @@ import stayfinite
 from stayfinite.checkpoint import save_checkpoint
 from stayfinite.checkpoint.inspect import check, size_on_disk
 from stayfinite.cli import main
-from stayfinite.cli.check import command
+from stayfinite.cli.check import check_command
 
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 
@@ -60,7 +60,7 @@ def run(*words: Any) -> Any:
 
 
 def test_surface_is_frozen() -> None:
-    surface = {p.opts[0]: p.type.name for p in command.params if isinstance(p, click.Option)}
+    surface = {p.opts[0]: p.type.name for p in check_command.params if isinstance(p, click.Option)}
     assert surface == {"--model": "text", "--against": "text", "--json": "boolean"}
 
 

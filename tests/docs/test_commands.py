@@ -71,10 +71,10 @@ def test_only_files_of_tests_need_pytest(page: Path) -> None:
 
 def environment(page: Path, folder: Path) -> dict[str, str]:
     """In which programs are found; those of the first page as users start them, others as forks."""
-    python = [sys.executable] if page.stem == "quickstart" else forks.command()
+    python = sys.executable if page.stem == "quickstart" else forks.python()
     for name, words in PROGRAMS.items():
         program = folder / name
-        program.write_text(f'#!/bin/sh\nexec {shlex.join(python)} {words} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} {words} "$@"\n')
         program.chmod(0o755)
     source = str(Path(stayfinite.__file__).parents[1])
     return {

@@ -20,15 +20,15 @@ from stayfinite.explain.experiments import (
     Lab,
     OutOfTimeError,
     Seen,
-    compiled,
+    compare_compiled,
     dynamics,
     experiment,
-    guarded,
+    guard_operation,
     guilty_rows,
     guilty_values,
-    judged,
+    judge_findings,
     precise,
-    repeated,
+    repeat,
     terms,
     weights,
 )
@@ -134,7 +134,7 @@ def test_chance_is_taken_for_proof_less_than_once_in_a_hundred(chance: float) ->
     for _ in range(2000):
         step = Step(lambda change: BAD if rng.random() < chance else GOOD, rows=16)
         findings = experiment(lab(step), diagnosis, origin)
-        wrong += judged(diagnosis, origin, findings).confidence == "proven"
+        wrong += judge_findings(diagnosis, origin, findings).confidence == "proven"
     assert wrong < 20
 
 
@@ -213,14 +213,14 @@ def test_two_guilty_values_are_not_told_as_one() -> None:
 )
 def test_the_same_step_twice(answers: list[Seen], verdict: str) -> None:
     left = list(answers)
-    assert repeated(lab(Step(lambda change: left.pop(0)))).verdict == verdict
+    assert repeat(lab(Step(lambda change: left.pop(0)))).verdict == verdict
 
 
 def test_a_step_that_cannot_be_replayed_is_inconclusive() -> None:
     def answer(change: Change) -> Seen:
         raise CannotReplayError("it has a custom loop")
 
-    found = repeated(lab(Step(answer)))
+    found = repeat(lab(Step(answer)))
     assert found.verdict == "inconclusive"
     assert "it has a custom loop" in found.sentence
 
@@ -268,10 +268,10 @@ def test_a_lower_rate_is_tried_only_if_the_old_one_fails_again() -> None:
 
 
 def test_only_the_compiled_code_may_be_bad() -> None:
-    found = compiled(lab(Step(lambda c: GOOD if c.is_compiled is False else BAD)))
+    found = compare_compiled(lab(Step(lambda c: GOOD if c.is_compiled is False else BAD)))
     assert found is not None
     assert "the compiled step goes bad" in found.sentence
-    assert compiled(lab(Step(lambda change: BAD))) is None
+    assert compare_compiled(lab(Step(lambda change: BAD))) is None
 
 
 def test_nothing_is_tried_on_a_step_that_does_not_come_back() -> None:
@@ -360,7 +360,7 @@ def test_only_the_right_experiment_proves(
     cause: str, origin: Origin, findings: list[Finding], confidence: str
 ) -> None:
     diagnosis = Diagnosis(cause=cause, why="", fix="", confidence="likely")
-    found = judged(diagnosis, origin, [REPEATS, *findings])
+    found = judge_findings(diagnosis, origin, [REPEATS, *findings])
     assert found.confidence == confidence
     assert found.evidence[0] == "twice"
 
@@ -368,10 +368,13 @@ def test_only_the_right_experiment_proves(
 def test_what_does_not_repeat_is_never_proven() -> None:
     diagnosis = Diagnosis(cause="log_of_zero", why="", fix="", confidence="likely")
     findings = [dataclasses.replace(REPEATS, reproduces=False), proof("guarded")]
-    assert judged(diagnosis, Origin(phase="forward", exact=True), findings).confidence == "likely"
+    assert (
+        judge_findings(diagnosis, Origin(phase="forward", exact=True), findings).confidence
+        == "likely"
+    )
 
 
 def test_a_guard_that_does_not_help_speaks_against_the_diagnosis() -> None:
-    found = guarded(lab(Step(lambda change: BAD)))
+    found = guard_operation(lab(Step(lambda change: BAD)))
     assert found is not None
     assert found.verdict == "innocent"

@@ -120,7 +120,6 @@ contexts = st.builds(
         eps=st.none() | st.floats(0, 1e-3),
         line_search=st.sampled_from([None, "strong_wolfe"]),
     ),
-    optimizer_count=counts,
     scaler_skips=counts,
     uses_scaler=st.booleans(),
     scale=maybe,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stayfinite
-from stayfinite import Guard
+from stayfinite import Guard, RecoveryConfig
 from stayfinite.records import Diagnosis
 
 LONG = 60.0
@@ -335,3 +335,29 @@ def test_steps_before_are_run_again_with_a_lower_rate() -> None:
     assert [g["lr"] for g in training.optimizer.param_groups] == [
         g["lr"] for g in plain.optimizer.param_groups
     ]
+
+
+def diverge(*, prove_seconds: float) -> tuple[Guard, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.9)
+    config = RecoveryConfig(primary_strategy="skip", snapshot_every=2)
+    watch = stayfinite.watch(model, optimizer, config=config, prove_seconds=prove_seconds, sinks=[])
+    with watch as guard:
+        for _ in range(4):
+            x = torch.randn(8, 4) * 3
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return guard, [param.detach().clone() for param in model.parameters()]
+
+
+def test_earlier_weights_are_tried_in_a_loop_that_is_not_ours_and_put_back() -> None:
+    guard, weights = diverge(prove_seconds=20)
+    _, plain = diverge(prove_seconds=0)
+    diagnosis = guard.incidents[0].diagnosis
+    assert diagnosis is not None
+    said = diagnosis.evidence
+    assert "with the weights of an earlier snapshot the same batch is finite" in said
+    assert all(torch.equal(one, two) for one, two in zip(weights, plain, strict=True))

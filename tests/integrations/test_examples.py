@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -43,10 +42,9 @@ def test_example(name: str, tmp_path: Path) -> None:
         pytest.skip("pytest finds the plugin only where stayfinite is installed")
     script = str(EXAMPLES / f"{name}_example.py")
     plugin = ["-m", "pytest", "-p", "no:cacheprovider"] if name == "pytest" else []
-    python = [sys.executable] if name == "pytest" else forks.command()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "WANDB_SILENT": "true"}
     done = subprocess.run(
-        [*python, *plugin, script],
+        [forks.python(), *plugin, script],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import doctest
 import io
 import logging
+import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from as_before import torch_as_before as torch_as_before
@@ -244,9 +244,7 @@ trainer.fit(Net(), torch.utils.data.DataLoader(batches, batch_size=None))
 (incident,) = watching.incidents
 print(incident.diagnosis.cause, trainer.global_step)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = forks.run_text(["-c", code], env={**os.environ, "PYTHONWARNINGS": "ignore"})
     assert done.stdout.strip().splitlines()[-1] == "log_of_negative 2", done.stderr
 
 
@@ -265,7 +263,7 @@ try:
 except PackageError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forks.run_text(["-c", code])
     assert done.stdout.strip() == (
         "lightning is not installed: pip install 'stayfinite[lightning]'"
     ), done.stderr

@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 from stayfinite.errors import PackageError
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 
 WANTED = ["numpy>=1.26", "transformers>=4.46; extra == 'hf'", "accelerate>=1.0; extra == 'hf'"]
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 PLUGIN = "stayfinite.integrations.pytest_plugin"
@@ -16,17 +17,18 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What pytest says of the file below; all of it is run once."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_ours.py").write_text(TESTS)
-    done = run(folder, "-rA", "test_ours.py")
+    done = forks.run_text([*command(), "-rA", "test_ours.py"], cwd=folder)
     return done.stdout + done.stderr
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    if not _is_installed():
-        command += ["-p", PLUGIN]
-    return subprocess.run(
-        [*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, *command(), *arguments]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def command() -> list[str]:
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    return words if _is_installed() else [*words, "-p", PLUGIN]
 
 
 def _is_installed() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import socket
@@ -16,17 +17,21 @@ import pytest
 import torch
 
 import stayfinite
-from stayfinite import Incident
+from stayfinite import AlertRule, Forecast, Incident, Outcome
 from stayfinite.errors import ConfigError
 from stayfinite.files import Background
 from stayfinite.integrations.logs import LoggingSink
 from stayfinite.integrations.webhook import WebhookSink
+from stayfinite.records import from_data, from_json
 from stayfinite.report import sinks as report_sinks
+from stayfinite.report.sinks import forecasts_told_to
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the packages
 
 
-def train(sinks: list[Any] | None, *, bad: int | None = 3, steps: int = 6) -> list[Incident]:
+def train(
+    sinks: list[Any] | None, *, bad: int | None = 3, steps: int = 6, alerts: Any = ()
+) -> list[Incident]:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,7 +43,7 @@ def train(sinks: list[Any] | None, *, bad: int | None = 3, steps: int = 6) -> li
         optimizer.step()
         return loss.item()
 
-    with stayfinite.watch(model, optimizer, sinks=sinks) as guard:
+    with stayfinite.watch(model, optimizer, sinks=sinks, alerts=alerts) as guard:
         for number in range(steps):
             batch = torch.rand(8, 4) + 0.5
             guard.step(step, -batch if number == bad else batch)
@@ -301,3 +306,135 @@ def test_found_tracker_that_fails_is_logged_once(
     assert len(train(None)) == 1
     assert len(train(None)) == 1
     assert caplog.text.count("prometheus_client could not be told") == 1
+
+
+SOON = Forecast(
+    step=210,
+    signal="activation",
+    where="encoder.3.ffn",
+    dtype="float16",
+    steps_left=40,
+    steps_low=25,
+    steps_high=70,
+    time=1_700_000_000.0,
+    evidence=("the largest value doubles every 8 steps",),
+)
+GONE = dataclasses.replace(SOON, step=260, severity="info", outcome=Outcome(strategy="undo"))
+WORDS = "encoder.3.ffn overflows float16 in about 40 steps (25-70)"
+
+
+def test_tensorboard_has_forecasts(tmp_path: Path) -> None:
+    writer = tensorboard_writer(tmp_path)
+    forecasts_told_to(None)(SOON)
+    writer.close()
+    events = read_events(tmp_path)
+    (left,) = events.Scalars("stayfinite/steps_left")
+    assert (left.step, left.value) == (210, 40)
+    (text,) = events.Tensors("stayfinite/forecast/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == WORDS
+
+
+def test_wandb_has_forecasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(mode="offline", dir=str(tmp_path), project="p")
+    try:
+        from stayfinite.integrations.wandb import WandbSink
+
+        alerts: list[str] = []
+        monkeypatch.setattr(run, "alert", lambda *, title, text: alerts.append(title))
+        sink = WandbSink()
+        sink.on_forecast(SOON)
+        AlertRule(sink, name="")(Incident(step=3))
+        sink.flush()
+        assert run.summary["stayfinite/forecasts"] == 1
+        assert alerts[0] == f"stayfinite: {run.summary['stayfinite/last_forecast']}"
+        assert alerts[1] == "stayfinite: NaN at step 3; nothing was done"
+    finally:
+        monkeypatch.undo()
+        run.finish()
+
+
+def test_mlflow_has_forecasts(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from stayfinite.integrations.mlflow import MLflowSink
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'store.db'}")
+    experiment = mlflow.create_experiment("e", artifact_location=(tmp_path / "files").as_uri())
+    with mlflow.start_run(experiment_id=experiment) as run:
+        sink = MLflowSink()
+        sink.on_forecast(SOON)
+        sink.flush()
+    data = mlflow.get_run(run.info.run_id).data
+    assert data.metrics["stayfinite.steps_left"] == 40
+    assert data.tags["stayfinite.last_forecast"] == f"step 210: {WORDS}"
+    (file,) = (tmp_path / "files").rglob("forecast-1.json")
+    assert from_json(Forecast, file.read_text()) == SOON
+
+
+def test_prometheus_has_forecasts_until_their_trend_is_gone() -> None:
+    client = pytest.importorskip("prometheus_client")
+    from stayfinite.integrations.prometheus import PrometheusSink
+
+    registry = client.CollectorRegistry()
+    sink = PrometheusSink(registry)
+    sink.on_forecast(SOON)
+    place = {"where": "encoder.3.ffn", "signal": "activation"}
+    names = ("step", "time_seconds", "steps_left", "steps_low", "steps_high")
+    metrics = [f"stayfinite_forecast_{name}" for name in names]
+    values = [registry.get_sample_value(name, place) for name in metrics]
+    assert values == [210, 1_700_000_000.0, 40, 25, 70]
+    sink.on_forecast(GONE)
+    assert {registry.get_sample_value(name, place) for name in metrics} == {None}
+    kind = {"signal": "activation", "severity": "warning"}
+    assert registry.get_sample_value("stayfinite_forecasts_total", kind) == 1
+
+
+def test_webhook_posts_forecasts(receiver: Callable[..., Receiver]) -> None:
+    server = receiver()
+    sink = WebhookSink(server.url)
+    sink.on_forecast(SOON)
+    assert sink.flush(20)
+    (body,) = server.bodies
+    assert body["text"] == f"stayfinite: step 210: {WORDS}"
+    assert from_data(Forecast, body["forecast"]) == SOON
+
+
+def test_alerts_go_to_a_webhook_beside_the_sinks(receiver: Callable[..., Receiver]) -> None:
+    server = receiver()
+    sink = WebhookSink(server.url)
+    rule = AlertRule(sink, cooldown=3600, name="mine")
+    seen: list[Incident] = []
+    for _ in range(2):
+        train([seen.append], alerts=[rule])
+    rule.on_forecast(dataclasses.replace(SOON, severity="critical"))
+    assert sink.flush(20)
+    first, last = server.bodies
+    assert len(seen) == 2
+    assert first["text"].startswith("stayfinite: mine: NaN at step 3 in ")
+    assert "torch.log" in first["text"]
+    assert (first["severity"], first["incident"]["step"]) == ("warning", 3)
+    assert last["text"].startswith(f"stayfinite: mine: step 210: {WORDS} (1 message was held back")
+    assert (last["held_back"], last["forecast"]["step"]) == (1, 210)
+
+
+def test_alert_has_a_body_of_ones_own(receiver: Callable[..., Receiver]) -> None:
+    server = receiver()
+    sink = WebhookSink(server.url, body=lambda alert: {"message": alert.title})
+    train([], alerts=[AlertRule(sink, name="mine")])
+    sink.on_forecast(SOON)  # with a body for incidents
+    assert sink.flush(20)
+    (body,) = server.bodies
+    assert body["message"].startswith("mine: NaN at step 3 in ")
+
+
+def test_logging_has_forecasts_and_alerts(caplog: pytest.LogCaptureFixture) -> None:
+    sink = LoggingSink("mine")
+    with caplog.at_level(logging.INFO, "mine"):
+        sink.on_forecast(SOON)
+        AlertRule(sink, name="")(Incident(step=3))
+    soon, lost = (record for record in caplog.records if record.name == "mine")
+    assert (soon.levelno, soon.getMessage()) == (logging.WARNING, f"step 210: {WORDS}")
+    assert soon.forecast == SOON  # type: ignore[attr-defined]
+    assert lost.levelno == logging.ERROR
+    assert lost.alert.severity == "critical"  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stayfinite.errors import PatchError
-from stayfinite.patch.edit import apply, lines_of, parse, unified
+from stayfinite.patch.edit import apply, lines_of, parse, unified_diff
 
 # Few distinct lines, so that edits meet equal ones; among them what other tools trip over.
 LINES = st.sampled_from(
@@ -42,7 +42,7 @@ def edits(draw: st.DrawFn) -> tuple[str, str]:
 @given(edits())
 def test_what_was_changed_is_changed_again(pair: tuple[str, str]) -> None:
     before, after = pair
-    diff = unified(before, after, name="train.py")
+    diff = unified_diff(before, after, name="train.py")
     if before == after:
         assert diff == ""
     else:
@@ -55,7 +55,7 @@ def test_any_changed_line_of_the_context_is_refused(
 ) -> None:
     before, after = pair
     assume(before != after)
-    diff = parse(unified(before, after, name="train.py"))
+    diff = parse(unified_diff(before, after, name="train.py"))
     known = [hunk.old_start + i for hunk in diff.hunks for i in range(len(hunk.old))]
     assume(known)
     at = data.draw(st.sampled_from(known))
@@ -72,7 +72,7 @@ def test_a_damaged_diff_never_raises_anything_else(
     pair: tuple[str, str], data: st.DataObject
 ) -> None:
     before, after = pair
-    lines = lines_of(unified(before, after, name="train.py"))
+    lines = lines_of(unified_diff(before, after, name="train.py"))
     assume(lines)
     at = data.draw(st.integers(0, len(lines) - 1))
     lines[at : at + 1] = data.draw(
@@ -88,7 +88,7 @@ def test_a_damaged_diff_never_raises_anything_else(
 def test_all_hunks_or_nothing() -> None:
     before = "".join(f"{n}\n" for n in range(40))
     after = before.replace("3\n", "three\n", 1).replace("35\n", "thirty-five\n")
-    diff = unified(before, after, name="a.py")
+    diff = unified_diff(before, after, name="a.py")
     assert len(parse(diff).hunks) > 1
     with pytest.raises(PatchError, match="line 36 is not what it was"):
         apply(diff, before.replace("35\n", "x\n"))
@@ -96,7 +96,7 @@ def test_all_hunks_or_nothing() -> None:
 
 def test_moved_text_is_refused_though_it_can_be_found() -> None:
     before = "".join(f"{n}\n" for n in range(20))
-    diff = unified(before, before.replace("9\n", "nine\n", 1), name="a.py")
+    diff = unified_diff(before, before.replace("9\n", "nine\n", 1), name="a.py")
     with pytest.raises(PatchError):
         apply(diff, "new\n" + before)
 
@@ -121,6 +121,6 @@ def test_what_is_no_diff_of_one_file_is_refused(diff: str) -> None:
 def test_git_applies_our_diffs_too(tmp_path: Path) -> None:
     before, after = "a\nb\nc\nd\ne\nf\ng\nh", "a\nb\nc\nd\nE\nf\ng\nh\n"
     (tmp_path / "train.py").write_text(before)
-    diff = unified(before, after, name="train.py")
+    diff = unified_diff(before, after, name="train.py")
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     assert (tmp_path / "train.py").read_text() == after

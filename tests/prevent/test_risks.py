@@ -7,7 +7,7 @@ import math
 import pytest
 
 from stayfinite.errors import ConfigError, RecordError
-from stayfinite.prevent.risks import Risk, ranked
+from stayfinite.prevent.risks import Risk, rank_risks
 from stayfinite.records import from_json, to_json
 
 
@@ -25,7 +25,7 @@ def _risk(**changes: object) -> Risk:
 def test_ranked_puts_the_worst_first_and_says_nothing_twice() -> None:
     low, near, far = _risk(level="low"), _risk(score=2.0), _risk(where="train.py:9", score=1.0)
     high = _risk(level="high", where="train.py:7")
-    assert ranked([low, far, near, high, near]) == [high, near, far]
+    assert rank_risks([low, far, near, high, near]) == [high, near, far]
 
 
 def test_only_high_and_medium_are_warnings() -> None:

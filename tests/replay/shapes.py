@@ -161,6 +161,47 @@ def fetched_ahead(watch, folder):
     return left(model, optimizer)
 
 
+def rows_of_a_generator(x):
+    number = 0
+    while True:
+        rows = x[number % ROWS : number % ROWS + 4]
+        number += 4
+        yield rows, number
+
+
+def own_generator_fetched_ahead(watch, folder):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    batches, seen = rows_of_a_generator(table()), []
+    x, number = next(batches)
+    with watch(model, optimizer):
+        for _ in range(6):
+            for _ in range(2):
+                loss = loss_of(model, x)
+                seen.append(number)
+                x, number = next(batches)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return left(model, optimizer, seen=seen)
+
+
+def own_generator_whose_items_are_changed(watch, folder):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    batches, seen = rows_of_a_generator(table()), []
+    with watch(model, optimizer):
+        for _ in range(9):
+            x, number = next(batches)
+            seen.append(number)
+            x = x * 2.0
+            optimizer.zero_grad()
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+    return left(model, optimizer, seen=seen)
+
+
 def accumulation(watch, folder):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -564,6 +605,8 @@ def begun_anew_in_an_outer_loop(watch, folder):
 
 
 SHAPES = [
+    own_generator_fetched_ahead,
+    own_generator_whose_items_are_changed,
     counted_at_the_end_of_a_turn,
     counted_in_an_attribute,
     begun_anew_in_an_outer_loop,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from recorded_runs import record
 
-from stayfinite.amp.loop import incident_line
-from stayfinite.capsule.reproduces import compared
+from stayfinite.amp.epoch import incident_line
+from stayfinite.capsule.reproduces import compare_incidents
 from stayfinite.explain.rules import named_evidence
 from stayfinite.integrations.webhook import _slack
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType, Origin
@@ -91,5 +91,5 @@ def test_terms_of_a_loss_are_told_in_words(flag: str) -> None:
 @pytest.mark.parametrize(("kind", "word"), KINDS)
 def test_replays_are_compared_in_words(kind: NaNType, word: str) -> None:
     incident = Incident(step=1, reports=(NaNReport(True, kind, "loss"),))
-    points = [point for point in compared(incident, incident) if point.name == "value"]
+    points = [point for point in compare_incidents(incident, incident) if point.name == "value"]
     assert [(point.there, point.here) for point in points] == [(f"loss is {word}",) * 2]

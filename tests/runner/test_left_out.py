@@ -52,7 +52,7 @@ LINE = 15
 )
 def test_its_line_is_named_and_the_run_is_not_called_finite(scripts, at_once, code, said):
     scripts.write(SCRIPT.replace("IN_STEP", "pass").replace("AT_ONCE", at_once))
-    plain = scripts.plain("train.py")
+    plain = scripts.alone("train.py")
     log = (scripts.folder / "log.txt").read_text()
     done = scripts.warm("train.py", options=("--json", "out.json", "--second-run", "never"))
     (incident,) = scripts.result()["incidents"]

@@ -77,7 +77,7 @@ def test_ranks_of_torchrun_are_watched(scripts):
     scripts.write(GROUP)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "torchrun"]
     options = ["--json", "out.json", "--second-run", "never"]
-    done = scripts.watched(*words, options=options)
+    done = scripts.warm(*words, options=options)
     assert (done.code, done.out) == (3, b""), done.err.decode()
     assert b"ChildFailedError" not in done.err
     assert done.ours[-1] == "the script was ended at step 2; exit code 3."
@@ -91,7 +91,7 @@ def test_ranks_of_torchrun_are_watched(scripts):
 def test_torchrun_of_watched_ranks_speaks_once(scripts):
     scripts.write(GROUP)
     run = ["-m", "stayfinite", "run", "--json", "out.json", "--trace", "train.py", "torchrun"]
-    done = scripts.plain("-m", "torch.distributed.run", "--nproc-per-node", "2", *run)
+    done = scripts.alone("-m", "torch.distributed.run", "--nproc-per-node", "2", *run)
     assert done.code == 1
     assert done.ours == ["the script was ended at step 2; exit code 3."]
     (incident,) = scripts.result()["incidents"]

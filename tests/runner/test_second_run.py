@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from stayfinite.budget import Budget
+from stayfinite.explain.experiments import Budget
 from stayfinite.records import Diagnosis, Incident, Origin, Outcome, RunResult
 from stayfinite.runner import second_run
-from stayfinite.runner.case import Case, Replayed, why_not_again
+from stayfinite.runner.case import Case, OtherRun, why_not_again
 from stayfinite.runner.options import RunOptions, Scene
 from stayfinite.runner.plan import Effect, Plan, ProcessRecord
 from stayfinite.runner.script import Target
@@ -123,7 +123,7 @@ def look(tmp_path, monkeypatch, *answers, seconds=2.0):
 
 
 def test_same_step_gives_the_exact_origin_and_keeps_the_outcome(tmp_path, monkeypatch):
-    incident, notes, plans = look(tmp_path, monkeypatch, Replayed(incident=EXACT))
+    incident, notes, plans = look(tmp_path, monkeypatch, OtherRun(incident=EXACT))
     assert incident.origin == EXACT.origin
     assert dataclasses.replace(incident.diagnosis, evidence=()) == EXACT.diagnosis
     assert incident.diagnosis.evidence[-1].startswith("Deterministic: a second run")
@@ -134,12 +134,12 @@ def test_same_step_gives_the_exact_origin_and_keeps_the_outcome(tmp_path, monkey
 
 def test_tracer_may_notice_one_step_earlier(tmp_path, monkeypatch):
     earlier = dataclasses.replace(EXACT, step=2)
-    incident, _, _ = look(tmp_path, monkeypatch, Replayed(incident=earlier))
+    incident, _, _ = look(tmp_path, monkeypatch, OtherRun(incident=earlier))
     assert (incident.step, incident.origin) == (2, EXACT.origin)
 
 
 def test_late_incident_is_traced_from_shortly_before(tmp_path, monkeypatch):
-    _, _, (plan,) = look(tmp_path, monkeypatch, Replayed(incident=EXACT), seconds=26.0)
+    _, _, (plan,) = look(tmp_path, monkeypatch, OtherRun(incident=EXACT), seconds=26.0)
     assert (plan.trace, plan.arm_at, plan.on_nan) == ("armed", 40, "stop")
 
 
@@ -150,7 +150,7 @@ def test_foreign_value_is_looked_for_from_the_start_if_time_allows(
     tmp_path, monkeypatch, seconds, traces
 ):
     foreign = Incident(step=3, origin=Origin(phase="data", facts={"foreign": True}))
-    answers = [Replayed(incident=foreign), Replayed(incident=EXACT)]
+    answers = [OtherRun(incident=foreign), OtherRun(incident=EXACT)]
     _, _, plans = look(tmp_path, monkeypatch, *answers, seconds=seconds)
     assert [plan.trace for plan in plans] == traces
 
@@ -158,9 +158,9 @@ def test_foreign_value_is_looked_for_from_the_start_if_time_allows(
 @pytest.mark.parametrize(
     ("again", "words"),
     [
-        (Replayed(), "stayed finite"),
-        (Replayed(incident=Incident(step=4)), "went bad elsewhere (step 4: "),
-        (Replayed(incident=Incident(step=5, rank=2)), "went bad elsewhere (step 5, rank 2: "),
+        (OtherRun(), "stayed finite"),
+        (OtherRun(incident=Incident(step=4)), "went bad elsewhere (step 4: "),
+        (OtherRun(incident=Incident(step=5, rank=2)), "went bad elsewhere (step 5, rank 2: "),
     ],
 )
 def test_other_behaviour_is_called_not_deterministic(tmp_path, monkeypatch, again, words):
@@ -172,7 +172,7 @@ def test_other_behaviour_is_called_not_deterministic(tmp_path, monkeypatch, agai
 
 
 def test_failed_second_run_shows_its_last_lines(tmp_path, monkeypatch):
-    again = Replayed(problem="The second run failed:", tail=("  MemoryError",))
+    again = OtherRun(problem="The second run failed:", tail=("  MemoryError",))
     incident, notes, _ = look(tmp_path, monkeypatch, again)
     assert incident == INEXACT
     assert notes == ["The second run failed:", "  MemoryError"]

@@ -167,7 +167,7 @@ LOADER = """
 
 def test_workers_of_a_data_loader_never_report(scripts):
     scripts.write(LOADER)
-    done = scripts.watched("train.py")
+    done = scripts.warm("train.py")
     assert (done.code, done.out) == (0, b"done\n"), done.err.decode()
     assert done.ours == ["4 steps checked, all finite."]
 
@@ -187,3 +187,21 @@ def test_result_is_current_when_the_process_is_killed(scripts):
     assert done.code == -9
     result = json.loads((scripts.folder / "out.json").read_text())
     assert (result["exit"], len(result["incidents"])) == ("incident", 1)
+
+
+def test_trackers_that_the_script_uses_are_told(scripts):
+    scripts.write(
+        """
+        import prometheus_client, torch
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.log(torch.full((3, 2), -1.0 if step == 3 else 1.0))).sum().backward()
+            optimizer.step()
+        labels = {"cause": "log_of_negative", "strategy": "skip"}
+        print(prometheus_client.REGISTRY.get_sample_value("stayfinite_incidents_total", labels))
+        """
+    )
+    done = scripts.warm("train.py", options=["--on-nan", "recover"])
+    assert done.out.decode().split() == ["1.0"]

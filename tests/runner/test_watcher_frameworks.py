@@ -80,8 +80,7 @@ def test_untouched_script_is_replayed(scripts, framework, on_nan):
     source, code, cause, last_words = SCRIPTS[framework]
     scripts.write(source)
     options = ["--on-nan", on_nan, "--second-run", "never", "--json", "out.json"]
-    start = scripts.watched if on_nan == "stop" else scripts.warm
-    done = start("train.py", options=options)
+    done = scripts.warm("train.py", options=options)
     (incident,) = scripts.result()["incidents"]
     origin = incident["origin"]
     assert (origin["file"], origin["exact"]) == ("train.py", True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stayfinite.snapshot import copies
-from stayfinite.snapshot.copies import Run, TensorCopies, runs_of, side_by_side
+from stayfinite.snapshot.copies import MemoryRun, TensorCopies, runs_of, side_by_side
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12)
 
@@ -27,7 +27,7 @@ def numbered(tensors: list[Tensor]) -> list[Tensor]:
 
 def filled(
     lengths: list[tuple[int, ...]], run: int
-) -> tuple[list[Tensor], list[Tensor], list[Run]]:
+) -> tuple[list[Tensor], list[Tensor], list[MemoryRun]]:
     tensors = numbered([torch.empty(shape) for shape in lengths])
     memories = side_by_side(tensors)
     with pytest.MonkeyPatch.context() as patch:

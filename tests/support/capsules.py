@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stayfinite.capsule.contents import (
+from stayfinite.capsule.file import (
     Birth,
     Capsule,
     CodeReference,

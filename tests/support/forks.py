@@ -1,19 +1,24 @@
 """Python processes as forks of one that has imported torch: each saves what the import costs.
 
 For scripts and commands whose subject is not how a process starts. Each test worker has one server,
-which begins with the first fork. Runs that `stayfinite` starts by itself in such a process, as the
-second run of a script, are forks of the same server.
+which begins with the first fork. What such a process starts by `sys.executable`, be it the second
+run of a script, ranks of torchrun or of `mp.spawn`, are forks of the same server. Frameworks, which
+take longer than torch, are imported by a server of their own, for forks that ask for it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
+import importlib
 import json
+import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -33,6 +38,7 @@ import stayfinite
 SOURCE = str(Path(stayfinite.__file__).resolve().parents[1])
 _leave = os._exit  # as it is before a watch makes it tell of the end
 _own_server: list[str] = []  # in the server and its forks
+_MOST_FILES = 64  # that a process hands to one that it starts
 
 
 class Fork:
@@ -49,14 +55,18 @@ class Fork:
         stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
+        having: Sequence[str] = (),
+        more: Sequence[int] = (),
     ) -> None:
+        """`having` are modules that it finds imported, `more` the files that it has open."""
         order = {
-            "words": list(words),
+            "words": _without_flags(words),
             "env": dict(os.environ if env is None else env),
             "cwd": str(cwd or Path.cwd()),
+            "files": [0, 1, 2, *more],
         }
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(_server())
+        self._socket.connect(_server(tuple(having)))
         with open(os.devnull, "r+b") as nothing:
             handles = [0, 1, 2]
             for number, given in enumerate((stdin, stdout, stderr)):
@@ -66,7 +76,7 @@ class Fork:
                     handles[number] = handles[1]
                 elif given is not None:
                     handles[number] = given.fileno()
-            socket.send_fds(self._socket, [json.dumps(order).encode() + b"\n"], handles)
+            socket.send_fds(self._socket, [json.dumps(order).encode() + b"\n"], [*handles, *more])
         self.pid = int(self._socket.recv(16))
 
     def wait(self, timeout: float | None = None) -> int:
@@ -96,13 +106,14 @@ def run(
     cwd: str | os.PathLike[str] | None = None,
     input: bytes = b"",
     timeout: float = 300,
+    having: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[bytes]:
     """What `subprocess.run([sys.executable, *words], capture_output=True)` gives."""
     with contextlib.ExitStack() as stack:
         given, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         given.write(input)
         given.seek(0)
-        process = Fork(words, env=env, cwd=cwd, stdin=given, stdout=out, stderr=err)
+        process = Fork(words, env=env, cwd=cwd, stdin=given, stdout=out, stderr=err, having=having)
         late: subprocess.TimeoutExpired | None = None
         try:
             code = process.wait(timeout)
@@ -124,18 +135,18 @@ def run_text(words: Sequence[str], **how: Any) -> subprocess.CompletedProcess[st
     )
 
 
-def command() -> list[str]:
-    """What can be typed for `python`: a small process that hands its words to the server."""
-    return [sys.executable, "-S", __file__, _server(), "python"]
+def python(having: Sequence[str] = ()) -> str:
+    """The path of what can be typed for `python`: a program that hands its words to the server."""
+    return f"{_server(tuple(having))}.python"
 
 
 @functools.cache
-def _server() -> str:
+def _server(having: tuple[str, ...] = ()) -> str:
     if _own_server:
         return _own_server[0]
     path = os.path.join(tempfile.mkdtemp(), "forks")
     process = subprocess.Popen(
-        [sys.executable, __file__, path],
+        [sys.executable, __file__, path, *having],
         env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # so that what a fork prints is buffered, as in a file
@@ -147,9 +158,16 @@ def _server() -> str:
     return path
 
 
-def _serve(path: str) -> None:
-    _import_what_forks_need()
+def _serve(path: str, having: Sequence[str]) -> None:
+    _import_what_forks_need(having)
     _own_server.append(path)
+    here = os.path.dirname(os.path.abspath(__file__))
+    code = f"import sys; sys.path[:0] = {[SOURCE, here]}; import forks; forks.stand_in({path!r})"
+    program = Path(f"{path}.python")
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-IS", "-c", code])} "$@"\n')
+    program.chmod(0o755)
+    _hold_all_that_is_started_in_a_sandbox()
+    _set_executable(str(program))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + ".new")
     listener.listen(64)
@@ -169,7 +187,7 @@ def _serve(path: str) -> None:
             _look_after(pid, connection, running)
 
 
-def _import_what_forks_need() -> None:
+def _import_what_forks_need(having: Sequence[str]) -> None:
     import numpy  # noqa: F401
     import torch
     import torch._dynamo
@@ -182,8 +200,13 @@ def _import_what_forks_need() -> None:
     import torch.utils.checkpoint
     import torch.utils.data
 
-    import stayfinite.cli.preflight
-    import stayfinite.cli.run
+    import stayfinite.capsule.make
+    import stayfinite.cli.script_commands
+    import stayfinite.guard.change_trial
+    import stayfinite.guard.discover
+    import stayfinite.guard.loop_experiments
+    import stayfinite.guard.loop_replay
+    import stayfinite.guard.read_values
     import stayfinite.guard.replay
     import stayfinite.guard.watch
     import stayfinite.prevent.preflight.rehearsal
@@ -194,6 +217,8 @@ def _import_what_forks_need() -> None:
     import stayfinite.runner.run
     import stayfinite.runner.second_run
 
+    for name in having:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         each.atexit = False  # torch's own: taking its operators apart takes many seconds
@@ -203,17 +228,41 @@ def _import_what_forks_need() -> None:
         vars(module)["subprocess"] = forking
 
 
+def _set_executable(path: str) -> None:
+    sys.executable = path
+    multiprocessing.set_executable(path)
+
+
+def _hold_all_that_is_started_in_a_sandbox() -> None:
+    """The server is outside of it, so from then on processes are started as usual."""
+    from stayfinite.runner import sandbox
+
+    theirs, python = sandbox.enter, sys.executable
+
+    def enter(*args: Any, **options: Any) -> Any:
+        kind = theirs(*args, **options)
+        _set_executable(python)
+        return kind
+
+    sandbox.enter = enter
+
+
 def _popen(command: Sequence[str], *, start_new_session: bool = True, **how: Any) -> Fork:
-    words = list(command[1:])  # without the interpreter, and flags that are the same for all
-    while words[0].startswith("-") and words[0] not in ("-c", "-m"):
-        words.pop(0)
-    return Fork(words, **how)
+    return Fork(command[1:], **how)  # without the interpreter
+
+
+def _without_flags(words: Sequence[str]) -> list[str]:
+    """What comes after the flags of the interpreter, which are the same for all forks."""
+    left = list(words)
+    while left[0].startswith("-") and left[0] not in ("-c", "-m"):
+        left.pop(0)
+    return left
 
 
 def _start(
     connection: socket.socket, listener: socket.socket, running: dict[int, socket.socket]
 ) -> int:
-    data, handles, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    data, handles, _, _ = socket.recv_fds(connection, 1 << 20, _MOST_FILES)
     while not data.endswith(b"\n"):
         data += connection.recv(1 << 20)
     pid = os.fork()
@@ -224,11 +273,14 @@ def _start(
     for each in (listener, connection, *running.values()):
         each.close()
     os.setsid()
-    for number, handle in enumerate(handles):
-        os.dup2(handle, number)
+    order = json.loads(data)
+    apart = [fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 2 * _MOST_FILES) for handle in handles]
     for handle in handles:
         os.close(handle)
-    _run(json.loads(data))
+    for number, handle in zip(order["files"], apart, strict=True):
+        os.dup2(handle, number)
+        os.close(handle)
+    _run(order)
     raise AssertionError("a fork has left by now")
 
 
@@ -300,9 +352,27 @@ def _look_after(pid: int, connection: socket.socket, running: dict[int, socket.s
     del running[pid]
 
 
+def stand_in(server: str) -> None:
+    """Be the process that the words after `python` start, for those who wait or send signals."""
+    _own_server.append(server)
+    files = [number for number in range(3, _MOST_FILES) if _is_open(number)]
+    fork = Fork(sys.argv[1:], more=files)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(fork.pid, number))
+    code = fork.wait()
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        return bool(os.fstat(number))
+    except OSError:
+        return False
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        _serve(sys.argv[1])
-    else:
-        _own_server.append(sys.argv[1])
-        sys.exit(Fork(sys.argv[3:]).wait())
+    _serve(sys.argv[1], sys.argv[2:])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stayfinite.records import Incident, RunResult, to_json
+from stayfinite.records import Forecast, Incident, RunResult, to_json
 from stayfinite.report.store.writer import RESULT, End, LayerRow, RunInfo, StepRow, StoreWriter
 
 INFO = RunInfo(
@@ -33,6 +33,7 @@ def record(
     *,
     steps: int = 60,
     incidents: Sequence[Incident] = (),
+    forecasts: Sequence[Forecast] = (),
     layers: Sequence[str] = LAYERS,
     terms: Sequence[str] = (),
     scale: float | None = None,
@@ -51,6 +52,8 @@ def record(
     for step in range(0, steps, 16):
         writer.norms(LayerRow(step=step, **_sizes(step, len(layers))))
     writer.steps(rows[1:])
+    for forecast in forecasts:
+        writer.forecast(forecast)
     for incident in incidents[:_MOST_INCIDENTS]:
         writer.incident(incident)
     exit_ = "incident" if incidents else "finite"

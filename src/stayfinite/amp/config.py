@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ import torch
 from stayfinite.errors import ConfigError
 from stayfinite.nested import map_leaves
 from stayfinite.recover.config import RecoveryConfig
+from stayfinite.settings import is_number
 
 Precision = Literal["fp16", "bf16", "fp32"]
 
@@ -118,7 +118,7 @@ class AMPConfig:
         _require_count("accumulate_grad_batches", self.accumulate_grad_batches, least=1)
         _require_count("log_every", self.log_every, least=0)
         _require_kind("nan_detection", self.nan_detection, NaNDetectionConfig)
-        if not _is_number(self.warmup_epochs) or self.warmup_epochs < 0:
+        if not is_number(self.warmup_epochs) or self.warmup_epochs < 0:
             raise ConfigError(f"warmup_epochs is {self.warmup_epochs!r}; it must be 0 or more.")
         if not isinstance(self.checkpoint_dir, (str, Path, type(None))):
             raise ConfigError(f"checkpoint_dir is {self.checkpoint_dir!r}; it must be a path.")
@@ -154,12 +154,8 @@ class AMPConfig:
         return kinds[self.precision]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _require_positive(name: str, value: Any, *, other: str = "") -> None:
-    if value is not None and not (_is_number(value) and value > 0):
+    if value is not None and not (is_number(value) and value > 0):
         other = f", {other}" if other else ""
         raise ConfigError(f"{name} is {value!r}; it must be a number above 0{other} or None.")
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from stayfinite.amp.config import AMPConfig
-from stayfinite.amp.loop import (
+from stayfinite.amp.epoch import (
     EpochEvent,
     Evaluation,
     Followers,

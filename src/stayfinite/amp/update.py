@@ -24,7 +24,7 @@ from stayfinite.clip import clip_gradients
 from stayfinite.detect.detector import bad_reports, note_terms
 from stayfinite.detect.finite import all_finite, finite_number
 from stayfinite.errors import InputError, TrainingSetupError
-from stayfinite.nested import named_states, named_weights
+from stayfinite.nested import named_states, named_weights, own_loss
 from stayfinite.records import Incident, NaNReport, NaNType
 from stayfinite.training import gradients_of, params_of
 
@@ -216,8 +216,7 @@ def losses_of(batch: Any, *, model: nn.Module, loss_fn: LossFunction | None) -> 
 
 def _losses_in(result: Any, maker: str) -> BatchLosses:
     named: Mapping[str, Any] = result if isinstance(result, Mapping) else {}
-    own = named.get("loss") if named else getattr(result, "loss", None)
-    total = result if isinstance(result, Tensor) else own
+    total = result if isinstance(result, Tensor) else own_loss(result)
     terms = {name: v for name, v in named.items() if name != "loss" and _is_term(v)}
     if isinstance(total, Tensor):
         if not _is_term(total):

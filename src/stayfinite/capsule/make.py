@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stayfinite.capsule.contents import (
+from stayfinite.capsule.file import (
     LARGEST_SOURCE,
     MIB,
     MOST_FILES,
@@ -194,10 +194,7 @@ def put_random(random: Mapping[str, Any]) -> None:
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _OTHERS = tuple(
     os.path.realpath(path) + os.sep
-    for path in (
-        _PACKAGE,
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
+    for path in (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 )
 
 
@@ -229,7 +226,7 @@ def own_code(root: str, *extra: str) -> OwnCode:
     found: dict[tuple[int, str], SourceFile] = {}
     left_out: list[str] = []
     size = 0
-    for path, home in _loaded(extra):
+    for path, home in _loaded_files(extra):
         place = _place(path, home, roots)
         if place is None or place in found:
             continue
@@ -250,7 +247,7 @@ def own_files(root: str, script: str | None) -> list[str]:
     """The script, and the Python files of the project that this process has loaded."""
     inside = os.path.realpath(root) + os.sep
     first = [] if script is None else [os.path.realpath(script)]
-    loaded = (path for path, _ in _loaded(()) if path.startswith(inside))
+    loaded = (path for path, _ in _loaded_files(()) if path.startswith(inside))
     return list(dict.fromkeys([*first, *loaded]))
 
 
@@ -269,7 +266,7 @@ def with_files(capsule: Capsule, root: str) -> Capsule:
     return replace(capsule, code=code, sources=(*capsule.sources, *more))
 
 
-def _loaded(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+def _loaded_files(extra: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
     """(file, folder that its module's name begins from), the latter None where it has none."""
     for path in extra:
         yield os.path.realpath(path), None

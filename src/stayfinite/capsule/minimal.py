@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stayfinite.budget import Budget
-from stayfinite.capsule.contents import Birth, Capsule, Operation
+from stayfinite.capsule.file import Birth, Capsule, Operation
 from stayfinite.checkpoint.values import dtype_named
 from stayfinite.detect.finite import classify
 from stayfinite.errors import CapsuleError
+from stayfinite.explain.experiments import Budget
 from stayfinite.records import NaNType, TensorSummary
 
 GRADIENT = "gradient"
@@ -62,7 +62,7 @@ class Repro:
         return self.experiment.size
 
 
-def minimised(capsule: Capsule) -> Repro:
+def minimise(capsule: Capsule) -> Repro:
     """The smallest repro of the capsule's first bad operation, which is run on the way.
 
     CapsuleError says why there is none: it has no operation, or it does not go bad alone.
@@ -454,13 +454,13 @@ def script_of(experiment: Experiment, *, about: list[str]) -> str:
     lines.append("")
     for name, value in experiment.arguments.items():
         if isinstance(value, Tensor):
-            lines += _assigned(names[name], value, experiment)
+            lines += _assignment_lines(names[name], value, experiment)
         elif _is_list(value):
             for number, item in enumerate(value):
-                lines += _assigned(f"{names[name]}_{number}", item, experiment)
+                lines += _assignment_lines(f"{names[name]}_{number}", item, experiment)
     if experiment.gradient is not None:
-        lines += _assigned(GRADIENT, experiment.gradient, None)
-    lines += ["", f"result = {_call_text(experiment, names)}", *_ending(experiment, names)]
+        lines += _assignment_lines(GRADIENT, experiment.gradient, None)
+    lines += ["", f"result = {_call_text(experiment, names)}", *_end_lines(experiment, names)]
     if len(lines) > LONGEST:
         raise CapsuleError(
             f"the smallest script found has {len(lines)} lines, more than {LONGEST}."
@@ -468,7 +468,7 @@ def script_of(experiment: Experiment, *, about: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _assigned(name: str, value: Any, experiment: Experiment | None) -> list[str]:
+def _assignment_lines(name: str, value: Any, experiment: Experiment | None) -> list[str]:
     """Lines that define an argument; one of a backward pass is to get a gradient."""
     if not isinstance(value, Tensor):
         return [f"{name} = {_expression(value)}"]
@@ -525,7 +525,7 @@ def _expression(value: Any, name: str = "") -> str:
     raise CapsuleError(f"an argument is a {type(value).__name__}, which cannot be written down.")
 
 
-def _ending(experiment: Experiment, names: dict[str, str]) -> list[str]:
+def _end_lines(experiment: Experiment, names: dict[str, str]) -> list[str]:
     """Lines that show what the operation or its backward pass gives, and tell if it is bad."""
     lines: list[str] = []
     returns = operator(experiment.op)._schema.returns

@@ -24,7 +24,9 @@ class Point:
         return self.there == self.here
 
 
-def compared(there: Incident, here: Incident | None, *, with_step: bool = True) -> list[Point]:
+def compare_incidents(
+    there: Incident, here: Incident | None, *, with_step: bool = True
+) -> list[Point]:
     """The incident of the capsule beside that of the replay, which may have had none.
 
     Where only one step was replayed, its number is not compared.

@@ -17,6 +17,7 @@ from stayfinite.checkpoint.problem import Problem, error
 from stayfinite.checkpoint.stream import Reading
 from stayfinite.checkpoint.values import Contents, Held, Layout, ModuleRecord, OptimizerRecord
 from stayfinite.errors import CheckpointError
+from stayfinite.nested import as_tuple
 
 # What people call the parts of a checkpoint; the first that is there counts.
 _NAMES = {
@@ -134,12 +135,12 @@ def contents_of_sections(tree: Any, *, layout: Layout = "torch") -> Contents:
         models=(module_record(model),),
         optimizers=tuple(
             _optimizer_record(each)
-            for each in _several(section("optimizer"))
+            for each in as_tuple(section("optimizer"))
             if isinstance(each, dict) and "param_groups" in each
         ),
-        schedulers=_several(section("scheduler")),
+        schedulers=as_tuple(section("scheduler")),
         scaler=section("scaler"),
-        averages=_several(section("ema")),
+        averages=as_tuple(section("ema")),
         extra={key: item for key, item in tree.items() if key not in names.values()},
         step=step if isinstance(step, int) else None,
     )
@@ -177,12 +178,6 @@ def _optimizer_record(state_dict: dict[str, Any]) -> OptimizerRecord:
         state_dict={**state_dict, "state": state},
         names=tuple(map(canonical_name, ids)) if has_names else None,
     )
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 _MODELS = (

@@ -43,7 +43,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file; `start` and `stop` count from the beginning of the file."""
 
     name: str
@@ -63,7 +63,7 @@ class Header:
 
     raw: bytes
     metadata: Mapping[str, str]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
 
 def build(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Header:
@@ -117,7 +117,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _entry(name: str, described: Any, begin: int) -> Entry:
+def _entry(name: str, described: Any, begin: int) -> TensorEntry:
     dtype = DTYPES[described["dtype"]]
     shape = tuple(described["shape"])
     start, stop = described["data_offsets"]
@@ -125,7 +125,7 @@ def _entry(name: str, described: Any, begin: int) -> Entry:
         raise ValueError(name)
     if stop - start != math.prod(shape) * dtype.itemsize:  # torch's own product wraps around
         raise ValueError(name)
-    return Entry(name=name, dtype=dtype, shape=shape, start=begin + start, stop=begin + stop)
+    return TensorEntry(name=name, dtype=dtype, shape=shape, start=begin + start, stop=begin + stop)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

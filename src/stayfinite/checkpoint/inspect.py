@@ -9,25 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stayfinite.checkpoint.checks import judge
-from stayfinite.checkpoint.fit import is_narrower, name_of
-from stayfinite.checkpoint.folder import (
-    age,
-    checkpoints_in,
-    generations,
-    is_checkpoint_folder,
-)
+from stayfinite.checkpoint.checks import is_narrower, judge, name_of
+from stayfinite.checkpoint.folder import age, checkpoints_in, generations, is_checkpoint_folder
 from stayfinite.checkpoint.foreign import is_torch_file, read_torch, shards_of
 from stayfinite.checkpoint.load import examine, open_checkpoint
 from stayfinite.checkpoint.modules import Members, gather
-from stayfinite.checkpoint.problem import (
-    Problem,
-    Rules,
-    error,
-    errors_in,
-    sorted_problems,
-    warning,
-)
+from stayfinite.checkpoint.problem import Problem, Rules, error, errors_in, sorted_problems, warning
 from stayfinite.checkpoint.stream import Reading, nothing_told
 from stayfinite.checkpoint.values import (
     Contents,
@@ -62,7 +49,7 @@ class Check:
     step: int | None = None
     parts: tuple[Part, ...] = ()
     problems: tuple[Problem, ...] = ()
-    comparison: Comparison | None = None
+    comparison: CheckpointComparison | None = None
 
     @property
     def is_readable(self) -> bool:
@@ -131,7 +118,7 @@ GROWTH = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CheckpointComparison:
     """How many tensors are the same to the byte, which are not, and what is wrong with that."""
 
     same: int
@@ -139,9 +126,9 @@ class Comparison:
     problems: tuple[Problem, ...]
 
 
-def compare(contents: Contents, other: Contents) -> Comparison:
+def compare(contents: Contents, other: Contents) -> CheckpointComparison:
     """The first against the second, tensor by tensor; they must have been read with digests."""
-    ours, theirs = _compared(contents), _compared(other)
+    ours, theirs = _tensors_to_compare(contents), _tensors_to_compare(other)
     both = [key for key in ours if key in theirs]
     changed = tuple(key for key in both if not is_same(ours[key], theirs[key]))
     problems = [
@@ -150,10 +137,12 @@ def compare(contents: Contents, other: Contents) -> Comparison:
     ]
     for key in both:
         problems += _differences(key, ours[key], theirs[key])
-    return Comparison(same=len(both) - len(changed), changed=changed, problems=tuple(problems))
+    return CheckpointComparison(
+        same=len(both) - len(changed), changed=changed, problems=tuple(problems)
+    )
 
 
-def _compared(contents: Contents) -> dict[str, Held]:
+def _tensors_to_compare(contents: Contents) -> dict[str, Held]:
     """The tensors of models, averages and optimizers by their full names."""
     return {
         f"{part}.{name}": held
@@ -221,8 +210,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def first_bad_checkpoint(
-    checkpoints: AnyPath | Sequence[AnyPath],
-    is_bad: Callable[[Path], bool] | None = None,
+    checkpoints: AnyPath | Sequence[AnyPath], is_bad: Callable[[Path], bool] | None = None
 ) -> Path | None:
     """The first bad one of a series of checkpoints, by bisection; None when the last is good.
 

@@ -31,13 +31,7 @@ from stayfinite.checkpoint.foreign import (
     shards_of,
     step_of,
 )
-from stayfinite.checkpoint.modules import (
-    Members,
-    gather,
-    parameter_names,
-    put_in_place,
-    shards_in,
-)
+from stayfinite.checkpoint.modules import Members, gather, parameter_names, put_in_place, shards_in
 from stayfinite.checkpoint.problem import (
     Problem,
     Rules,
@@ -115,12 +109,12 @@ def load_checkpoint(
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
     with _together(file, members) as shards:
         try:
-            reading = Reading(keep=_wanted(members), shards=shards)
+            reading = Reading(keep=_keys_to_keep(members), shards=shards)
             contents, damage = open_checkpoint(file, reading)
         except CheckpointError as failure:
             problem = error("unreadable", "file", str(failure))
             raise CheckpointError(f"{failure}{_way_out(file)}", problems=[problem]) from failure
-        contents = _regrouped(contents, members)
+        contents = _regroup(contents, members)
         judged = _judge(file, contents, damage, members, rules, forward=forward)
     with_random = bool(members.optimizers) if random is None else random
     _place(contents, members, judged, with_random=with_random)
@@ -156,14 +150,14 @@ def restore_checkpoint(
     for file in reversed(checkpoints_in(folder)) if is_folder else [folder]:
         try:
             with _together(file, asked) as shards:
-                reading = Reading(keep=_wanted(asked), shards=shards)
+                reading = Reading(keep=_keys_to_keep(asked), shards=shards)
                 contents, damage = open_checkpoint(file, reading)
                 members = _present(asked, contents)
                 if needs_optimizer and not members.optimizers:
                     raise CheckpointError(
                         f"{file} has no state of the optimizer, whose own is bad."
                     )
-                contents = _regrouped(contents, members)
+                contents = _regroup(contents, members)
                 judged = _judge(file, contents, damage, members, Rules())
             _place(contents, members, judged)
         except CheckpointError as failure:
@@ -199,7 +193,7 @@ def _present(asked: Members, contents: Contents) -> Members:
     )
 
 
-def _regrouped(contents: Contents, members: Members) -> Contents:
+def _regroup(contents: Contents, members: Members) -> Contents:
     """With the groups that the optimizers have now, where each parameter is known by its name.
 
     Tensor parallelism needs a group for each mesh, so there are others on another number of ranks.
@@ -264,7 +258,9 @@ def _judge(
 ) -> Judged:
     """Where everything goes; CheckpointError if anything is wrong with that."""
     judged = judge(contents, members, rules, forward=forward) if not damage else Judged()
-    judged.problems = sorted_problems([*damage, *judged.problems, *_left_out(contents, members)])
+    judged.problems = sorted_problems(
+        [*damage, *judged.problems, *_missing_members(contents, members)]
+    )
     if errors_in(judged.problems):
         hint = _way_out(file) if damage else ""
         raise refusal(f"{file} was not loaded, and nothing was changed{hint}", judged.problems)
@@ -305,7 +301,7 @@ def validate_checkpoint(
     ['nonfinite']
     """
     members = gather(model=model, optimizer=optimizer)
-    keep = None if forward is None else _wanted(members)
+    keep = None if forward is None else _keys_to_keep(members)
     reading = Reading(keep=keep, digests=bool(members.models), progress=progress)
     rules = Rules(strict=strict, ignore=ignore, nonfinite_ok=nonfinite_ok)
     return examine(Path(path), reading, members, rules, forward=forward)[1]
@@ -323,14 +319,14 @@ def examine(
     return contents, sorted_problems([*damage, *judged.problems])
 
 
-def _wanted(members: Members) -> Callable[[str], bool]:
+def _keys_to_keep(members: Members) -> Callable[[str], bool]:
     """Which tensors of our own files to keep: those of the parts that have a member."""
     parts = members.parts
     has_none = not any(parts.values())
     return lambda name: has_none or bool(parts.get(name.partition(".")[0], True))
 
 
-def _left_out(contents: Contents, members: Members) -> Iterator[Problem]:
+def _missing_members(contents: Contents, members: Members) -> Iterator[Problem]:
     """Who loads an optimizer goes on training, and needs the rest as well."""
     rest = {
         "scheduler": contents.schedulers and not members.schedulers,
@@ -390,7 +386,7 @@ def is_whole(path: Path) -> bool:
     Of the folders of torch.distributed.checkpoint, which have none, that all parts are there.
     """
     if is_dcp_folder(path):
-        from stayfinite.checkpoint.dcp import is_complete
+        from stayfinite.checkpoint.sharded import is_complete
 
         return is_complete(path)
     try:
@@ -431,7 +427,7 @@ def _open_shards(index: Path, reading: Reading) -> Opened:
 def _open_folder(path: Path, reading: Reading) -> Opened:
     if is_dcp_folder(path):
         # Late: it imports torch.distributed.checkpoint, which takes a tenth of a second.
-        from stayfinite.checkpoint.dcp import open_dcp
+        from stayfinite.checkpoint.sharded import open_dcp
 
         return open_dcp(path, reading.shards), []
     files = folder_files(path)

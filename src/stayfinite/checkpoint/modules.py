@@ -19,15 +19,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stayfinite.checkpoint.values import (
-    ByPart,
-    Held,
-    PlaceKind,
-    named_parts,
-    with_tensors,
-)
+from stayfinite.checkpoint.values import ByPart, Held, PlaceKind, named_parts, with_tensors
 from stayfinite.detect.memory import is_sharded, local
 from stayfinite.errors import InputError
+from stayfinite.nested import as_tuple
 from stayfinite.training import params_of
 
 if TYPE_CHECKING:
@@ -73,8 +68,7 @@ def gather(
 
 def _several(value: Any, name: str, kind: type | None = None) -> tuple[Any, ...]:
     """One, several or None, as a tuple; without a kind they must have a state."""
-    members = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    members = () if value is None else members
+    members = as_tuple(value)
     for member in members:
         if kind is not None and not isinstance(member, kind):
             raise InputError(
@@ -117,7 +111,7 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Place:
+class TensorPlace:
     """A slot of a module that holds a tensor, or could: then `tensor` is None."""
 
     name: str
@@ -165,17 +159,19 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def places(model: nn.Module) -> dict[str, Place]:
+def places(model: nn.Module) -> dict[str, TensorPlace]:
     """Every tensor of the model by name.
 
     Plain attributes count unless they were computed with a graph or are recomputed by a hook, like
     the weight of weight_norm.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     for above, owner in named_owners(model):
         for kind, attribute, tensor in _tensors(owner):
             name = join_names(above, attribute)
-            place = Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=tensor)
+            place = TensorPlace(
+                name=name, kind=kind, owner=owner, attribute=attribute, tensor=tensor
+            )
             found.setdefault(name, place)
     return found
 
@@ -211,7 +207,7 @@ def is_derived(owner: nn.Module, attribute: str) -> bool:
     return any(getattr(hook, "name", None) == attribute for hook in hooks)
 
 
-def slot_for(owners: Mapping[str, nn.Module], name: str) -> Place | None:
+def slot_for(owners: Mapping[str, nn.Module], name: str) -> TensorPlace | None:
     """An empty slot with this name: a buffer or an attribute that is None or has no elements."""
     above, _, attribute = name.rpartition(".")
     owner = owners.get(above)
@@ -225,7 +221,7 @@ def slot_for(owners: Mapping[str, nn.Module], name: str) -> Place | None:
     if value is not None and not (isinstance(value, Tensor) and not value.numel()):
         return None
     kind = _buffer_kind(owner, attribute) if is_buffer else "attribute"
-    return Place(name=name, kind=kind, owner=owner, attribute=attribute, tensor=None)
+    return TensorPlace(name=name, kind=kind, owner=owner, attribute=attribute, tensor=None)
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
@@ -241,7 +237,7 @@ Undo = list[Callable[[], object]]
 
 
 @contextmanager
-def undoing() -> Iterator[Undo]:
+def undo_on_error() -> Iterator[Undo]:
     """A block that notes how each change is undone; all of them are, last first, if it raises."""
     undo: Undo = []
     try:
@@ -264,7 +260,7 @@ def put_in_place(
         *zip(members.parts["scaler"], contents.parts["scaler"], strict=False),
         *judged.other_averages,
     ]
-    with undoing() as undo:
+    with undo_on_error() as undo:
         for optimizer, record in zip(members.optimizers, contents.optimizers, strict=False):
             _place_optimizer(undo, optimizer, with_tensors(record.state_dict))
         for member, state in states:
@@ -283,7 +279,7 @@ def put_in_place(
 
 
 @torch.no_grad()
-def place_tensors(undo: Undo, moves: Iterable[tuple[Place, Held]], model: nn.Module) -> None:
+def place_tensors(undo: Undo, moves: Iterable[tuple[TensorPlace, Held]], model: nn.Module) -> None:
     """Copy into the tensors that the model has; empty slots get new ones."""
     once = {place.identity: (place, held) for place, held in moves}.values()
     uses = Counter(id(held.tensor) for _, held in once)
@@ -325,7 +321,7 @@ def _copy(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 
-def _fill_slot(undo: Undo, place: Place, value: Tensor, model: nn.Module) -> None:
+def _fill_slot(undo: Undo, place: TensorPlace, value: Tensor, model: nn.Module) -> None:
     owner, name = place.owner, place.attribute
     slots: dict[str, Any] = owner._buffers if name in owner._buffers else vars(owner)
     if name in slots:

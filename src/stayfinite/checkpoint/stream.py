@@ -19,9 +19,9 @@ from xxhash import xxh3_128_digest
 from stayfinite.checkpoint.format import (
     PIECE,
     Bytes,
-    Entry,
     Header,
     Tally,
+    TensorEntry,
     join_tallies,
     joint_digest,
     read_header,
@@ -99,13 +99,13 @@ def header_of(path: Path) -> tuple[Header, bool]:
 class _Part(NamedTuple):
     """A tensor, or a piece of a large one, from start to stop; `place` is where it stays."""
 
-    entry: Entry
+    entry: TensorEntry
     start: int
     stop: int
     place: Bytes | None
 
 
-def _tensors(file: OpenFile, entries: Sequence[Entry], reading: Reading) -> list[Held]:
+def _tensors(file: OpenFile, entries: Sequence[TensorEntry], reading: Reading) -> list[Held]:
     """All these tensors, in their order."""
     keep = reading.keep or (lambda name: False)
     kept = {
@@ -142,7 +142,7 @@ def _tensors(file: OpenFile, entries: Sequence[Entry], reading: Reading) -> list
     return held
 
 
-def _parts(entries: Sequence[Entry], kept: Mapping[str, Tensor]) -> Iterator[_Part]:
+def _parts(entries: Sequence[TensorEntry], kept: Mapping[str, Tensor]) -> Iterator[_Part]:
     for entry in entries:
         data = kept[entry.name].numpy() if entry.name in kept else None
         for at in range(0, max(1, entry.nbytes), PIECE):

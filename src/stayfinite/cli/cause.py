@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import stayfinite
-from stayfinite.cli._common import Refused
+from stayfinite.cli import Refused
 
 INSTALLED = "cause_pages"  # where pyproject.toml puts docs/causes into a wheel
 _TO_ANOTHER_PAGE = re.compile(r"\[([^]]+)\]\((?!https?:)[^)]*\)")
@@ -18,7 +18,7 @@ _TO_ANOTHER_PAGE = re.compile(r"\[([^]]+)\]\((?!https?:)[^)]*\)")
 
 @click.command("cause")
 @click.argument("name", required=False)
-def command(name: str | None) -> None:
+def cause_command(name: str | None) -> None:
     """Explain a cause that a report names: the arithmetic, code that fails and code that holds.
 
     NAME is a cause, such as log_of_zero; without it, all of them are listed.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stayfinite.cli._common import PATH, Refused, made_by, refusing
+from stayfinite.cli import PATH, Refused, object_from, refuse_on
 from stayfinite.text import count
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SHOWN = 50
 @click.option("--against", help="Another checkpoint that it is compared with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.argument("checkpoint", type=PATH)
-def command(checkpoint: Path, model: str | None, against: str | None, as_json: bool) -> None:
+def check_command(checkpoint: Path, model: str | None, against: str | None, as_json: bool) -> None:
     """Check a checkpoint: checksums, non-finite values, learning rates, and whether it fits.
 
     CHECKPOINT is a file of save_checkpoint, torch.save, Lightning or safetensors, an index of
@@ -40,7 +40,7 @@ def command(checkpoint: Path, model: str | None, against: str | None, as_json: b
     from stayfinite.checkpoint.folder import checkpoints_in, is_checkpoint_folder
 
     inside = []
-    with refusing(doing="read", file=checkpoint):
+    with refuse_on(doing="read", file=checkpoint):
         if checkpoint.is_dir() and not is_checkpoint_folder(checkpoint):
             inside = checkpoints_in(checkpoint)  # oldest first
     if inside and against is not None:
@@ -68,7 +68,7 @@ def _exit_code(result: Check) -> int:
 def _check(checkpoint: Path, name: str | None, against: Path | None) -> Check:
     from stayfinite.checkpoint.inspect import check, size_on_disk
 
-    model = None if name is None else made_by(name)
+    model = None if name is None else object_from(name)
     if model is not None and not hasattr(model, "named_modules"):
         kind = type(model).__name__
         raise Refused(f"--model {name} gave a {kind}; it must give a torch.nn.Module.")

@@ -23,6 +23,7 @@ from stayfinite.nested import (
     named_weights,
 )
 from stayfinite.records import NaNReport, NaNType, Origin, to_data
+from stayfinite.settings import require_whole
 
 # Names given to check_tensor that are counted apart; a loop may make up a new one every step.
 _MOST_NAMES = 10_000
@@ -64,8 +65,8 @@ class NaNDetector:
         self._looks_at_loss = _flag("check_loss", check_loss)
         self._looks_at_gradients = _flag("check_gradients", check_gradients)
         self._looks_at_parameters = _flag("check_parameters", check_parameters)
-        self._interval = _at_least("detection_interval", detection_interval, 1)
-        self._described = _at_least("max_items_to_check", max_items_to_check, 0)
+        self._interval = require_whole("detection_interval", detection_interval, 1)
+        self._described = require_whole("max_items_to_check", max_items_to_check, 0)
         self.reset_statistics()
 
     def check_tensor(self, tensor: Tensor, name: str = "tensor") -> NaNReport:
@@ -216,12 +217,6 @@ class NaNSource(str):
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; it must be True or False.")
-    return value
-
-
-def _at_least(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
     return value
 
 

@@ -14,7 +14,7 @@ from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as _exclude
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from stayfinite.detect.memory import compact, float_parts, pieces, undisturbed, unwrapped
+from stayfinite.detect.memory import compact, float_parts, pieces, undisturbed, unwrap
 from stayfinite.records import NaNType
 
 SMALL = 1 << 16
@@ -278,7 +278,7 @@ def finite_norm(gradients: list[Tensor]) -> float | None:
 
 def finite_number(loss: Tensor) -> float | None:
     """The value of a loss on the CPU if it is finite; None says nothing."""
-    loss = unwrapped(loss)
+    loss = unwrap(loss)
     if type(loss) is not Tensor or not loss.is_cpu or loss.numel() != 1:
         return None
     value = loss.item()

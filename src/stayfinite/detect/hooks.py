@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite, nonfinite, surely_finite
 from stayfinite.detect.veto import STEP_FAILED, WatchedOptimizer, alone, is_muted
-from stayfinite.errors import InputError, TrainingAbortedError
+from stayfinite.errors import InputError
 from stayfinite.safely import Safely
 from stayfinite.training import Pairs
 
@@ -233,13 +233,9 @@ def tell_skipped(scaler: GradScaler, optimizer: Optimizer) -> None:
     for listener in listeners():
         if is_muted(listener):
             continue
-        try:
+        with _scalers_safely:
             listener.skipped_by_scaler(optimizer, scaler=scaler)
             listener.stepped(optimizer, vetoed=False)
-        except TrainingAbortedError:
-            raise
-        except Exception as error:
-            _scalers_safely.note(error)
 
 
 def listeners() -> tuple[StepListener, ...]:
@@ -248,28 +244,23 @@ def listeners() -> tuple[StepListener, ...]:
 
 
 def _attach_to_scalers() -> Attachment:
-    original = GradScaler.step
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(optimizer, Optimizer):  # whose steps cannot be counted
+                return original(self, optimizer, *args, **kwargs)
+            calls: list[Optimizer] = []
+            handle = optimizer.register_step_pre_hook(lambda optimizer, *_: calls.append(optimizer))
+            try:
+                result = original(self, optimizer, *args, **kwargs)
+            finally:
+                handle.remove()
+            if not calls and self.is_enabled():
+                tell_skipped(self, optimizer)
+            return result
 
-    @functools.wraps(original)
-    def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(optimizer, Optimizer):  # whose steps cannot be counted
-            return original(self, optimizer, *args, **kwargs)
-        calls: list[Optimizer] = []
-        handle = optimizer.register_step_pre_hook(lambda optimizer, *_: calls.append(optimizer))
-        try:
-            result = original(self, optimizer, *args, **kwargs)
-        finally:
-            handle.remove()
-        if not calls and self.is_enabled():
-            tell_skipped(self, optimizer)
-        return result
+        return step
 
-    def restore() -> None:
-        if GradScaler.step is step:
-            GradScaler.step = original  # type: ignore[method-assign]
-
-    GradScaler.step = step  # type: ignore[method-assign]
-    return Attachment(restore)
+    return wrapped(GradScaler, "step", wrap)
 
 
 _scalers_safely = Safely(STEP_FAILED)

@@ -166,7 +166,7 @@ def pieces(tensor: Tensor, limit: int = PIECE) -> Iterator[tuple[tuple[int, ...]
         yield (row, *rest), tensor.narrow(0, row, min(step, rows - row))
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """The tensor that torch.func's transforms have wrapped, or a DTensor's shard; else itself."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)

@@ -137,16 +137,12 @@ class WatchedOptimizer:
     def flush(self, optimizer: Optimizer) -> None:
         """Read the flag of the last step, if it is still on the device, and tell the listener."""
         late, self._late = self._late, None
-        try:
+        with self._safely:
             answer = FINE if late is None else late.read()
             if answer == BAD:
                 self._listener.refused(optimizer, [], late=True)
             elif answer != FINE:
                 self._listener.skipped_by_scaler(optimizer, scaler=None)
-        except TrainingAbortedError:
-            raise
-        except Exception as error:
-            self._safely.note(error)
 
     def release(self, optimizer: Optimizer) -> None:
         """Leave the optimizer as it would be without us; a late flag can still be read."""
@@ -195,13 +191,9 @@ class WatchedOptimizer:
             self._hide(optimizer)
 
     def _is_refused(self, optimizer: Optimizer) -> bool:
-        try:
+        with self._safely:
             return self._listener.refused(optimizer, pairs_of(optimizer), late=False)
-        except TrainingAbortedError:
-            raise
-        except Exception as error:
-            self._safely.note(error)
-            return True  # the gradients are bad, whoever failed to say so
+        return True  # the gradients are bad, whoever failed to say so
 
     def _hide(self, optimizer: Optimizer) -> None:
         self._unclean = True

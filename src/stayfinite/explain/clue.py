@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from stayfinite.records import Confidence, Diagnosis, Origin, TensorSummary
-from stayfinite.syntax import called, in_brackets, is_operation, operand
+from stayfinite.syntax import callee, in_brackets, is_operation, operand
 from stayfinite.text import bare_name, count, node_name
 
 SMALLEST = {"float16": 6e-8, "bfloat16": 9.2e-41, "float32": 1.4e-45, "float64": 4.9e-324}
@@ -147,12 +147,7 @@ def largest(summary: TensorSummary) -> float:
 
 
 def diagnosis(
-    cause: str,
-    why: str,
-    fix: str,
-    *,
-    sure: Confidence = "likely",
-    evidence: tuple[str, ...] = (),
+    cause: str, why: str, fix: str, *, sure: Confidence = "likely", evidence: tuple[str, ...] = ()
 ) -> Diagnosis:
     """A Diagnosis, written the way rules write it."""
     return Diagnosis(cause=cause, why=why, fix=fix, confidence=sure, evidence=evidence)
@@ -210,9 +205,7 @@ class OptimizerFacts:
     kind: str = ""
     learning_rate: float | None = None
     eps: float | None = None
-    momentum: float | None = None
     line_search: str | None = None
-    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +213,8 @@ class Context:
     """All that is known besides the origin."""
 
     step: int = 0
-    locations: tuple[str, ...] = ()
     history: tuple[StepFacts, ...] = ()
     optimizer: OptimizerFacts | None = None
-    optimizer_count: int = 0
     scaler_skips: int = 0
     uses_scaler: bool = False
     scale: float | None = None
@@ -306,7 +297,7 @@ def argument(expression: str | None, name: str = "") -> str | None:
     With a name, only a call of that function counts, wherever it stands in the expression.
     """
     for node in _nodes(expression):
-        if isinstance(node, ast.Call) and name in ("", called(node)):
+        if isinstance(node, ast.Call) and name in ("", callee(node)):
             inner = operand(node, _LIBRARIES)
             if inner is not None:
                 return _text(inner)

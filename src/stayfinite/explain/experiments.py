@@ -1,4 +1,4 @@
-"""Counterfactual replays of a bad step, and what they prove of its diagnosis.
+"""What proves a cause: counterfactual replays of a bad step, a run with a change, a step like it.
 
 Pure procedures over whoever can replay the step.
 """
@@ -7,17 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
-from stayfinite.budget import Budget
 from stayfinite.causes import cause_of
 from stayfinite.domains import HALVES
-from stayfinite.explain.proof import is_seen_in_values
-from stayfinite.records import REPEATED, Diagnosis, NaNType, Origin
-from stayfinite.text import in_words
+from stayfinite.records import REPEATED, Diagnosis, Incident, NaNType, Origin
+from stayfinite.text import count, in_words
+
+
+@dataclass
+class Budget:
+    """Seconds that may be spent in all, from the first time that it is asked."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    _end: float | None = None
+
+    @property
+    def left(self) -> float:
+        if self._end is None:
+            self._end = self.clock() + self.seconds
+        return self._end - self.clock()
+
 
 Precision = Literal["float32", "float64"]
 
@@ -99,7 +115,7 @@ class Replays(Protocol):
         """
 
 
-Verdict = Literal[
+FindingVerdict = Literal[
     "deterministic",  # the same failure each time
     "transient",  # it does not come back
     "inconclusive",  # neither
@@ -118,7 +134,7 @@ class Finding:
     """
 
     experiment: str
-    verdict: Verdict
+    verdict: FindingVerdict
     sentence: str
     _: KW_ONLY
     reproduces: bool = False
@@ -226,9 +242,9 @@ class Lab:
             self._longest = max(self._longest, left - self._budget.left)
 
 
-def repeated(lab: Lab) -> Finding:
+def repeat(lab: Lab) -> Finding:
     """Whether the failure comes back when nothing is changed."""
-    verdict: Verdict = "inconclusive"
+    verdict: FindingVerdict = "inconclusive"
     try:
         first, second = lab.run(AS_IT_WAS), lab.run(AS_IT_WAS, anew=True)
     except CannotReplayError as error:
@@ -247,8 +263,14 @@ def repeated(lab: Lab) -> Finding:
     return Finding("repeat", verdict, said, reproduces=is_same)
 
 
-def _taken_away(
-    lab: Lab, change: Change, name: str, *, finite: str, bad: str, verdict: Verdict = "depends"
+def _finding_without(
+    lab: Lab,
+    change: Change,
+    name: str,
+    *,
+    finite: str,
+    bad: str,
+    verdict: FindingVerdict = "depends",
 ) -> Finding | None:
     """What it means that the step is finite with the change, or bad; None if neither is known."""
     if lab.is_finite(change):
@@ -272,19 +294,19 @@ def precise(lab: Lab) -> list[Finding]:
     for each in precisions:
         said = f"in {each} the same step"
         finite, bad = f"{said} is finite", f"{said} goes bad at the same place"
-        found.append(_taken_away(lab, Change(precision=each), each, finite=finite, bad=bad))
+        found.append(_finding_without(lab, Change(precision=each), each, finite=finite, bad=bad))
     return [each for each in found if each is not None]
 
 
-def guarded(lab: Lab) -> Finding | None:
+def guard_operation(lab: Lab) -> Finding | None:
     """Whether the step is finite once the operation is kept inside its domain."""
     said = "with that operation kept inside its domain, the"
     finite, bad = f"{said} same step is finite", f"{said} step goes bad all the same"
     change = Change(is_guarded=True)
-    return _taken_away(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
+    return _finding_without(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
 
 
-def compiled(lab: Lab) -> Finding | None:
+def compare_compiled(lab: Lab) -> Finding | None:
     """Whether only the compiled code goes bad, or only the eager one; None if neither is known."""
     try:
         optimised = lab.run(Change(is_compiled=True))
@@ -486,7 +508,7 @@ def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
     ):
         said = f"with {how} over {many}"
         finite, bad = f"{said} this one is finite", f"{said} it goes bad all the same"
-        found.append(_taken_away(lab, change, "dynamics", finite=finite, bad=bad))
+        found.append(_finding_without(lab, change, "dynamics", finite=finite, bad=bad))
     return [each for each in found if each is not None]
 
 
@@ -501,16 +523,16 @@ def experiment(
 
     Nothing is tried on a step that does not go bad the same way twice.
     """
-    found = _findings(lab, "repeat", repeated)
+    found = _findings(lab, "repeat", repeat)
     if not found or found[-1].verdict != "deterministic":
         return found
     plan: list[tuple[str, Callable[[Lab], list[Finding] | Finding | None]]] = [
-        ("guarded", guarded),
+        ("guarded", guard_operation),
         ("samples", _batch),
         ("precision", precise),
         ("terms", terms),
         ("weights", weights),
-        ("compiled", compiled),
+        ("compiled", compare_compiled),
         ("dynamics", functools.partial(dynamics, steps=steps)),
     ]
     if is_diverging:
@@ -520,7 +542,7 @@ def experiment(
     for name, act in plan:
         for each in _findings(lab, name, act):
             is_proof = each.removal is not None and _proves(each, diagnosis, origin, is_diverging)
-            found.append(_confirmed(lab, each) if is_proof else each)
+            found.append(_confirm(lab, each) if is_proof else each)
         if found[-1].sentence == OUT_OF_TIME:
             break
     return found
@@ -539,7 +561,7 @@ def _findings(
     return found if isinstance(found, list) else [found] if found is not None else []
 
 
-def _confirmed(lab: Lab, finding: Finding) -> Finding:
+def _confirm(lab: Lab, finding: Finding) -> Finding:
     """A finding that proves must hold again: bad with the cause, finite without, every time."""
     try:
         for _ in range(_ROUNDS):
@@ -553,7 +575,7 @@ def _confirmed(lab: Lab, finding: Finding) -> Finding:
     return finding
 
 
-def judged(
+def judge_findings(
     diagnosis: Diagnosis, origin: Origin, findings: Sequence[Finding], *, is_diverging: bool = False
 ) -> Diagnosis:
     """The diagnosis with the evidence, and as sure as the findings allow.
@@ -591,3 +613,137 @@ def _refutes(finding: Finding, diagnosis: Diagnosis) -> bool:
     if finding.verdict != "innocent" or finding.experiment == "guarded":
         return finding.verdict == "innocent"
     return finding.experiment == "float32" and cause_of(diagnosis.cause).cured_by_float32
+
+
+# Names that say what the operation was given: it must have been given that.
+_AT_ZERO = ("log_of_zero", "division_by_zero", "sqrt_grad_at_zero", "norm_grad_at_zero")
+_BELOW_ZERO = ("log_of_negative", "sqrt_of_negative", "pow_of_negative")
+_OF_HALVES = ("low_precision_overflow", "mask_value_overflow", "optimizer_eps")
+
+
+def is_seen_in_values(cause: str, origin: Origin) -> bool:
+    """Whether the values at the operation decide the cause, so that taking them away proves it.
+
+    Where the history of training decides (a rate, raw inputs), many a change stops the divergence,
+    so that one holds proves nothing; and where several operations play together (0 * log 0, a norm
+    under a where) it has several true names.
+    """
+    if any(each.dtype in HALVES for each in origin.inputs) and cause not in _OF_HALVES:
+        return False  # it may be the precision
+    if cause in _AT_ZERO and not any(each.zero_count for each in origin.inputs):
+        return False
+    if cause in _BELOW_ZERO and not any(each.negative_count for each in origin.inputs):
+        return False
+    return cause_of(cause).provable
+
+
+IN_PLACE = "With this change the same step is finite"
+_RUNS_AWAY = 10.0  # times all losses before it
+_SPIKE = 100.0
+_FEW = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A run with a change, from the same generator states as the run that went bad.
+
+    `exit_code` is None when it was ended before its own end; `losses` are those of its steps.
+    `was_refused`: it ended when it was about to write a file, as it could not before.
+    """
+
+    bad_step: int
+    further: int
+    steps: int
+    losses: tuple[float, ...] = ()
+    went_bad: bool = False
+    exit_code: int | None = None
+    was_refused: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether it stayed finite to its end, or far beyond the bad step, and still learns."""
+        if self.went_bad or not self._learns():
+            return False
+        if self.exit_code is None:
+            return self.steps >= self.bad_step + 1 + self.further
+        return (self.exit_code == 0 or self.was_refused) and self.steps > self.bad_step
+
+    def _learns(self) -> bool:
+        """Whether the loss ends no higher than before the bad step, or falls from a new level.
+
+        Not if it shoots up on the way: that is not a cure either.
+        """
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        if len(finite) < len(self.losses):
+            return False
+        if len(finite) < 2:
+            return True
+        before = _calm(finite[: max(1, min(self.bad_step, len(finite) - 1))])
+        late = statistics.median(finite[-max(1, min(_FEW, len(finite) // 2)) :])
+        worst = max(before)
+        noise = max(worst - min(before), abs(worst) * (0.1 if len(before) > 1 else 1.0))
+        top = worst + noise
+        after = finite[self.bad_step :]
+        if any(loss > _SPIKE * abs(top) + 1.0 for loss in after):
+            return False
+        falls = len(after) > 2 * _FEW and late <= statistics.median(after[:_FEW])
+        return late <= top or (falls and late <= _RUNS_AWAY * abs(top))
+
+
+def _calm(losses: list[float]) -> list[float]:
+    """Those before the loss ran away, if it did."""
+    most = abs(losses[0])
+    for number, loss in enumerate(losses):
+        if abs(loss) > _RUNS_AWAY * most + 1.0:
+            return losses[:number]
+        most = max(most, abs(loss))
+    return losses
+
+
+def evidence_of(trial: Trial, what: str) -> str:
+    """The verification in one sentence."""
+    loss = f", loss {trial.losses[-1]:.3g}" if trial.losses else ""
+    steps = count(trial.steps, "step")
+    is_whole = trial.exit_code == 0 and not trial.was_refused
+    extent = f"all its {steps}" if is_whole else f"{steps} so far"
+    return f"With this change: finite for {extent}{loss}. {what}"
+
+
+def is_proven(incident: Incident, *, changed_file: str) -> bool:
+    """Whether a change that holds proves the named cause: it was seen, and taken away."""
+    origin, diagnosis = incident.origin, incident.diagnosis
+    if origin is None or diagnosis is None or not origin.exact or origin.file is None:
+        return False
+    return is_seen_in_values(diagnosis.cause, origin) and changed_file.endswith(origin.file)
+
+
+def alike(later: Incident, first: Incident, known: Incident) -> Incident:
+    """The later incident with place and cause of the first, where the same values went bad.
+
+    `first` is that one as it was noticed, and `known` what is known of it since. Nothing is
+    measured anew, so the place is inferred and the cause no more than possible.
+    """
+    origin, diagnosis = known.origin, known.diagnosis
+    if later.origin is not None or origin is None or diagnosis is None or not origin.exact:
+        return later
+    if later.rank != first.rank or not _bad_in(later) or _bad_in(later) != _bad_in(first):
+        return later
+    place = dataclasses.replace(
+        origin, inputs=(), outputs=(), lineage=(), facts={"noticed_step": later.step}, exact=False
+    )
+    same = Diagnosis(
+        cause=diagnosis.cause,
+        why=f"This step was not traced. The same values went bad as at step {known.step}, so it is "
+        "taken to be the same.",
+        fix=diagnosis.fix,
+        confidence="possible",
+    )
+    return dataclasses.replace(later, origin=place, diagnosis=same)
+
+
+def _bad_in(incident: Incident) -> set[tuple[str, NaNType]]:
+    # The inputs of a model are looked at in traced steps only.
+    bad = (each for each in incident.reports if each.has_nan)
+    return {
+        (each.location, each.nan_type) for each in bad if not each.location.startswith("inputs.")
+    }

@@ -11,10 +11,9 @@ from typing import Any
 from stayfinite.causes import CAUSES, cause_of
 from stayfinite.explain.clue import Clue, Context, Rule, number
 from stayfinite.explain.rules_data import SOURCE_RULES
-from stayfinite.explain.rules_divergence import DYNAMICS_RULES
 from stayfinite.explain.rules_domain import DOMAIN_RULES
 from stayfinite.explain.rules_gradient import GRADIENT_RULES, PRECISION_RULES
-from stayfinite.explain.rules_update import UPDATE_RULES
+from stayfinite.explain.rules_training import DYNAMICS_RULES, UPDATE_RULES
 from stayfinite.records import Diagnosis, NaNType, Origin
 from stayfinite.text import in_words
 

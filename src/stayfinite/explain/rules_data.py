@@ -54,6 +54,46 @@ def unwritten_memory(clue: Clue) -> Diagnosis | None:
     )
 
 
+def bad_buffer(clue: Clue) -> Diagnosis | None:
+    """A buffer that training does not compute."""
+    buffer = clue.fact("buffer")
+    if clue.origin.op or not buffer:
+        return None
+    said = f"Buffer {buffer['name']} of {buffer['module']} is not finite"
+    since = "has been so since it was registered here"
+    if not buffer["given_at"]:
+        since = "no operation of this step has made it so"
+    return diagnosis(
+        "bad_buffer",
+        f"{said}, and {since}: {buffer['bad_count']} of {buffer['numel']} values, first at index "
+        f"{buffer['first_bad']}.",
+        "Look at the formula that fills it: a division by 0, a logarithm of 0 or an overflow at "
+        "the ends of its range.",
+    )
+
+
+def carried_state(clue: Clue) -> Diagnosis | None:
+    """A value that the step before has left in a variable."""
+    name = clue.fact("carried")
+    if clue.origin.op or not name:
+        return None
+    return diagnosis(
+        "bad_carried_state",
+        f"`{name}` was not finite when this step began. The loop carries it from one step to the "
+        f"next, so an earlier step has made it so: {_bad_part(clue)}.",
+        f"Look at what is assigned to `{name}` after the loss is computed, where a bad value does "
+        "not show, and reset it when it is not finite.",
+    )
+
+
+def _bad_part(clue: Clue) -> str:
+    item = clue.output
+    if item is None:
+        return "it holds NaN or Inf"
+    where = f", first at index {list(item.first_bad_index)}" if item.first_bad_index else ""
+    return f"{item.bad_count} of {item.numel} values are not finite{where}"
+
+
 def bad_batch(clue: Clue) -> Diagnosis | None:
     """A tensor that arrived bad."""
     if clue.origin.phase not in ("data", "init") or clue.origin.op:
@@ -73,12 +113,9 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
             "Look at how it is initialised; use one of torch.nn.init.",
             sure="possible",
         )
-    item = clue.output
-    where = f" first at index {list(item.first_bad_index)}" if item and item.first_bad_index else ""
-    count = f"{item.bad_count} of {item.numel} values are not finite,{where}" if item else ""
     return diagnosis(
         "bad_input_data",
-        f"The data that enter here are bad already: {count or 'it holds NaN or Inf'}.",
+        f"The data that enter here are bad already: {_bad_part(clue)}.",
         "Find the sample with stayfinite.NaNDetector().check_batch(batch) in the data pipeline, "
         "and drop or repair it where it is read.",
     )
@@ -143,6 +180,8 @@ SOURCE_RULES = (
     loaded_weights,
     narrowed_checkpoint,
     unwritten_memory,
+    bad_buffer,
+    carried_state,
     bad_batch,
     changed_value,
     absurd_values,

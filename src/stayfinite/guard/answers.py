@@ -151,6 +151,8 @@ class Recover:
         owners = [job for job in guard.jobs.values() if job.owns(leaves)]
         for ranks in filter(None, (job.ranks for job in owners)):
             ranks.saw_bad_loss(finding)
+        if guard.own_step is None and any(job.trouble is None for job in owners):
+            finding = guard.with_place(finding)
         for job in owners:
             if job.trouble is None:
                 job.trouble = finding

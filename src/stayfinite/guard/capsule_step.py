@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from stayfinite.capsule.contents import Capsule, CodeReference, State
+from stayfinite.capsule.file import Capsule, CodeReference, State
 from stayfinite.capsule.make import (
     LARGEST_BATCH,
     Redact,

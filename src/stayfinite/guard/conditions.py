@@ -21,7 +21,7 @@ from stayfinite.locate.loss_terms import only_term
 from stayfinite.locate.source import user_place
 from stayfinite.nested import children, map_leaves
 from stayfinite.records import Origin
-from stayfinite.recover.float32 import raised
+from stayfinite.recover.float32 import compute_in
 from stayfinite.training import params_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def changed_conditions(
             begun = all_of_them.enter_context(nodes)
         if change.precision is not None:
             dtype = _higher_dtype(change.precision, origin)
-            all_of_them.enter_context(raised(modules, dtype))
+            all_of_them.enter_context(compute_in(modules, dtype))
         if change.is_compiled and not _has_compiled(modules):
             raise CannotReplayError("nothing is compiled")
         if change.is_guarded:

@@ -89,14 +89,14 @@ def _roots(optimizer: Optimizer) -> list[nn.Module]:
 _STOP = RecoveryConfig(
     primary_strategy=RecoveryStrategy.ABORT, fallback_strategy=RecoveryStrategy.ABORT
 )
-_open: list[Post] = []
+_open: list[ProcessGuard] = []
 
 
-class Post:
+class ProcessGuard:
     """Whoever watches this process: a guard of its own, or one that a framework lends.
 
-    `attach` attaches the first, now and whenever the other has gone. Integrations find the post
-    until `close()`.
+    `attach` attaches the first, now and whenever the other has gone. Integrations find it until
+    `close()`.
     """
 
     def __init__(self, guard: Guard, attach: Callable[[Guard], None]) -> None:
@@ -159,6 +159,6 @@ class Post:
         self.guard.close()
 
 
-def free_post() -> Post | None:
-    """The post over this process, if there is one whose place can be taken."""
-    return next((post for post in _open if post.is_free), None)
+def free_process_guard() -> ProcessGuard | None:
+    """Who watches this process, if there is somebody whose place can be taken."""
+    return next((process_guard for process_guard in _open if process_guard.is_free), None)

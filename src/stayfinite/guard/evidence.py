@@ -305,9 +305,7 @@ class Evidence:
             self._calls[key] = self._calls.get(key, 0) + 1
             self._kinds[kind] = self._kinds.get(kind, 0) + 1
 
-    def context(
-        self, optimizer: Optimizer | None, *, step: int, locations: tuple[str, ...]
-    ) -> Context:
+    def context(self, optimizer: Optimizer | None, *, step: int) -> Context:
         """All of it as plain values; reads what is still on a device."""
         chosen = optimizer if optimizer is not None else self.at_work()
         updates = self._by_optimizer.get(chosen) if chosen is not None else None
@@ -327,10 +325,8 @@ class Evidence:
             bootstraps, calls_twice = self._bootstraps(), self._calls_twice()
         return Context(
             step=step,
-            locations=locations,
             history=history.steps(),
             optimizer=optimizer_facts(chosen) if chosen is not None else None,
-            optimizer_count=len(self._by_optimizer),
             scaler_skips=self.skips_in_a_row,
             uses_scaler=self.uses_scaler,
             scale=self.scale,
@@ -363,14 +359,11 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     """Its first group's settings, as far as it has them."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     rate = group.get("lr")
-    params = params_of(optimizer)
     return OptimizerFacts(
         kind=type(optimizer).__name__,
         learning_rate=float(rate) if rate is not None else None,
         eps=group.get("eps") if isinstance(group.get("eps"), float) else None,
-        momentum=group.get("momentum"),
         line_search=group.get("line_search_fn"),
-        dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
     )
 
 
@@ -403,6 +396,7 @@ def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
 
 
 _DESCRIBED = 8
+RATES = "optimizer.param_groups."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,6 +411,12 @@ class BadValues:
     is_in_turn: bool = False  # the turn of the loop in which it was made is not over
     was_read: bool = False  # by the script, which may not train on it
     error: BaseException | None = None  # with which the script has ended itself
+    located: Incident | None = None  # where it was made, if that was found out already
+
+    @property
+    def is_of_rates(self) -> bool:
+        """Whether it is the learning rate that is bad, with which an update is about to be made."""
+        return bool(self.named) and self.named[0][0].startswith(RATES)
 
 
 def bad_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | None) -> BadValues:
@@ -490,8 +490,7 @@ def explain_incident(
     is_given = incident.world > 1 and is_foreign and not origin.op and is_arrived
     phase: Phase = "distributed" if is_given else origin.phase
     origin = dataclasses.replace(origin, facts=facts, phase=phase)
-    locations = tuple(report.location for report in incident.reports)
-    context = evidence.context(finding.optimizer, step=born, locations=locations)
+    context = evidence.context(finding.optimizer, step=born)
     done = "" if incident.outcome is None else incident.outcome.strategy
     is_undone = settings.is_undone or done == "recover"
     diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))

@@ -34,6 +34,7 @@ from stayfinite.detect.hooks import (
     watch_buffers,
     watch_first_call,
     watch_loading,
+    watch_numbers,
     watch_scalers,
     watch_scaling,
     watch_steps,
@@ -121,6 +122,7 @@ class Guard(StepListener):
         self._leaves: list[Tensor] | None = None
         self._kept_step: KeptStep | None = None
         self._loop_replay: LoopReplay | None = None
+        self._update_frame: FrameType | None = None  # while its weights are looked at
         self._passes = -1  # backward passes when the last batch was delivered
         self._pending: Incident | None = None  # of a bad loss that was read, and may be left out
 
@@ -244,6 +246,7 @@ class Guard(StepListener):
         if self.notes_moments:
             past.tracing.on_delivery = self._delivered
             past.tracing.deliveries.on_left = self._loader_left
+            more = (*more, watch_numbers(self._saw_number))
             if self._only is not None:
                 more = (*more, Attachment(register_optimizer_step_post_hook(self._other).remove))
         self._attachment = together(
@@ -262,6 +265,7 @@ class Guard(StepListener):
 
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         self.past.evidence.registered(module, name, buffer)
+        self.past.tracing.buffers.note(module, name, buffer)
         if self.notes_moments:
             self.past.moments.registered(module)
 
@@ -270,7 +274,7 @@ class Guard(StepListener):
             self._look_at_left_out(frame)
             self.past.moments.delivered(batch, frame)
 
-    def saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
+    def _saw_number(self, tensor: Tensor, value: float, frame: FrameType) -> None:
         """The script reads a number that is not finite; if it is a loss, it may leave it out."""
         is_loss = tensor.grad_fn is not None and torch.is_grad_enabled()
         is_loss = is_loss and kind_of(frame.f_code) == USER  # not what torch and we read
@@ -303,12 +307,17 @@ class Guard(StepListener):
                 finding = BadValues(bad, did="the script did not train on this loss")
                 self.tell(finding, strategy="script")
                 return
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self.record(pending)
+        if self._pending is not None:
+            self.record_unused_loss()
         elif statistics := bad_statistics(evidence.statistics()):
             found = bad_running_statistics(statistics, evidence.at_work())
             self._harmed(dataclasses.replace(found, is_in_turn=True))
+
+    def record_unused_loss(self) -> None:
+        """If the script read a bad loss and will not train on it, make it an incident."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.record(pending)
 
     def _other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Another optimizer than the one that is watched has made its update."""
@@ -358,7 +367,7 @@ class Guard(StepListener):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self.tell_ranks(error)
+            self.script_crashed(error)
         self.close()
 
     def tell_ranks(self, error: BaseException) -> None:
@@ -421,10 +430,11 @@ class Guard(StepListener):
         past.evidence.forget_counts()
 
     def script_crashed(self, error: BaseException) -> None:
-        """The script died of an error of its own; an incident if a NaN was behind it."""
+        """The script dies of an error; an incident if it is its own and a NaN was behind it."""
         past = self.past
         self.tell_ranks(error)
-        if past.incidents or self._attachment is None:
+        is_own = not isinstance(error, (TrainingAbortedError, KeyboardInterrupt))
+        if past.incidents or self._attachment is None or not is_own:
             return
         with past.aside:
             bad = bad_values_of(error)
@@ -611,7 +621,11 @@ class Guard(StepListener):
             if not past.was_skipped:
                 evidence.skips_in_a_row = 0
                 if looks and not vetoed:
-                    self._look_after_update(optimizer, job)
+                    self._update_frame = sys._getframe(1)
+                    try:
+                        self._look_after_update(optimizer, job)
+                    finally:
+                        self._update_frame = None
             past.was_skipped = False
             if self.notes_moments:
                 past.moments.updated(optimizer, sys._getframe(1))
@@ -768,11 +782,27 @@ class Guard(StepListener):
         if past.incident_clock is None:
             past.incident_clock = past.tracing.clock
         incident = incident_of(finding, past.evidence, strategy=strategy)
+        if finding.located is not None:
+            origin, diagnosis = finding.located.origin, finding.located.diagnosis
+            return dataclasses.replace(incident, origin=origin, diagnosis=diagnosis)
         with past.aside:
             if (located := self._run_again(incident, finding, sys._getframe(1))) is not None:
                 return located
             return explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
         return incident
+
+    def with_place(self, finding: BadValues) -> BadValues:
+        """A bad loss that is answered later, with what a replay shows of it now.
+
+        When its update comes, the batch may have gone from the loop's variables.
+        """
+        incident = incident_of(finding, self.past.evidence, strategy="recover")
+        if incident.world > 1:  # ranks run it again together
+            return finding
+        with self.past.aside:
+            located = self._run_again(incident, finding, sys._getframe(1))
+            return dataclasses.replace(finding, located=located)
+        return finding
 
     def _run_again(
         self, incident: Incident, finding: BadValues, frame: FrameType | None
@@ -797,7 +827,9 @@ class Guard(StepListener):
             return self._loop_replay.locate_together(incident, finding, standing_at(frame), ranks)
         is_over = finding.is_after_update and not self.past.moments.has_weights
         if is_over and not finding.is_in_turn:
-            return self._loop_replay.locate_update(incident, finding)
+            return self._loop_replay.locate_update(incident, finding, self._update_frame)
+        if finding.is_of_rates:
+            return self._loop_replay.locate_update(incident, finding, frame)
         error = finding.error
         standing = standing_at(frame) if error is None else standing_in(error)
         return self._loop_replay.locate(incident, finding, standing)
@@ -859,7 +891,7 @@ class Guard(StepListener):
         """Whether training was running away before the incident; by default by the busiest."""
         from stayfinite.explain.clue import Clue
 
-        context = self.past.evidence.context(optimizer, step=incident.step, locations=())
+        context = self.past.evidence.context(optimizer, step=incident.step)
         origin = incident.origin if incident.origin is not None else Origin(phase="forward")
         return Clue(origin, context).is_diverging
 

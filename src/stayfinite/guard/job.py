@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from stayfinite.detect.finite import all_finite, surely_finite
 from stayfinite.detect.memory import plain_parts
 from stayfinite.errors import NonFiniteError
-from stayfinite.guard.evidence import BadValues, bad_gradients
+from stayfinite.guard.evidence import RATES, BadValues, bad_gradients
 from stayfinite.guard.precaution import Precaution
 from stayfinite.guard.ranks import Ranks, is_inferring_shapes, unsharded_of
 from stayfinite.records import Incident
@@ -290,7 +290,7 @@ class Job:
     def bad_rates(self) -> BadValues | None:
         """Learning rates that are not finite; those that are tensors are not looked at."""
         named = [
-            (f"optimizer.param_groups.{number}.lr", torch.tensor(rate))
+            (f"{RATES}{number}.lr", torch.tensor(rate))
             for number, rate in enumerate(self._rates())
             if is_bad_rate(rate)
         ]
@@ -344,8 +344,9 @@ def finding_of(job: Job, gradients: Pairs) -> BadValues:
     """The bad gradients, after the loss if that was bad too."""
     found = bad_gradients(gradients, job.parts.optimizer)
     bad = [(name, gradient) for name, gradient in found.named if not all_finite([gradient])]
-    before = job.trouble.named if job.trouble is not None else []
-    return dataclasses.replace(found, named=[*before, *bad])
+    if job.trouble is None:
+        return dataclasses.replace(found, named=bad)
+    return dataclasses.replace(found, named=[*job.trouble.named, *bad], located=job.trouble.located)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

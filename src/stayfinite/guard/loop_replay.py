@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -37,7 +37,7 @@ from stayfinite.detect.hooks import (
     watch_scaling,
     watch_steps,
 )
-from stayfinite.detect.memory import local, unwrapped
+from stayfinite.detect.memory import local, unwrap
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     BadValues,
@@ -48,6 +48,7 @@ from stayfinite.guard.evidence import (
 from stayfinite.guard.ranks import Ranks
 from stayfinite.living import Names, living, one_look
 from stayfinite.locate.source import call_at, relative
+from stayfinite.nested import named_tensors
 from stayfinite.records import Incident
 from stayfinite.replay.loop import (
     Body,
@@ -62,7 +63,9 @@ from stayfinite.replay.loop import (
 )
 from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
-from stayfinite.replay.target import replaced_in, values_at_start
+from stayfinite.replay.target import replaced_in, taken_in, values_at_start
+from stayfinite.snapshot import Snapshot
+from stayfinite.snapshot.walk import WEIGHTS
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
@@ -93,6 +96,7 @@ class Turn:
     newer: Container[str] = ()
     later: Moment | None = None
     instead: tuple[Any, Any] | None = None  # a batch, and another in its place
+    weights: Snapshot | None = None  # from before, to begin with
     is_update: bool = False  # it is the end of the turn before, with the weights of then
 
     @property
@@ -116,6 +120,19 @@ class Turn:
             yield dataclasses.replace(self, later=self.since[0])
         elif self.began.attributes and not (self.is_start or self.first):
             yield dataclasses.replace(self, newer=_Everything())
+
+    def carried(self, values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that earlier turns have computed, in variables and in attributes of modules."""
+        now = {**variables_of(self.frame), **values}
+        for name in self.loop.recurrent & now.keys():
+            yield from named_tensors(now[name], name)
+        for ref, name, value in self.began.attributes:
+            if isinstance(owner := ref(), nn.Module) and isinstance(value, Tensor):
+                yield f"{type(owner).__name__}.{name}", value
+
+    def taken(self) -> dict[int, Any]:
+        """What generators have given in it."""
+        return taken_in(self.loop, self.frame, since=self.first, until=self.line)
 
     def values(self) -> dict[str, Any]:
         """The variables that had other values as it began; CannotRunError if some are unknown."""
@@ -191,7 +208,8 @@ class LoopReplay:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
                 continue
             # What was there before the turn may have been made in a turn further out.
-            is_final = found.is_same and not _is_foreign(found.incident)
+            is_old = _is_foreign(found.incident) and _place(found.incident) not in self._tried
+            is_final = found.is_same and not is_old
             if best is None or is_final or (found.is_same and not best[1].is_same):
                 best = turn, found
             if is_final:
@@ -202,12 +220,13 @@ class LoopReplay:
         if best is None or best[1].incident is None:
             return None
         its_turn, found = best
+        if (ended := self._end_of_turn_before(its_turn, best[1].incident, standing)) is not None:
+            return ended
         similar = _said(best[1].incident, its_turn, self.folder, is_same=found.is_same)
         on_located = self._guard.past.on_located
         if on_located is not None and not finding.was_read:  # one that is read may be trained on
             on_located(similar)
-        origin = similar.origin
-        place = (origin.file, origin.line) if origin is not None else None
+        place = _place(similar)
         if self._guard.past.rank_groups.known() or place in self._tried:
             return similar  # the other ranks wait for it; or it was examined before
         self._tried.add(place)
@@ -244,6 +263,28 @@ class LoopReplay:
                     return _with_evidence(found.incident, said)
                 self.reasons.append(f"the update: {found.reason or 'it was finite'}")
         return None
+
+    def _end_of_turn_before(
+        self, turn: Turn, incident: Incident, standing: Sequence[tuple[FrameType, int]]
+    ) -> Incident | None:
+        """Of a carried variable that was bad as the turn began: where the one before made it so."""
+        name = "" if incident.origin is None else incident.origin.facts.get("carried", "")
+        value = {**variables_of(turn.frame), **turn.began.values_in(turn.frame)}.get(name)
+        updated = [each for each in self._moments if each.kind == "updated"]
+        line = updated[-1].line_in(turn.frame) if updated else None
+        first = None if line is None else turn.loop.line_after(line)
+        if not isinstance(value, Tensor) or first is None:
+            return None
+        before = Turn(turn.frame, turn.loop, None, updated[-1], (), first)
+        found = self.run(before, incident, BadValues([(name, value)]), standing)
+        if found.incident is None or _is_foreign(found.incident):
+            self.reasons.append(f"the end of the turn before: {found.reason or 'it was finite'}")
+            return None
+        said = (
+            f"What follows line {line} in the loop at {self._where(turn)} was run again, as at the "
+            f"end of the step before: it made `{name}` bad."
+        )
+        return _with_evidence(found.incident, said)
 
     def _where(self, turn: Turn) -> str:
         return f"{relative(turn.loop.file, self.folder)}:{turn.loop.line}"
@@ -352,14 +393,22 @@ class LoopReplay:
             yield turn
 
     @one_look()
-    def locate_update(self, incident: Incident, finding: BadValues) -> Incident | None:
-        """The incident of an update that made weights bad, by making it once more; None if not.
+    def locate_update(
+        self, incident: Incident, finding: BadValues, frame: FrameType | None
+    ) -> Incident | None:
+        """The incident of an update that makes weights bad, by making it once more; None if not.
 
         What it started from is gone, so it starts from what it left, with the same gradients.
+        `frame` is where it is under way; None if it is the last one that was made.
         """
         optimizer = finding.optimizer
-        made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
-        if not self._left or optimizer is None or not made or not made[-1].spots:
+        if not self._left or optimizer is None:
+            return None
+        if frame is not None:
+            made = [self._moments.of_update(optimizer, frame)]
+        else:
+            made = [m for m in self._moments if m.optimizer == id(optimizer) and m.gradients]
+        if not made or not made[-1].spots:
             return None
         self._left -= 1
         try:
@@ -439,13 +488,17 @@ class LoopReplay:
             all_of_them.enter_context(temporarily_clear_interpreter_stack())
             is_last = guard.settings.on_nan == "stop"
             is_apart = noticed.world > 1 and ranks is None
-            all_of_them.enter_context(protected(frames, is_last=is_last, is_apart=is_apart))
+            all_of_them.enter_context(
+                protected(frames, taken=turn.taken(), is_last=is_last, is_apart=is_apart)
+            )
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
             all_of_them.enter_context(guard.evidence.kept())
             all_of_them.enter_context(torch.enable_grad())
             self._put_beginning(turn, body, values)
             all_of_them.enter_context(guard.traced())
+            for name, tensor in turn.carried(values):
+                guard.past.tracing.note_carried(name, tensor)
             all_of_them.enter_context(probe.attached())
             return probe.run(body, values, seconds=seconds)
 
@@ -462,6 +515,8 @@ class LoopReplay:
         self._moments.restore_weights()
         if turn.is_update:
             moment.restore_weights()
+        if turn.weights is not None:
+            turn.weights.restore(parts=WEIGHTS)
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
             getattr(scaler, "_per_optimizer_states", {}).clear()
@@ -560,6 +615,11 @@ def _up_to_module(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameTy
     return found
 
 
+def _place(incident: Incident) -> tuple[str | None, int | None] | None:
+    origin = incident.origin
+    return None if origin is None else (origin.file, origin.line)
+
+
 def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
     """The user's frames that an error has gone through, innermost first."""
     stack = list(traceback.walk_tb(error.__traceback__))
@@ -593,7 +653,7 @@ class _Probe(StepListener):
         self._came_to_end = False
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
-        self._values = {name: (t, unwrapped(t).detach().clone()) for name, t in finding.named}
+        self._values = {name: (t, unwrap(t).detach().clone()) for name, t in finding.named}
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -664,7 +724,7 @@ class _Probe(StepListener):
                         self._end(bad)
                     self._bad_loss = self._bad_loss or bad
                     continue
-                self._loss = float(unwrapped(loss).detach().mean())  # host sync
+                self._loss = float(unwrap(loss).detach().mean())  # host sync
         self._guard.past.tracing.begin_backward(roots)
 
     def judge(
@@ -711,11 +771,12 @@ class _Probe(StepListener):
         from stayfinite.guard.guard import bad_values_of
 
         bad = bad_values_of(error)
-        if not bad:
-            self._reason = f"it raised {type(error).__name__}: {error}"
-            return
+        self._reason = f"it raised {type(error).__name__}: {error}"
         with contextlib.suppress(ReplayEnded):
-            self._end(BadValues(bad, self._finding.optimizer))
+            if bad:
+                self._end(BadValues(bad, self._finding.optimizer))
+            held = self._turn.frame.f_globals  # the variables of a body at module level
+            self._look_at({name: held.get(name) for name in self._body.shared})
 
     def _end(self, found: BadValues) -> None:
         """The replay is bad here: say where it began, and go no further."""
@@ -788,7 +849,7 @@ def _is_foreign(incident: Incident | None) -> bool:
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
-    one, two = unwrapped(one), unwrapped(two)
+    one, two = unwrap(one), unwrap(two)
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if one.layout is not torch.strided:

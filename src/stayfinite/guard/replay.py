@@ -22,7 +22,7 @@ from stayfinite.explain.experiments import (
     Replays,
     Seen,
     experiment,
-    judged,
+    judge_findings,
     with_reason,
     with_samples,
 )
@@ -38,7 +38,7 @@ from stayfinite.locate.samples import Delivery
 from stayfinite.records import Diagnosis, Incident, Origin
 from stayfinite.recover.actions import lower_rates
 from stayfinite.snapshot import RandomState, Snapshot
-from stayfinite.snapshot.walk import PARTS
+from stayfinite.snapshot.walk import PARTS, WEIGHTS
 from stayfinite.training import pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
@@ -68,20 +68,18 @@ class Reruns(Protocol):
         """Run the steps from this one on again, up to the bad one; whether all were good."""
 
 
-class StepReplays:
-    """One bad step under changed conditions.
+class KnownStep:
+    """What experiments can change of one bad step: its batch, and the weights that it began with.
 
-    `batch` is NO_BATCH where whoever runs it keeps it to himself, or has several.
+    `batch` is NO_BATCH where whoever runs it keeps it to himself, or has several; without a `job`
+    no earlier weights are kept.
     """
 
-    def __init__(
-        self, guard: Guard, job: Job, incident: Incident, reruns: Reruns, batch: Any
-    ) -> None:
-        self._guard, self._job, self._reruns, self._batch = guard, job, reruns, batch
+    def __init__(self, guard: Guard, job: Job | None, incident: Incident, batch: Any) -> None:
+        self._guard, self._earlier_of, self._batch = guard, job, batch
         self._origin = incident.origin if incident.origin is not None else Origin(phase="forward")
         self._cause = incident.diagnosis.cause if incident.diagnosis else "unknown"
         self.split = None if batch is NO_BATCH else Split(batch)
-        self._whole: Snapshot = job.state.capture()
 
     @property
     def rows(self) -> int:
@@ -92,12 +90,31 @@ class StepReplays:
         return 0 if self.split is None else self.split.values
 
     @property
-    def terms(self) -> tuple[str, ...]:
-        return terms_of(self._origin, self._job.parts.scaler)
-
-    @property
     def snapshots(self) -> int:
         return len(self._earlier())
+
+    def _earlier(self) -> list[Snapshot]:
+        """The snapshots of steps before this one, the newest first."""
+        if self._earlier_of is None:
+            return []
+        ring, now = self._earlier_of.ring, self._earlier_of.good_steps
+        kept = [snapshot for k in range(len(ring)) if (snapshot := ring.back(k)) is not None]
+        return [snapshot for snapshot in kept if snapshot.step < now]
+
+
+class StepReplays(KnownStep):
+    """One bad step under changed conditions."""
+
+    def __init__(
+        self, guard: Guard, job: Job, incident: Incident, reruns: Reruns, batch: Any
+    ) -> None:
+        super().__init__(guard, job, incident, batch)
+        self._job, self._reruns = job, reruns
+        self._whole: Snapshot = job.state.capture()
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return terms_of(self._origin, self._job.parts.scaler)
 
     def run(self, change: Change) -> Seen:
         """Run it with the change, and put everything back."""
@@ -126,7 +143,7 @@ class StepReplays:
             self._guard, change, cause=self._cause, origin=self._origin, modules=modules
         ):
             if change.snapshot is not None:
-                self._earlier()[change.snapshot].restore(parts=("parameters", "buffers"))
+                self._earlier()[change.snapshot].restore(parts=WEIGHTS)
             yield
 
     def samples(self) -> tuple[list[Any] | None, str]:
@@ -165,12 +182,6 @@ class StepReplays:
         is_same = all(math.isclose(float(g["lr"]), r * factor, rel_tol=1e-6) for g, r in ends)
         if not (is_good and is_same):
             raise CannotReplayError("the steps before it went another way")
-
-    def _earlier(self) -> list[Snapshot]:
-        """The snapshots of steps before this one, the newest first."""
-        ring, now = self._job.ring, self._job.good_steps
-        kept = [snapshot for k in range(len(ring)) if (snapshot := ring.back(k)) is not None]
-        return [snapshot for snapshot in kept if snapshot.step < now]
 
 
 def samples_of(delivery: Delivery | None, rows: int) -> tuple[list[Any] | None, str]:
@@ -239,7 +250,7 @@ def prove(
         logger.warning("the experiments on a bad step failed", exc_info=True)
         return incident
     findings = [with_samples(each, *replays.samples()) for each in findings]
-    judgement = judged(diagnosis, origin, findings, is_diverging=is_diverging)
+    judgement = judge_findings(diagnosis, origin, findings, is_diverging=is_diverging)
     why_not = replays.split.why_not if replays.split is not None else None
     return dataclasses.replace(incident, diagnosis=with_reason(judgement, why_not))
 

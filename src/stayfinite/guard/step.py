@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stayfinite.detect.hooks import run_again
-from stayfinite.explain.proof import alike
+from stayfinite.explain.experiments import alike
 from stayfinite.guard.evidence import BadValues
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.living import one_look
@@ -20,7 +20,7 @@ from stayfinite.snapshot import KeptBatch, RandomState, RecentBatches
 from stayfinite.training import Pairs
 
 if TYPE_CHECKING:
-    from stayfinite.capsule.contents import Capsule
+    from stayfinite.capsule.file import Capsule
     from stayfinite.checkpoint.modules import Members
     from stayfinite.guard.capsule_step import Call
     from stayfinite.guard.guard import Guard

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.recorder import recorder_in
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink, forecasts_told_to, told_to
 from stayfinite.settings import GuardSettings
 
@@ -31,6 +34,7 @@ def watch(
     config: RecoveryConfig | None = None,
     on_nan: Literal["recover", "stop", "warn"] = "recover",
     sinks: Iterable[Sink] | None = None,
+    alerts: Iterable[AlertRule] = (),
     run_dir: str | os.PathLike[str] | None = None,
     prove_seconds: float = 0.0,
     again: Literal["auto", "never"] = "auto",
@@ -42,7 +46,8 @@ def watch(
     A loop that knows nothing of it has its bad updates vetoed, as if their batches had not
     been; `guard.step(fn, batch)` can also replay and retry. `scheduler` and `ema` may be
     several. Each incident goes to all `sinks`; without any, its report goes to
-    stderr, and to the trackers that run in this process. With `run_dir` steps and incidents
+    stderr, and to the trackers that run in this process. Each of `alerts` tells one more
+    receiver, under its rule of what matters and how often. With `run_dir` steps and incidents
     are recorded there, for `stayfinite show`, `html` and `ui`. With `prove_seconds`, experiments
     on a bad step of `guard.step` may take so long: they run it again and again without its
     update, to find the guilty samples and to prove the diagnosis. Ranks that train together by DDP,
@@ -65,13 +70,14 @@ def watch(
     settings = GuardSettings(
         on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds, again=again
     )
-    tell = told_to(sinks)
+    sinks, alerts = None if sinks is None else list(sinks), list(alerts)
+    tell = told_to(sinks, *alerts)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
     guard = Guard(settings, only=optimizer)
     guard.past = GuardPast(
         on_incident=tell if recorder is None else told_to([recorder.heard, tell]),
         on_step=None if recorder is None else recorder.stepped,
-        on_forecast=forecasts_told_to(sinks, recorder),
+        on_forecast=forecasts_told_to(sinks, recorder, *alerts),
     )
     if forecast:
         from stayfinite.prevent.forecast.forecaster import Forecaster
@@ -92,11 +98,29 @@ def watch(
             loader=loader,
         )
         guard.add(Job(parts, config, NaNRecoveryManager(config)))
-    if recorder is None:
-        guard.attach()
-    else:
-        guard.attach(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
+    more = [_watch_errors(guard)]
+    if recorder is not None:
+        more.append(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
+    guard.attach(*more)
     return guard
+
+
+def _watch_errors(guard: Guard) -> Attachment:
+    """Look at an error that ends the process, or a bad loss that was read last, without `with`."""
+    before = sys.excepthook
+
+    def look(kind: type[BaseException], error: BaseException, traceback: Any) -> Any:
+        guard.script_crashed(error)
+        return before(kind, error, traceback)
+
+    def restore() -> None:
+        atexit.unregister(guard.record_unused_loss)
+        if sys.excepthook is look:
+            sys.excepthook = before
+
+    sys.excepthook = look
+    atexit.register(guard.record_unused_loss)
+    return Attachment(restore)
 
 
 def _check(model: Any, optimizer: Any) -> None:

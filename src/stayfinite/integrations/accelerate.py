@@ -14,7 +14,7 @@ from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import Replay
 from stayfinite.guard.watch import watch as watch_loop
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
     RecordedCalls,
@@ -27,6 +27,7 @@ from stayfinite.integrations.shared import (
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
 
@@ -51,6 +52,7 @@ def watch(
     config: RecoveryConfig | None = None,
     on_nan: OnNaN = "recover",
     sinks: Iterable[Sink] | None = None,
+    alerts: Iterable[AlertRule] = (),
     prove_seconds: float = 0.0,
 ) -> AcceleratorGuard:
     """A guard over training with Accelerate, until `close()` or the end of a `with` block.
@@ -68,7 +70,7 @@ def watch(
         model,
         optimizer,
         scheduler,
-        watch_options(config, on_nan, sinks, prove_seconds),
+        watch_options(config, on_nan, sinks, alerts, prove_seconds),
         ema=ema,
     )
     return AcceleratorGuard(guard, accelerator, model, optimizer, is_shared=shared is not None)

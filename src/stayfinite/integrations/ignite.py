@@ -14,7 +14,7 @@ from stayfinite.errors import InputError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.watch import watch as watch_loop
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
     guard_of,
@@ -24,6 +24,7 @@ from stayfinite.integrations.shared import (
 )
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
+from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
 
@@ -58,13 +59,14 @@ class StayFinite:
         config: RecoveryConfig | None = None,
         on_nan: OnNaN = "recover",
         sinks: Iterable[Sink] | None = None,
+        alerts: Iterable[AlertRule] = (),
         prove_seconds: float = 0.0,
     ) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._options: dict[str, Any] = {
             "scheduler": scheduler,
             "ema": ema,
-            **watch_options(config, on_nan, sinks, prove_seconds),
+            **watch_options(config, on_nan, sinks, alerts, prove_seconds),
         }
         self.guard: Guard | None = None
         self._past: list[Incident] = []

@@ -19,16 +19,17 @@ from torch.optim import Optimizer
 from stayfinite.detect.detector import bad_reports
 from stayfinite.detect.hooks import Attachment, listeners, together, wrapped
 from stayfinite.detect.tools import NaNHooks, enable_nan_hooks
-from stayfinite.guard.discover import Post, free_post
+from stayfinite.guard.discover import ProcessGuard, free_process_guard
 from stayfinite.guard.guard import Guard
+from stayfinite.integrations import check_package
 from stayfinite.integrations.lightning_guard import LightningGuard, LightningJob, is_alone
-from stayfinite.integrations.packages import check_package
 from stayfinite.integrations.shared import OnNaN, keep_bad_gradients, watch_options
 from stayfinite.nested import named_tensors
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, from_data, to_data
 from stayfinite.recover.config import RecoveryConfig
-from stayfinite.report.sinks import Sink, told_to
+from stayfinite.report.alerts import AlertRule
+from stayfinite.report.sinks import Sink, forecasts_told_to, told_to
 from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
 
@@ -70,11 +71,12 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
         config: RecoveryConfig | None = None,
         on_nan: OnNaN = "recover",
         sinks: Iterable[Sink] | None = None,
+        alerts: Iterable[AlertRule] = (),
         *,
         replay: bool = True,
         prove_seconds: float = 0.0,
     ) -> None:
-        self._options = watch_options(config, on_nan, sinks, prove_seconds)
+        self._options = watch_options(config, on_nan, sinks, alerts, prove_seconds)
         self._replays = replay
         self._guard: LightningGuard | None = None
         self._attached: Attachment | None = None
@@ -119,24 +121,28 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
             for each in trainer.optimizers
             if isinstance(each, Optimizer) and not type(each).__name__.startswith("_Mock")
         ]
-        post = free_post() if is_alone(trainer) else None
-        reason = _reason_to_stand_aside(trainer, optimizers, has_post=post is not None)
+        process_guard = free_process_guard() if is_alone(trainer) else None
+        reason = _reason_to_stand_aside(
+            trainer, optimizers, has_process_guard=process_guard is not None
+        )
         if reason is not None:
             self._stand_aside(reason)
             return
         self._earlier = self.incidents
-        self._attach(trainer, optimizers, post)
+        self._attach(trainer, optimizers, process_guard)
 
     def _stand_aside(self, reason: str) -> None:
         logger.warning("the StayFinite callback does nothing here: %s", reason)
 
-    def _attach(self, trainer: Any, optimizers: list[Optimizer], post: Post | None) -> None:
+    def _attach(
+        self, trainer: Any, optimizers: list[Optimizer], process_guard: ProcessGuard | None
+    ) -> None:
         """Watch, by ourselves or for the command that watches this process.
 
-        With a post it says what is done, and tells.
+        That one says what is done then, and tells.
         """
         options = self._options
-        if post is None:
+        if process_guard is None:
             config = options["config"] or RecoveryConfig()
             settings = GuardSettings(
                 on_nan=options["on_nan"],
@@ -145,24 +151,25 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
                 again="auto" if self._replays else "never",
             )
         else:
-            settings, config = post.settings, post.config
+            settings, config = process_guard.settings, process_guard.config
         guard = LightningGuard(
             settings,
             trainer,
-            on_incident=told_to(options["sinks"]),
-            only=optimizers[0] if post is None and len(optimizers) == 1 else None,
+            on_incident=told_to(options["sinks"], *options["alerts"]),
+            only=optimizers[0] if process_guard is None and len(optimizers) == 1 else None,
             replays=self._replays,
         )
+        guard.past.on_forecast = forecasts_told_to(options["sinks"], *options["alerts"])
         if settings.on_nan == "recover":
             for optimizer in optimizers:
-                guard.add(LightningJob(trainer, optimizer, config, post=post))
+                guard.add(LightningJob(trainer, optimizer, config, process_guard=process_guard))
         keeping = [keep_bad_gradients(job.parts.optimizer) for job in guard.jobs.values()]
         attached = together(refuse_bad_checkpoints(trainer), *keeping)
-        if post is None:
+        if process_guard is None:
             guard.attach()
             watching = Attachment(guard.close)
         else:
-            watching = post.stand_in(guard)
+            watching = process_guard.stand_in(guard)
         self._guard, self._first = guard, len(guard.incidents)
         self._attached = together(attached, watching)
 
@@ -230,10 +237,10 @@ class LentStayFinite(StayFinite):
 
 
 def _reason_to_stand_aside(
-    trainer: Any, optimizers: list[Optimizer], *, has_post: bool
+    trainer: Any, optimizers: list[Optimizer], *, has_process_guard: bool
 ) -> str | None:
     strategy = type(trainer.strategy).__name__
-    if not has_post and any(isinstance(listener, Guard) for listener in listeners()):
+    if not has_process_guard and any(isinstance(listener, Guard) for listener in listeners()):
         return "this process is watched already, by a callback, by watch() or by `stayfinite run`"
     if strategy.startswith(_SHARDED):
         return f"sharded models are not handled, and the strategy is {strategy}"

@@ -27,7 +27,7 @@ from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.errors import PackageError
 from stayfinite.explain.experiments import CannotReplayError
 from stayfinite.guard.answers import Recover
-from stayfinite.guard.discover import Post, free_post
+from stayfinite.guard.discover import ProcessGuard, free_process_guard
 from stayfinite.guard.evidence import BadValues
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
@@ -44,8 +44,8 @@ from stayfinite.training import Pairs, gradients_of, params_of
 class LightningJob(Job):
     """One optimizer's training; keeps the batches of the step that is under way.
 
-    With a `post` it belongs to a script whose author is not asked: its first bad step is the last,
-    or weights that are bad from the start are mended too.
+    With a `process_guard` it belongs to a script whose author is not asked: its first bad step is
+    the last, or weights that are bad from the start are mended too.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class LightningJob(Job):
         optimizer: Optimizer,
         config: RecoveryConfig,
         *,
-        post: Post | None = None,
+        process_guard: ProcessGuard | None = None,
     ) -> None:
-        is_unattended = post is not None and not post.stops
+        is_unattended = process_guard is not None and not process_guard.stops
         super().__init__(
             parts_of(trainer, optimizer),
             config,
             NaNRecoveryManager(config),
             look_around=(lambda _: parts_of(trainer, optimizer)) if is_unattended else None,
-            takes_snapshots=post is None or not post.stops,
+            takes_snapshots=process_guard is None or not process_guard.stops,
         )
         self._trainer = trainer
         self.batches: list[tuple[Any, int]] = []
@@ -462,7 +462,7 @@ _joined: set[type] = set()
 
 
 def join_trainers() -> Attachment:
-    """Let each `fit` of the Trainers that are loaded lend its guard to the post of this process."""
+    """Let each `fit` of the Trainers that are loaded lend its guard to who watches the process."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -496,7 +496,7 @@ def _lent_callback(trainer: Any) -> Iterator[None]:
 
 
 def _callback_for(trainer: Any) -> Any:
-    if free_post() is None or not is_alone(trainer):
+    if free_process_guard() is None or not is_alone(trainer):
         return None
     try:
         from stayfinite.integrations.lightning import LentStayFinite, StayFinite

@@ -1,12 +1,12 @@
-"""MLflow: a metric, a tag, and each report as a file of the run."""
+"""MLflow: metrics, tags, and each report and forecast as a file of the run."""
 
 from __future__ import annotations
 
 from stayfinite.files import Background
-from stayfinite.integrations.packages import check_package
-from stayfinite.records import Incident, to_json
+from stayfinite.integrations import check_package
+from stayfinite.records import Forecast, Incident, to_json
 from stayfinite.report.terminal import as_text
-from stayfinite.text import headline
+from stayfinite.text import forecast_words, headline
 
 check_package("mlflow", extra="mlflow")
 
@@ -21,7 +21,7 @@ class MLflowSink:
 
     def __init__(self, run_id: str | None = None) -> None:
         self._run_id = run_id
-        self._count = 0
+        self._count = self._forecasts = 0
         self._background = Background("MLflow")
 
     def __call__(self, incident: Incident) -> None:
@@ -37,6 +37,25 @@ class MLflowSink:
             name = f"stayfinite/incident-{count}"
             client.log_text(run_id, as_text(incident), f"{name}.txt")
             client.log_text(run_id, to_json(incident, indent=1), f"{name}.json")
+
+        self._background.run(tell)
+
+    def on_forecast(self, forecast: Forecast) -> None:
+        run_id = self._run_id or active_run_id()
+        if run_id is None:
+            return
+        self._forecasts += 1
+        count, client, words = self._forecasts, mlflow.MlflowClient(), forecast_words(forecast)
+
+        def tell() -> None:
+            client.log_metric(run_id, "stayfinite.forecasts", count, step=forecast.step)
+            for name in ("steps_left", "steps_low", "steps_high"):
+                if (value := getattr(forecast, name)) is not None:
+                    client.log_metric(run_id, f"stayfinite.{name}", value, step=forecast.step)
+            client.set_tag(run_id, "stayfinite.last_forecast", f"step {forecast.step}: {words}")
+            client.log_text(
+                run_id, to_json(forecast, indent=1), f"stayfinite/forecast-{count}.json"
+            )
 
         self._background.run(tell)
 

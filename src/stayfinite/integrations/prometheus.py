@@ -1,20 +1,33 @@
-"""Prometheus: incidents by cause and by what was done, under /metrics."""
+"""Prometheus: incidents by cause and by what was done, and forecasts, under /metrics."""
 
 from __future__ import annotations
 
-from stayfinite.integrations.packages import check_package
-from stayfinite.records import Incident
+import contextlib
+
+from stayfinite.integrations import check_package
+from stayfinite.records import Forecast, Incident
 
 check_package("prometheus-client", extra="prometheus")
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, start_http_server  # noqa: E402
 
+_FORETOLD = {
+    "step": "The step in which a forecast was made",
+    "time_seconds": "When it was made",
+    "steps_left": "After so many steps from then the first value is expected not to be finite",
+    "steps_low": "After so many at the earliest",
+    "steps_high": "After so many at the latest",
+}
+
 
 class PrometheusSink:
-    """Counts incidents in a registry; with a port it also serves /metrics there.
+    """Counts incidents and forecasts in a registry; with a port it also serves /metrics there.
 
     Metrics: stayfinite_incidents_total by cause and strategy, stayfinite_last_incident_step and
-    stayfinite_last_incident_time_seconds.
+    stayfinite_last_incident_time_seconds; stayfinite_forecasts_total by signal and severity; and
+    for each place and signal that a forecast was made of stayfinite_forecast_step,
+    stayfinite_forecast_time_seconds, stayfinite_forecast_steps_left, stayfinite_forecast_steps_low
+    and stayfinite_forecast_steps_high, until the trend is gone.
     """
 
     def __init__(
@@ -33,6 +46,16 @@ class PrometheusSink:
         self._time = Gauge(
             "stayfinite_last_incident_time_seconds", "When it was", registry=registry
         )
+        self._forecasts = Counter(
+            "stayfinite_forecasts",
+            "Values that were going to overflow, and spikes",
+            ["signal", "severity"],
+            registry=registry,
+        )
+        self._foretold = {
+            name: Gauge(f"stayfinite_forecast_{name}", what, ["where", "signal"], registry=registry)
+            for name, what in _FORETOLD.items()
+        }
         if port is not None:
             start_http_server(port, registry=registry)
 
@@ -42,6 +65,19 @@ class PrometheusSink:
         self._incidents.labels(cause=cause, strategy=strategy).inc()
         self._step.set(incident.step)
         self._time.set(incident.time)
+
+    def on_forecast(self, forecast: Forecast) -> None:
+        place = forecast.where or "model", forecast.signal
+        for gauge in self._foretold.values():
+            with contextlib.suppress(KeyError):
+                gauge.remove(*place)
+        if forecast.outcome is not None and forecast.outcome.strategy == "undo":
+            return
+        self._forecasts.labels(signal=forecast.signal, severity=forecast.severity).inc()
+        values = {"time_seconds": forecast.time, **vars(forecast)}
+        for name, gauge in self._foretold.items():
+            if values[name] is not None:
+                gauge.labels(*place).set(values[name])
 
 
 _sink: PrometheusSink | None = None

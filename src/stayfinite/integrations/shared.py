@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -24,8 +24,9 @@ from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
 from stayfinite.guard.replay import NO_BATCH
 from stayfinite.locate.source import Place, call_at, user_place
-from stayfinite.nested import named_tensors
+from stayfinite.nested import named_tensors, own_loss
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
 from stayfinite.settings import GuardSettings
@@ -73,6 +74,7 @@ class WatchOptions(TypedDict):
     config: RecoveryConfig | None
     on_nan: Literal["recover", "warn"]
     sinks: list[Sink] | None
+    alerts: list[AlertRule]
     prove_seconds: float
 
 
@@ -80,6 +82,7 @@ def watch_options(
     config: RecoveryConfig | None,
     on_nan: OnNaN,
     sinks: Iterable[Sink] | None,
+    alerts: Iterable[AlertRule],
     prove_seconds: float,
 ) -> WatchOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
@@ -94,6 +97,7 @@ def watch_options(
         "config": None if on_nan == "warn" else config,
         "on_nan": "warn" if on_nan == "warn" else "recover",
         "sinks": None if sinks is None else list(sinks),  # a list travels to other processes
+        "alerts": list(alerts),
         "prove_seconds": prove_seconds,
     }
 
@@ -193,8 +197,8 @@ class RecordedCalls:
 
 def _loss(output: Any) -> Tensor | None:
     """The model's own loss; without one, the sum of something bad that it gives out, if any."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1:
+    own = own_loss(output)
+    if own is not None and own.numel() == 1:
         return own
     for _, tensor in named_tensors(output, ""):
         if tensor.requires_grad and not all_finite([tensor]):

@@ -1,14 +1,15 @@
-"""TensorBoard: incidents as scalars, text, and a histogram of the guilty tensor."""
+"""TensorBoard: incidents as scalars, text, and a histogram of the guilty tensor; forecasts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.living import living
-from stayfinite.records import Incident, TensorSummary
+from stayfinite.records import Forecast, Incident, TensorSummary
 from stayfinite.report.sinks import guilty_tensor
 from stayfinite.report.terminal import as_text
+from stayfinite.text import forecast_words
 
 check_package("tensorboard", extra="tensorboard")
 
@@ -16,11 +17,11 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 
 
 class TensorBoardSink:
-    """Writes each incident at the step that it happened in."""
+    """Writes each incident at the step that it happened in, each forecast where it was made."""
 
     def __init__(self, writer: SummaryWriter) -> None:
         self.writer = writer
-        self._count = 0
+        self._count = self._forecasts = 0
 
     def __call__(self, incident: Incident) -> None:
         self._count += 1
@@ -32,6 +33,16 @@ class TensorBoardSink:
             writer.add_scalar("stayfinite/bad_elements", guilty.bad_count, step)
             if guilty.histogram:
                 self._add_histogram(guilty, step)
+        writer.flush()
+
+    def on_forecast(self, forecast: Forecast) -> None:
+        self._forecasts += 1
+        writer, step = self.writer, forecast.step
+        writer.add_scalar("stayfinite/forecasts", self._forecasts, step)
+        for name in ("steps_left", "steps_low", "steps_high"):
+            if (value := getattr(forecast, name)) is not None:
+                writer.add_scalar(f"stayfinite/{name}", value, step)
+        writer.add_text("stayfinite/forecast", forecast_words(forecast), step)
         writer.flush()
 
     def _add_histogram(self, tensor: TensorSummary, step: int) -> None:

@@ -20,11 +20,11 @@ from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.distributed import agree
 from stayfinite.errors import StayFiniteError
 from stayfinite.explain.experiments import CannotReplayError
-from stayfinite.guard.discover import Post, free_post
+from stayfinite.guard.discover import ProcessGuard, free_process_guard
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.replay import NO_BATCH, Replay
-from stayfinite.integrations.packages import check_package
+from stayfinite.integrations import check_package
 from stayfinite.integrations.shared import (
     OnNaN,
     WatchOptions,
@@ -36,6 +36,7 @@ from stayfinite.nested import named_tensors, named_weights
 from stayfinite.records import Incident
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
 
@@ -74,9 +75,10 @@ class StayFiniteCallback(TrainerCallback):
         config: RecoveryConfig | None = None,
         on_nan: OnNaN = "recover",
         sinks: Iterable[Sink] | None = None,
+        alerts: Iterable[AlertRule] = (),
         prove_seconds: float = 0.0,
     ) -> None:
-        self._options = watch_options(config, on_nan, sinks, prove_seconds)
+        self._options = watch_options(config, on_nan, sinks, alerts, prove_seconds)
         self._watch: WatchedTrainer | None = None
         self._past: list[Incident] = []
 
@@ -132,11 +134,11 @@ class StayFiniteCallback(TrainerCallback):
             self._past += watch.incidents
 
 
-class JoiningCallback(StayFiniteCallback):
+class LentCallback(StayFiniteCallback):
     """Helps whoever watches the process already; does nothing without that."""
 
     def _attach(self, trainer: Any) -> None:
-        if post_for(trainer) or guard_of(inner_optimizer(trainer.optimizer)):
+        if process_guard_for(trainer) or guard_of(inner_optimizer(trainer.optimizer)):
             super()._attach(trainer)
 
 
@@ -154,7 +156,7 @@ def join_trainers() -> Attachment:
             with harmless("adding a callback to a trainer"):
                 known = self.callback_handler.callbacks
                 if not any(isinstance(each, StayFiniteCallback) for each in known):
-                    self.add_callback(JoiningCallback(sinks=[]))
+                    self.add_callback(LentCallback(sinks=[]))
 
         return init
 
@@ -203,7 +205,7 @@ class WatchedTrainer:
         self._earlier = len(self.guard.incidents)
         self._job = self.guard.jobs.get(id(self._inner))
         self._calls: list[tuple[Method, tuple[Any, ...], dict[str, Any]]] = []
-        self._losses = Losses()
+        self._losses = LoggedLosses()
         # Masks and the like are meant to be so; no update changes what needs no gradient.
         weights = [each for each in named_weights(trainer.model) if not each[1].requires_grad]
         self._meant = {name for name, tensor in weights if not all_finite([tensor])}
@@ -295,7 +297,7 @@ class WatchedTrainer:
             with harmless("looking at a log of the trainer"):
                 if "loss" in logs:
                     logs = self._losses.completed_log(logs)
-                    self._losses = Losses()
+                    self._losses = LoggedLosses()
                     self._mend_sum(0.0)
             return original(logs, *args, **kwargs)
 
@@ -328,7 +330,7 @@ class WatchedTrainer:
         return run_epoch
 
 
-class Losses:
+class LoggedLosses:
     """The losses since the last log; the trainer's own mean of them is wrong if some are bad."""
 
     def __init__(self) -> None:
@@ -360,16 +362,16 @@ class Losses:
         return {**logs, **more}
 
 
-def post_for(trainer: Any) -> Post | None:
-    """The post over this process, if all of the trainer's work is done here."""
+def process_guard_for(trainer: Any) -> ProcessGuard | None:
+    """Who watches this process, if all of the trainer's work is done here."""
     is_alone = trainer.accelerator.distributed_type == DistributedType.NO
-    return free_post() if is_alone else None
+    return free_process_guard() if is_alone else None
 
 
 def stand_in(trainer: Any) -> Attachment:
-    """Put a guard that knows the trainer's parts on that post; nothing if there is none."""
-    post = post_for(trainer)
-    if post is None:
+    """Let a guard that knows the trainer's parts watch in its place; nothing if there is none."""
+    process_guard = process_guard_for(trainer)
+    if process_guard is None:
         return Attachment(lambda: None)
     parts = Parts(
         optimizer=inner_optimizer(trainer.optimizer),
@@ -379,11 +381,11 @@ def stand_in(trainer: Any) -> Attachment:
     )
     job = Job(
         parts,
-        post.config,
-        NaNRecoveryManager(post.config),
-        look_around=None if post.stops else lambda known: known,
-        takes_snapshots=not post.stops,
+        process_guard.config,
+        NaNRecoveryManager(process_guard.config),
+        look_around=None if process_guard.stops else lambda known: known,
+        takes_snapshots=not process_guard.stops,
     )
-    guard = Guard(post.settings)
+    guard = Guard(process_guard.settings)
     guard.add(job)
-    return post.stand_in(guard)
+    return process_guard.stand_in(guard)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment, together
 from stayfinite.distributed import world_size
+from stayfinite.locate.provenance import BufferPlaces
 from stayfinite.locate.samples import Deliveries, Delivery, Reads
 from stayfinite.nested import named_tensors
 from stayfinite.records import Origin
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from stayfinite.locate.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()
-_REMEMBERED = 1 << 16  # updates
+_REMEMBERED = 4096  # updates; a value that went bad earlier has been noticed by then
 # The tick, the steps of the busiest optimizer, the id of the one that stepped, and its own steps.
 _Update = tuple[int, int, int, int]
 
@@ -48,6 +49,7 @@ class Tracing:
         self.beginning: Beginning | None = None
         self.on_delivery: Callable[[Any, FrameType | None], None] | None = None
         self._reads = Reads()
+        self.buffers = BufferPlaces()
         self.deliveries = Deliveries(self._delivered)
 
     def watch_data(self, *, files: bool) -> Attachment:
@@ -79,7 +81,9 @@ class Tracing:
 
         self.kept = self.beginning = None
         calls = KeptCalls() if self.keeps else None
-        self._tracer = Tracer(on_enter=self._on_enter, reads=self._reads, kept=calls)
+        self._tracer = Tracer(
+            on_enter=self._on_enter, reads=self._reads, kept=calls, buffers=self.buffers
+        )
         self._tracer.clock = self.clock
         for delivery, tensors in self.deliveries.recent():
             self._tracer.note_delivery(delivery, tensors)
@@ -128,6 +132,11 @@ class Tracing:
         """The clock so many updates before."""
         earlier = [tick for tick, *_ in self._updates if tick < clock]
         return earlier[-steps - 1] if len(earlier) > steps else 0
+
+    def note_carried(self, name: str, tensor: Tensor) -> None:
+        """The step that is traced begins with this, which the one before has left in a variable."""
+        if self._tracer is not None:
+            self._tracer.note_carried(name, tensor)
 
     def label(self, tensor: Tensor, text: str) -> None:
         if self._tracer is not None:

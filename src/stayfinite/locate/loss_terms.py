@@ -20,7 +20,7 @@ from stayfinite.detect.hooks import wrap_engine
 from stayfinite.locate.operators import Call, is_bad
 from stayfinite.locate.provenance import NodeSites, running_node
 from stayfinite.locate.source import ENGINE, USER, Place, kind_of, positions
-from stayfinite.syntax import called, names_in
+from stayfinite.syntax import callee, names_in
 from stayfinite.text import node_name
 
 _SUM_NAMES = ("add", "add_", "sub", "sub_", "stack", "cat")
@@ -94,7 +94,7 @@ def _of_pair(sides: list[ast.expr], call: Call, frame: FrameType) -> list[Term]:
 
 def _of_call(node: ast.Call, call: Call, frame: FrameType) -> list[Term]:
     """sum(losses), torch.stack([a, b]), and the like."""
-    if called(node) not in ("sum", "stack", "cat") or not node.args:
+    if callee(node) not in ("sum", "stack", "cat") or not node.args:
         return []
     members = _members(node.args[0], frame)
     given = call.args[0] if call.args and isinstance(call.args[0], (list, tuple)) else ()

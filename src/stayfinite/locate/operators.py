@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.memory import local
@@ -143,6 +143,18 @@ def nonfinite_constants(call: Call) -> list[float]:
 def is_bad(tensor: Tensor) -> bool:
     """Whether any element is not finite; one pass, confirmed only when the sum overflows."""
     tensor = local(tensor)
+    if type(tensor) in _PLAIN and torch._C._len_torch_dispatch_stack():
+        # Another mode, such as the one that protects a replay, need not hear what is read here.
+        # Both are private; _disable_current_modes() takes many times as long.
+        with torch._C._DisableTorchDispatch():
+            return _has_bad(tensor)
+    return _has_bad(tensor)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _has_bad(tensor: Tensor) -> bool:
     dtype = tensor.dtype
     if dtype is torch.float32 or dtype is torch.bfloat16 or dtype is torch.float64:
         try:

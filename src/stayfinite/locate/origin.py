@@ -24,7 +24,7 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
     if event is None:
         return None
     hops = path(event, following)
-    phase, place, site = _meaning(event, hops)
+    phase, place, site = _place_of(event, hops)
     span = resolve(place, folder=folder)._asdict() if place else {}
     expression = span.pop("expression", None)
     names = Names()
@@ -47,7 +47,7 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
     return origin, event
 
 
-def _meaning(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site]:
+def _place_of(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site]:
     """Phase, line and module, which for values that nobody computed are where they came in."""
     if event.kind == "allocation":
         user = next((hop.site for hop in hops[1:] if hop.site.modules), event.site)
@@ -58,6 +58,12 @@ def _meaning(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site
         return "checkpoint", event.site.place, Site(None)
     if event.facts.get("is_parameter"):
         return "init", event.site.place, event.site
+    if (buffer := event.facts.get("buffer")) is not None:
+        if buffer["given_at"] is not None:
+            return "init", buffer["given_at"], Site(None)
+        return "init", event.site.place, event.site
+    if event.facts.get("carried"):
+        return "data", event.site.place, event.site
     if event.phase != "data":  # computed, and changed by no operation
         return event.phase, event.site.place, event.site
     entry = next((hop.site.entry for hop in hops if hop.site.entry is not None), None)
@@ -99,6 +105,8 @@ def _both_ends(hops: list[Event]) -> list[Event]:
 def _facts(event: Event, hops: list[Event], expression: str | None) -> dict[str, Any]:
     apart = ("samples", "delivered", "sum", "term")
     facts = {name: fact for name, fact in event.facts.items() if name not in apart}
+    if (buffer := facts.get("buffer")) is not None:
+        facts["buffer"] = {**buffer, "given_at": buffer["given_at"] is not None}
     facts["expression"] = expression
     facts["reached"] = [hop.op for hop in hops[1:9]]
     facts["through"] = [i for hop in hops[1:9] if (i := hop.facts.get("inside"))]

@@ -5,6 +5,8 @@ What is known is kept by event, by memory and by autograd node.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,9 +20,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
-from stayfinite.locate.operators import OpInfo, tensors_in
+from stayfinite.locate.operators import OpInfo, is_bad, tensors_in
 from stayfinite.locate.samples import Delivery
-from stayfinite.locate.source import ENGINE, Place, kind_of
+from stayfinite.locate.source import ENGINE, Place, kind_of, user_place
 from stayfinite.records import HopKind, NaNType, Phase, TensorSummary
 
 # Private: torch has no public way to the node whose backward runs now, nor to the number that the
@@ -121,6 +123,7 @@ class Provenance:
     def __init__(self) -> None:
         self.labels: StorageMap[str] = StorageMap()
         self.names: StorageMap[str] = StorageMap()
+        self.carried: StorageMap[str] = StorageMap()  # from one step to the next, in a variable
         self._raw: StorageMap[Raw] = StorageMap()
         self._made: StorageMap[Made] = StorageMap()
         self._runs: dict[Line, int] = {}
@@ -249,6 +252,12 @@ def covers_storage(tensor: Tensor) -> bool:
         return False
 
 
+def is_same_memory(one: Tensor, two: Tensor) -> bool:
+    """Whether both are in the same storage."""
+    key = _key(one)
+    return key is not None and key == _key(two)
+
+
 def _key(tensor: Tensor) -> int | None:
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -262,6 +271,25 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # of a sparse one the values have; wrappers: none
         return tensor._values().untyped_storage() if tensor.layout is torch.sparse_coo else None
+
+
+class BufferPlaces:
+    """Where modules were given buffers that were bad from the beginning."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Place]] = {}
+
+    def note(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        """The module is given this buffer now; one on a device is not waited for."""
+        if buffer is None or not buffer.is_cpu or not is_bad(buffer):
+            return
+        if (place := user_place(sys._getframe(1))) is not None:
+            self._places[id(module), name] = weakref.ref(module), place
+
+    def of(self, module: nn.Module, name: str) -> Place | None:
+        """Where it was given the buffer, if that was bad already."""
+        owner, place = self._places.get((id(module), name), (None, None))
+        return place if owner is not None and owner() is module else None
 
 
 class Arrivals:

@@ -6,7 +6,8 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Self
 
@@ -19,9 +20,10 @@ from stayfinite.detect.finite import all_finite
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.tracer import Tracer
-from stayfinite.nested import named_tensors
+from stayfinite.nested import named_tensors, own_loss
 from stayfinite.records import NaNReport, Origin
 from stayfinite.snapshot import Snapshot
+from stayfinite.training import require_module
 
 LossFunction = Callable[..., Tensor]
 
@@ -35,34 +37,50 @@ def find_source(
     `loss_fn` the model's own loss is used, or the sum of its float outputs. The model, its
     gradients and all random states are as before afterwards.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     snapshot = Snapshot([model])
-    tracer = Tracer()
     try:
-        # A dispatch mode sees nothing inside compiled code.
-        with torch.compiler.set_stance("force_eager"), torch.enable_grad(), tracer:
-            _, bad = one_pass(model, inputs, targets, loss_fn, tracer)
-            found = origin_of(tracer.events_of(bad), folder=os.getcwd()) if bad else None
+        return first_origin(
+            [model], lambda: loss_of(call(model, inputs), targets, loss_fn), folder=os.getcwd()
+        )
     finally:
         snapshot.restore()
+
+
+def first_origin(
+    modules: Sequence[nn.Module], run: Callable[[], Tensor], *, folder: str | None
+) -> Origin | None:
+    """Where the loss that `run` gives, or its backward pass, goes bad first; None if it does not.
+
+    Gradients of the modules are left as they come.
+    """
+    tracer = Tracer()
+    with observable(), tracer:
+        for module in modules:
+            module.zero_grad(set_to_none=True)
+        bad = bad_values(run(), modules, tracer)
+        found = origin_of(tracer.events_of(bad), folder=folder) if bad else None
     return found[0] if found else None
 
 
-def one_pass(
-    model: nn.Module,
-    inputs: Any,
-    targets: Any,
-    loss_fn: LossFunction | None,
-    tracer: Tracer | None = None,
-    *,
-    weight: float = 1.0,
-) -> tuple[Tensor, list[Tensor]]:
-    """The loss of a forward and backward pass, and what is bad; `weight` multiplies the loss."""
-    model.zero_grad(set_to_none=True)
-    loss = loss_of(call(model, inputs), targets, loss_fn)
-    loss = loss if weight == 1.0 else loss * weight
-    return loss, bad_values(loss, [model], tracer)
+@contextlib.contextmanager
+def observable() -> Iterator[None]:
+    """A time for a pass of our own: with gradients, nothing compiled, no warning about our hooks.
+
+    Nothing is seen inside compiled code. Asking torch not to compile loads the compiler, which
+    takes seconds, so it is asked only if that is there.
+    """
+    eager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:
+        eager = torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings(), eager, torch.enable_grad():
+        ignore_hooks()
+        yield
+
+
+def ignore_hooks() -> None:
+    """No warning about global hooks around a compiled module."""
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on")
 
 
 def bad_values(
@@ -96,8 +114,8 @@ def loss_of(output: Any, targets: Any, loss_fn: LossFunction | None) -> Tensor:
         if not isinstance(loss, Tensor):
             raise InputError(f"loss_fn returned a {type(loss).__name__}; it must return a tensor.")
         return loss.sum()
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
+    own = own_loss(output)
+    if own is not None:
         return own.sum()
     floats = [t for _, t in named_tensors(output, "output") if t.is_floating_point()]
     if not floats:
@@ -184,8 +202,7 @@ def find_first_bad_batch(
     >>> bad.index, bad.reports[0].location
     (3, 'inputs.0')
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     is_whole = isinstance(num_batches, int) and not isinstance(num_batches, bool)
     if num_batches is not None and not (is_whole and num_batches >= 1):
         by_name = " Give the loss function by name, loss_fn=..." if callable(num_batches) else ""
@@ -306,7 +323,10 @@ class _Search:
         inputs, targets = inputs_and_targets(batch, self._loss_fn)
         try:
             with torch.enable_grad():
-                loss, bad = one_pass(self._model, inputs, targets, self._loss_fn, weight=weight)
+                self._model.zero_grad(set_to_none=True)
+                loss = loss_of(call(self._model, inputs), targets, self._loss_fn)
+                loss = loss if weight == 1.0 else loss * weight
+                bad = bad_values(loss, [self._model])
         finally:
             self.before.restore()
         return None if bad else float(loss.detach())

@@ -15,9 +15,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect.finite import classify
-from stayfinite.detect.memory import is_sharded_type, local, unwrapped
+from stayfinite.detect.memory import is_sharded_type, local, unwrap
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
+from stayfinite.living import living
 from stayfinite.locate.capture import KeptCalls, is_parameter
 from stayfinite.locate.loss_terms import loss_sum, reaches, sum_facts
 from stayfinite.locate.operators import (
@@ -37,12 +38,14 @@ from stayfinite.locate.operators import (
 )
 from stayfinite.locate.provenance import (
     Arrivals,
+    BufferPlaces,
     Event,
     NodeSites,
     Provenance,
     Site,
     StorageMap,
     covers_storage,
+    is_same_memory,
     running_node,
 )
 from stayfinite.locate.samples import Delivery, Reads, sample_under_way
@@ -53,6 +56,7 @@ from stayfinite.safely import Safely
 
 _NOWHERE = Site(None)
 _FRESH = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default")
+_MANY = 300  # events in one step, of which each costs many times what its operation does
 
 
 class Tracer(TorchDispatchMode):
@@ -68,20 +72,21 @@ class Tracer(TorchDispatchMode):
         on_enter: Callable[[nn.Module, Any], None] | None = None,
         reads: Reads | None = None,
         kept: KeptCalls | None = None,
+        buffers: BufferPlaces | None = None,
     ) -> None:
         super().__init__()
         self.clock = 0
         self.kept = kept
         self._on_enter = on_enter
         self.is_paused = False
-        self.count = 0
+        self.count = self._count_before = 0  # of events, and of those before this step
         self.nodes = NodeSites()
         self._arrivals = Arrivals(self.nodes)
         self._infos = OpInfos()
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
         self._past = Provenance()
         self.first_birth: Event | None = None  # in the step under way
-        self.facts = Facts(self._past, self.nodes, reads)
+        self.facts = Facts(self._past, self.nodes, reads, buffers)
         self._modules: list[nn.Module] = []
         self._entry: Place | None = None
         self._handles: list[Any] = []
@@ -106,10 +111,14 @@ class Tracer(TorchDispatchMode):
         for tensor in tensors:
             self._past.labels.put(tensor, text)
 
+    def note_carried(self, name: str, tensor: Tensor) -> None:
+        """Say in which variable a tensor was carried from one step to the next."""
+        self._past.carried.put(unwrap(tensor), name)
+
     def note_delivery(self, delivery: Delivery, tensors: Iterable[Tensor]) -> None:
         """A loader has handed these over."""
         with self.paused():
-            for tensor in map(unwrapped, tensors):
+            for tensor in map(unwrap, tensors):
                 self._past.note_delivery(tensor, delivery)
                 for event in self._bad.get(tensor) or () if is_bad(tensor) else ():
                     with contextlib.suppress(Exception):
@@ -118,7 +127,7 @@ class Tracer(TorchDispatchMode):
     def events_of(self, tensors: Iterable[Tensor]) -> list[Event]:
         """The latest events on the memory of those tensors that are bad now."""
         with self.paused():
-            plain = [unwrapped(tensor) for tensor in tensors]
+            plain = [unwrap(tensor) for tensor in tensors]
             found = [event for t in plain if is_bad(t) for event in self._sources(t, _NOWHERE)]
         return list(dict.fromkeys(found))
 
@@ -224,8 +233,13 @@ class Tracer(TorchDispatchMode):
     def _record(
         self, call: Call, bad: Tensor, written: tuple[Tensor, ...], before: tuple[Tensor, ...]
     ) -> None:
-        site, phase, node = self._where(call.info)
         given = read_for(call, bad, written)
+        if self.count - self._count_before > _MANY:
+            known = [event for _, t in given for event in self._bad.get(t) or ()]
+            if any(event.nan_type is NaNType.NAN for event in known):
+                self._bad.put(bad, tuple(dict.fromkeys(known))[-8:])
+                return  # one of very many through which a NaN spreads
+        site, phase, node = self._where(call.info)
         bad_inputs = [t for _, t in given if (holds(before, t) if holds(written, t) else is_bad(t))]
         parents = [event for t in bad_inputs for event in self._sources(t, site)]
         types = {classify(t) for t in bad_inputs if not holds(written, t)}
@@ -296,7 +310,7 @@ class Tracer(TorchDispatchMode):
 
     def next_step(self, clock: int) -> None:
         """The guard's clock has ticked."""
-        self.clock = clock
+        self.clock, self._count_before = clock, self.count
         self._past.next_step()
         self.facts.roots = ()
         if self.kept is not None:
@@ -342,8 +356,15 @@ class Facts:
     Among them is which samples of a dataset are in a bad tensor, and which files they are from.
     """
 
-    def __init__(self, past: Provenance, nodes: NodeSites, reads: Reads | None) -> None:
+    def __init__(
+        self,
+        past: Provenance,
+        nodes: NodeSites,
+        reads: Reads | None,
+        buffers: BufferPlaces | None,
+    ) -> None:
         self._past, self._nodes = past, nodes
+        self._buffers = buffers if buffers is not None else BufferPlaces()
         self._reads = reads if reads is not None else Reads()
         self._largest: dict[str, dict[str, Any]] = {}
         self.roots: Sequence[Tensor] = ()
@@ -379,14 +400,14 @@ class Facts:
             facts["largest_input"] = max(
                 self._largest.values(), key=lambda found: found["value"], default=None
             )
-        return _known(facts) | self.of_spread(call, bad, frame)
+        return _known_facts(facts) | self.of_spread(call, bad, frame)
 
     def of_spread(self, call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any]:
         """Facts of an operation that was given a bad value."""
         facts: dict[str, Any] = {"inside": library_place(frame)}
         with contextlib.suppress(Exception):
             facts["sum"] = sum_facts(call, bad, frame)
-        return _known(facts)
+        return _known_facts(facts)
 
     def of_foreign(
         self, tensor: Tensor, site: Site, label: str | None, frame: FrameType | None
@@ -395,8 +416,28 @@ class Facts:
         facts: dict[str, Any] = {"is_parameter": is_parameter(tensor), "label": label}
         with contextlib.suppress(Exception):
             if not (facts["is_parameter"] or label):
+                facts |= self._state(tensor)
+            if len(facts) == 2:
                 facts |= {"samples": self._samples_of_table(tensor, site.place, frame)}
         return facts
+
+    def _state(self, tensor: Tensor) -> dict[str, Any]:
+        """Of which module the tensor is a buffer, or in which variable it was carried, if any."""
+        for module in living(nn.Module):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and is_same_memory(buffer, tensor):
+                    whole = summarize(name, buffer)
+                    found = {
+                        "name": name,
+                        "module": type(module).__name__,
+                        "given_at": self._buffers.of(module, name),
+                        "first_bad": list(whole.first_bad_index or ()),
+                        "bad_count": whole.bad_count,
+                        "numel": whole.numel,
+                    }
+                    return {"buffer": found}
+        variable = self._past.carried.get(tensor)
+        return {} if variable is None else {"carried": variable}
 
     def of_delivery(self, delivery: Delivery, bad: Tensor) -> dict[str, Any]:
         """The rows of a loader's batch in which the tensor is bad, and their samples."""
@@ -468,7 +509,7 @@ class Facts:
         return {} if last is None else {"last_file": last, "only_file": self._reads.count == 1}
 
 
-def _known(facts: dict[str, Any]) -> dict[str, Any]:
+def _known_facts(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value not in (None, [], {})}
 
 

@@ -21,7 +21,7 @@ from stayfinite.patch.edit import (
     swap,
 )
 from stayfinite.records import TensorSummary
-from stayfinite.syntax import called, calls_in, constant, is_call, is_operation, keyword, names_in
+from stayfinite.syntax import callee, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _DIVIDE_CALLS = ("div", "true_divide", "divide", "div_", "reciprocal", "reciprocal_")
 _COUNTS = re.compile(r"mask|valid|visible|keep|kept|count|num|present|has_|is_|[<>]|[!=]=|~|bool")
@@ -64,7 +64,7 @@ def _division(spot: Spot, node: ast.AST) -> Division | None:
     if not is_call(node, *_DIVIDE_CALLS):
         return None
     first = spot.source.operand(node)
-    if called(node).startswith("reciprocal"):
+    if callee(node).startswith("reciprocal"):
         return Division(node, None, first) if first is not None else None
     rest = node.args if spot.source.owner_of(node) is not None else node.args[1:]
     below = rest[0] if rest else keyword(node, "other")
@@ -221,7 +221,7 @@ def norm_at_zero(spot: Spot) -> Iterator[Rewrite]:
 def _sum_of_squares(spot: Spot, call: ast.Call, inner: ast.expr) -> str | None:
     """The text that is under the root of a 2-norm; None for any other norm."""
     source = spot.source
-    if called(call) == "dist":
+    if callee(call) == "dist":
         pair = [source.in_brackets(each) for each in (inner, *source.other_arguments(call)[:1])]
         return f"({' - '.join(pair)}).pow(2).sum()" if len(call.args) < 3 else None
     args = call.args if source.owner_of(call) is not None else call.args[1:]
@@ -250,7 +250,7 @@ def spread_of_one(spot: Spot) -> Iterator[Rewrite]:
     if not any(names) and spot.cause != "var_of_single":
         return
     for call in spot.calls(("std", "var", "std_mean", "var_mean")):
-        what = f"Use the biased {'variance' if 'var' in called(call) else 'deviation'}, which "
+        what = f"Use the biased {'variance' if 'var' in callee(call) else 'deviation'}, which "
         what += "is defined for a single value."
         flags = [arg for arg in call.args if isinstance(arg, ast.Constant) and arg.value is True]
         if flags:
@@ -351,7 +351,7 @@ def clamp_to_domain(spot: Spot) -> Iterator[Rewrite]:
         (domains.ARCS_OF_LARGE, f".clamp_min(1 + {edge})", "Keep acosh above 1."),
     ):
         for call, inner in spot.operands(names) if spot.ran(names) else ():
-            yield call_method(spot, inner, guard, what.format(called(call)))
+            yield call_method(spot, inner, guard, what.format(callee(call)))
 
 
 def clamp_power(spot: Spot) -> Iterator[Rewrite]:
@@ -534,7 +534,7 @@ def bound_exponent(spot: Spot) -> Iterator[Rewrite]:
         return
     for call, inner in spot.operands(domains.EXPONENTIALS):
         for limit in _limits(spot):
-            sides = f"-{limit}, {limit}" if called(call) in ("sinh", "cosh") else f"max={limit}"
+            sides = f"-{limit}, {limit}" if callee(call) in ("sinh", "cosh") else f"max={limit}"
             yield call_method(spot, inner, f".clamp({sides})", "Bound the exponent.")
 
 
@@ -608,9 +608,9 @@ def add_diagonal(spot: Spot) -> Iterator[Rewrite]:
             continue
         matrix = call.args[0]
         x = source.in_brackets(matrix)
-        if called(call) in _SPECTRA:
+        if callee(call) in _SPECTRA:
             diagonal = f"{torch}.diag({torch}.arange(1.0, {x}.shape[-1] + 1))"
-        elif called(call) in _ANY:
+        elif callee(call) in _ANY:
             diagonal = f"{torch}.eye(*{x}.shape[-2:])"
         else:
             diagonal = f"{torch}.eye({x}.shape[-1])"

@@ -14,7 +14,7 @@ from typing import Any
 
 from stayfinite import syntax
 from stayfinite.records import Incident, Origin, TensorSummary
-from stayfinite.syntax import called, calls_in, names_in
+from stayfinite.syntax import callee, calls_in, names_in
 from stayfinite.text import bare_name, node_name
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -255,7 +255,7 @@ class Code:
     def with_name(self, call: ast.Call, name: str) -> str:
         """The call as it is written, of another function: x.sum(1) for x.mean(1)."""
         before = self.of(call.func)
-        return before[: -len(called(call))] + name + self.of(call)[len(before) :]
+        return before[: -len(callee(call))] + name + self.of(call)[len(before) :]
 
 
 def _parameters(scope: Scope) -> set[str]:
@@ -351,7 +351,7 @@ class Spot:
 
     def calls(self, names: Collection[str]) -> list[ast.Call]:
         """Calls of these functions: the expression itself, else in it, else in its statement."""
-        if isinstance(self.node, ast.Call) and called(self.node) in names:
+        if isinstance(self.node, ast.Call) and callee(self.node) in names:
             return [self.node]
         return list(calls_in(self.node, names)) or list(calls_in(self.statement, names))
 

@@ -62,7 +62,7 @@ class Patch:
     def diff(self, *, folder: str) -> str:
         """A unified diff; the file's name in it is relative to `folder`."""
         name = os.path.relpath(self.file, folder).replace(os.sep, "/")
-        return unified(self.before, self.after, name=name)
+        return unified_diff(self.before, self.after, name=name)
 
 
 def _with_edits(text: str, edits: Iterable[Edit]) -> str:
@@ -269,7 +269,7 @@ def lines_of(text: str) -> list[str]:
     return _LINE.findall(text)
 
 
-def unified(before: str, after: str, *, name: str) -> str:
+def unified_diff(before: str, after: str, *, name: str) -> str:
     """The unified diff of two texts, with three lines of context; "" when they are equal."""
     lines = difflib.unified_diff(lines_of(before), lines_of(after), f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in lines)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from stayfinite.patch.code import Code, Spot, Written
 from stayfinite.patch.edit import Edit, Rewrite, place, rename, replace, rewrite
-from stayfinite.syntax import called, calls_in, constant, is_call, is_operation, keyword, names_in
+from stayfinite.syntax import callee, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _OPS = ("log", "exp", "div", "softmax", "sigmoid", "sum", "mul", "add", "log1p")
 _NODES = ("Log", "Exp", "Div", "Softmax", "Sigmoid", "Sum", "Mul", "Log1P", "Pow")
@@ -35,7 +35,7 @@ def _in_log_space(source: Code, call: ast.Call) -> tuple[LogText, str] | None:
     if inner is None:
         return None
     writer = LogText(source)
-    if called(call) == "log":
+    if callee(call) == "log":
         text, _ = writer.of(inner)
         if "math.log(" in text and source.imported.get("math") != "math":
             writer.imports.add("import math")
@@ -92,17 +92,17 @@ def use_tanh(spot: Spot) -> Iterator[Rewrite]:
         return
     for call in spot.calls(["log"]):
         for node in ast.walk(call):
-            base = _squared(spot.source, node)
+            base = _square_of(spot.source, node)
             value = spot.source.value_of(base) if base is not None else None
             if base is None or not is_operation(value, ast.Mult):
                 continue
             factors = [spot.source.value_of(side) for side in (value.left, value.right)]
-            for tanh in [each for each in factors if called(each) == "tanh"][:1]:
+            for tanh in [each for each in factors if callee(each) == "tanh"][:1]:
                 what = "Use the output of tanh itself, which is between -1 and 1, in 1 - x ** 2."
                 yield rewrite(spot, base, spot.source.of(tanh), what)
 
 
-def _squared(source: Code, node: ast.AST) -> ast.expr | None:
+def _square_of(source: Code, node: ast.AST) -> ast.expr | None:
     parent = source.parents.get(node)
     if not is_operation(parent, ast.Sub):
         return None
@@ -198,12 +198,12 @@ class LogText:
         return text
 
     def _call(self, node: ast.Call, depth: int) -> _Text | None:
-        source, name = self.source, called(node)
+        source, name = self.source, callee(node)
         inner = source.operand(node)
         if inner is None:
             return None
         written: _Text
-        if called(node.func) == "Softmax":
+        if callee(node.func) == "Softmax":
             made = source.of(node.func).replace("Softmax", "LogSoftmax", 1)
             written = f"{made}({source.one_line(inner)})", True
         elif name == "exp":
@@ -233,27 +233,27 @@ class LogText:
         more = f", keepdim={source.of(keep)}" if keep is not None else ""
         torch = self.use(source.torch)
         summed = f"{torch}.logsumexp({text[0]}, dim={source.of(dim)}{more})"
-        if called(node) == "sum":
+        if callee(node) == "sum":
             return summed, True
-        return f"{summed} - math.log({_bracketed(text)}.shape[{source.of(dim)}])", False
+        return f"{summed} - math.log({_in_brackets(text)}.shape[{source.of(dim)}])", False
 
     def _select(self, inner: ast.expr, rest: str, depth: int) -> _Text | None:
         """x.squeeze(1) and x[0], which choose and do not compute."""
         text = self._if_gained(inner, depth)
-        return (f"{_bracketed(text)}{rest}", True) if text is not None else None
+        return (f"{_in_brackets(text)}{rest}", True) if text is not None else None
 
     def _operator(self, node: ast.BinOp, depth: int) -> _Text | None:
         if isinstance(node.op, ast.Pow):
             text = self._if_gained(node.left, depth)
             power = self.source.in_brackets(node.right)
-            return (f"{power} * {_bracketed(text)}", False) if text else None
+            return (f"{power} * {_in_brackets(text)}", False) if text else None
         if isinstance(node.op, (ast.Mult, ast.Div)):
             before = self.gains
             left, right = self.of(node.left, depth), self.of(node.right, depth)
             if self.gains == before:
                 return None
             if isinstance(node.op, ast.Div):
-                return f"{left[0]} - {_bracketed(right)}", False
+                return f"{left[0]} - {_in_brackets(right)}", False
             if right[0].startswith("-"):
                 return f"{left[0]} - {right[0][1:].lstrip()}", False
             return f"{left[0]} + {right[0]}", False
@@ -275,9 +275,9 @@ class LogText:
             return None
         self.seen.append(call)
         text = self.source.one_line(inner)
-        if called(call) == "exp" and isinstance(node.op, ast.Add):
+        if callee(call) == "exp" and isinstance(node.op, ast.Add):
             written = f"softplus({text})"
-        elif called(call) == "sigmoid" and isinstance(node.op, ast.Sub) and other is node.right:
+        elif callee(call) == "sigmoid" and isinstance(node.op, ast.Sub) and other is node.right:
             minus = text if isinstance(inner, (ast.Name, ast.Attribute, ast.Call)) else f"({text})"
             written = f"logsigmoid(-{minus})"
         else:
@@ -288,7 +288,7 @@ class LogText:
         return f"{self.use(self.source.functional)}.{written}", True
 
 
-def _bracketed(text: _Text) -> str:
+def _in_brackets(text: _Text) -> str:
     return text[0] if text[1] else f"({text[0]})"
 
 

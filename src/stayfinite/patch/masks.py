@@ -17,7 +17,7 @@ from stayfinite.patch.edit import (
     set_keyword,
     swap,
 )
-from stayfinite.syntax import called, calls_in, constant, is_call, keyword, names_in
+from stayfinite.syntax import callee, calls_in, constant, is_call, keyword, names_in
 
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "softmin")
 _FILLS = ("masked_fill", "masked_fill_", "where", "fill_")
@@ -78,7 +78,7 @@ def _finite_fill(spot: Spot, scores: ast.expr) -> Iterator[Rewrite]:
     places = [*_sources(spot, scores), spot.source.scope(spot.node)]
     for node in (each for place in places for each in ast.walk(place)):
         if is_call(node, *_FILLS):
-            base = spot.source.operand(node) if called(node) != "where" else None
+            base = spot.source.operand(node) if callee(node) != "where" else None
             given = node.args
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             base, given = node.targets[0].value, [node.value]
@@ -172,7 +172,7 @@ def infinite_logarithms(spot: Spot) -> Iterator[Rewrite]:
         return
     guard = f".clamp_min({'-1e4' if spot.is_half else '-1e30'})"
     for call in spot.calls((*_OF_LOGARITHMS, "logaddexp2")):
-        is_pair = called(call).startswith("logaddexp")
+        is_pair = callee(call).startswith("logaddexp")
         others = spot.source.other_arguments(call) if is_pair else []
         edits = call_methods(spot.source, [spot.source.operand(call), *others], guard)
         if edits:
@@ -250,7 +250,7 @@ def _selections(spot: Spot, inner: ast.expr) -> Iterator[tuple[ast.expr, bool]]:
             if is_where and len(args) == 3 and below in args[1:]:
                 yield args[0], below is args[1]
             elif (
-                called(parent) == "masked_fill" and args and below is getattr(parent, "func", None)
+                callee(parent) == "masked_fill" and args and below is getattr(parent, "func", None)
             ):
                 yield args[0], False
             below = parent
@@ -277,7 +277,7 @@ def mean_of_nothing(spot: Spot) -> Iterator[Rewrite]:
     for call in spot.calls(_LOSSES):
         if call.args and keyword(call, "reduction") is None:
             x = source.in_brackets(call.args[0])
-            yield rewrite(spot, call, f"{_summed(source, call)} / max({x}.numel(), 1)", what)
+            yield rewrite(spot, call, f"{_with_sum(source, call)} / max({x}.numel(), 1)", what)
     first = source.operand(spot.node) if isinstance(spot.node, ast.Call) else None
     if isinstance(spot.node, ast.Call) and first is not None:
         x = source.in_brackets(first)
@@ -295,7 +295,7 @@ def _count(source: Code, call: ast.Call, inner: ast.expr) -> str:
     return f"max({x}.numel(), 1)"
 
 
-def _summed(source: Code, call: ast.Call) -> str:
+def _with_sum(source: Code, call: ast.Call) -> str:
     """The loss with reduction="sum"."""
     edit = set_keyword(source, call, "reduction", source.quoted("sum"))
     start, text = source.start(call), source.of(call)
@@ -313,7 +313,7 @@ def all_ignored(spot: Spot) -> Iterator[Rewrite]:
             continue
         ignored = keyword(call, "ignore_index")
         index = source.of(ignored) if ignored is not None else "-100"
-        summed, count = _summed(source, call), "counted"
+        summed, count = _with_sum(source, call), "counted"
         counted = f"({source.in_brackets(labels)} != {index}).sum().clamp_min(1)"
         edits = []
         statement = source.statement(call)

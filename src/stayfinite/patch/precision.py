@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stayfinite.patch.code import Code, Spot
 from stayfinite.patch.edit import Edit, Rewrite, call_methods, rename, replace, swap
-from stayfinite.syntax import PRIMARY, called, constant, is_call, is_operation, names_in
+from stayfinite.syntax import PRIMARY, callee, constant, is_call, is_operation, names_in
 
 _TENSOR_METHODS = ("matmul", "mm", "bmm", "mul", "pow", "square", "sum", "mean", "prod", "norm")
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, ast.AnnAssign)
@@ -108,7 +108,7 @@ def _arguments(spot: Spot) -> list[ast.expr]:
     elif isinstance(node, ast.Call):
         given = [arg for arg in node.args[:3] if not isinstance(arg, ast.Starred)]
         owner = spot.source.owner_of(node)
-        if owner is not None and called(node) in _TENSOR_METHODS:
+        if owner is not None and callee(node) in _TENSOR_METHODS:
             given = [owner, *given[:1]]
     return [each for each in given if constant(each) is None]
 

@@ -23,7 +23,7 @@ from stayfinite.patch.edit import (
     set_keyword,
     swap,
 )
-from stayfinite.syntax import called, calls_in, constant, is_call, is_operation, keyword, names_in
+from stayfinite.syntax import callee, calls_in, constant, is_call, is_operation, keyword, names_in
 
 _OPTIMIZERS = frozenset(
     ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adadelta"]
@@ -48,7 +48,7 @@ def optimizer_eps(spot: Spot) -> Iterator[Rewrite]:
         return
     small = "1e-4" if spot.is_half else "1e-8"
     for source, call in _constructors(spot, _WITH_EPS):
-        what = f"Give {called(call)} an eps that is not 0 in {spot.dtype}."
+        what = f"Give {callee(call)} an eps that is not 0 in {spot.dtype}."
         yield Rewrite(source, what, (set_keyword(source, call, "eps", small),))
 
 
@@ -116,7 +116,7 @@ def _lower(spot: Spot, factor: int, words: str) -> Iterator[Rewrite]:
         ]
         edits = edits or [
             set_keyword(
-                source, call, "lr", _number(_DEFAULT_RATES.get(called(call), 1e-3) / factor)
+                source, call, "lr", _number(_DEFAULT_RATES.get(callee(call), 1e-3) / factor)
             )
             for call in calls_in(source.tree, _OPTIMIZERS)
             if keyword(call, "lr") is None and len(call.args) == 1
@@ -229,7 +229,7 @@ def _parameters(source: Code, update: UpdateCall) -> str | None:
         made = source.parents.get(call)
         if not isinstance(made, ast.Assign) or source.of(made.targets[0]) != update.optimizer:
             continue
-        if not call.args or called(call.args[0]) != "parameters":
+        if not call.args or callee(call.args[0]) != "parameters":
             continue
         text, scope = source.of(call.args[0]), source.scope(made)
         if scope is source.scope(update.statement) or text.startswith("self."):
@@ -245,7 +245,7 @@ def warm_up(spot: Spot) -> Iterator[Rewrite]:
     """A learning rate that rises over the first steps."""
     for source, call in _constructors(spot) if spot.cause == "lr_too_high" else ():
         made = source.parents.get(call)
-        if not isinstance(made, ast.Assign) or called(call) == "LBFGS":
+        if not isinstance(made, ast.Assign) or callee(call) == "LBFGS":
             continue
         optimizer, scope = source.of(made.targets[0]), source.scope(made)
         is_own = optimizer.startswith("self.")
@@ -286,7 +286,7 @@ def initialise_memory(spot: Spot) -> Iterator[Rewrite]:
             line = f"{source.name_of('torch.nn') or f'{torch}.nn'}.init.{fill}({name})"
             edit = insert_after(source, statement, line)
             yield Rewrite(source, "Initialise the parameter.", (edit,), imports)
-        edit = rename(source, call, called(call), _ZEROS.get(called(call), "zeros"))
+        edit = rename(source, call, callee(call), _ZEROS.get(callee(call), "zeros"))
         yield Rewrite(source, "Allocate memory that is filled with zeros.", (edit,))
 
 
@@ -316,7 +316,7 @@ def _scaled_starts(source: Code) -> Iterator[Edit]:
     for call in calls_in(source.tree, ["randn", "rand"]):
         parent = source.parents.get(call)
         top = parent if isinstance(parent, ast.BinOp) and parent.left is call else call
-        if called(source.parents.get(top, call)) == "Parameter" and len(call.args) > 1:
+        if callee(source.parents.get(top, call)) == "Parameter" and len(call.args) > 1:
             text = f"{source.of(call)} * {source.in_brackets(call.args[-1])} ** -0.5"
             yield replace(source, top, text)
 
@@ -347,7 +347,7 @@ def _made_in_init(source: Code, owner: ast.ClassDef, name: str) -> ast.Assign | 
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.Assign) and source.of(node.targets[0]) == f"self.{name}":
-                return node if called(node.value) in makers else None
+                return node if callee(node.value) in makers else None
     return None
 
 
@@ -480,7 +480,7 @@ def _batch_names(spot: Spot) -> list[str]:
         for arg in node.args if isinstance(node, ast.Call) else ():
             text, value = spot.source.of(arg), spot.source.value_of(arg)
             is_plain = isinstance(arg, (ast.Name, ast.Subscript, ast.Attribute))
-            is_result = isinstance(value, ast.Call) and called(value) not in _MOVES
+            is_result = isinstance(value, ast.Call) and callee(value) not in _MOVES
             if is_plain and not is_result and not text.startswith("self."):
                 found.append(text)
     return list(dict.fromkeys(found))
@@ -511,7 +511,7 @@ def clamp_scale(spot: Spot) -> Iterator[Rewrite]:
         return
     small = spot.eps("1e-4", half="1e-2")
     for source, call in _constructors(spot, _SCALED):
-        at = _SCALE_AT.get(called(call), 1)
+        at = _SCALE_AT.get(callee(call), 1)
         scale = keyword(call, "scale") or (call.args[at] if len(call.args) > at else None)
         edits = call_methods(source, [scale], f".clamp_min({small})")
         if edits:
@@ -544,7 +544,7 @@ def clamp_weights(spot: Spot) -> Iterator[Rewrite]:
         given += [item.value for item in call.keywords if item.arg in _WEIGHTS]
         edits = call_methods(source, given, f".clamp_min({small})")
         if edits:
-            yield Rewrite(source, f"Keep what {called(call)} is given away from 0.", edits)
+            yield Rewrite(source, f"Keep what {callee(call)} is given away from 0.", edits)
 
 
 def angle_at_origin(spot: Spot) -> Iterator[Rewrite]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_map
 
-from stayfinite.errors import ConfigError, InputError
+from stayfinite.errors import ConfigError
+from stayfinite.training import require_module
 
 logger = logging.getLogger("stayfinite")
 
@@ -31,11 +32,7 @@ class ClampCount:
 
 
 def clamp_activations(
-    model: nn.Module,
-    min: float,
-    max: float,
-    *,
-    modules: Iterable[Selector] | None = None,
+    model: nn.Module, min: float, max: float, *, modules: Iterable[Selector] | None = None
 ) -> ActivationClamp:
     """Limit what modules give out to [min, max], until `remove()` is called on the result.
 
@@ -54,11 +51,10 @@ def clamp_activations(
     >>> clamp.counts
     {'': ClampCount(elements=2, clamped=2, nan=0)}
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     if not min < max:
         raise ConfigError(f"min is {min} and max is {max}; min must be less than max.")
-    chosen = dict(_chosen(model, modules))
+    chosen = dict(_choose(model, modules))
     logger.warning(
         "clamp_activations keeps the outputs of %d modules within [%g, %g]. That is a crutch: "
         "beyond the range the gradient is 0, and what makes them large is still there. "
@@ -140,7 +136,7 @@ class _Clamp:
         return value.clamp(low, high)
 
 
-def _chosen(
+def _choose(
     model: nn.Module, selectors: Iterable[Selector] | None
 ) -> Iterator[tuple[str, nn.Module]]:
     named = dict(model.named_modules())

@@ -40,6 +40,7 @@ from stayfinite.clip import (
 )
 from stayfinite.detect.memory import compact, plain_parts
 from stayfinite.errors import ConfigError
+from stayfinite.settings import require_whole
 
 Mode = Literal["robust", "percentile", "zscore", "per_unit", "per_tensor"]
 Floats = NDArray[np.float64]
@@ -139,7 +140,7 @@ class Rule:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name in ("window", "warmup"):
-                _check_whole(name, value)
+                require_whole(name, value)
             elif name in _INTERVALS:
                 low, high = _INTERVALS[name]
                 if not low <= value <= high:
@@ -153,11 +154,6 @@ class Rule:
     def begin(self) -> Statistics:
         """With nothing learnt yet."""
         raise NotImplementedError
-
-
-def _check_whole(name: str, value: Any, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
 
 
 class Statistics:
@@ -265,7 +261,7 @@ class ZScore(NormRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_whole("window", self.window, self.warmup)
+        require_whole("window", self.window, self.warmup)
 
     def limit(self, learnt: NormStatistics) -> float:
         return min(self._highest(learnt), self._onset(learnt) if learnt.mean else math.inf)
@@ -358,7 +354,7 @@ class Robust(NormRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_whole("window", self.window, 2)
+        require_whole("window", self.window, 2)
         if not 1 <= self.least <= self.most:
             raise ConfigError(
                 f"least is {self.least!r} and most is {self.most!r}; "

@@ -18,15 +18,16 @@ from torch.nn import functional
 
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.prevent.ops import (
+    as_float,
     curve,
     direction,
     eps_of,
-    floating,
     narrowest,
     safe_atan2,
     safe_div,
-    widened,
+    widen,
 )
+from stayfinite.settings import require_choice
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -45,9 +46,9 @@ def stable_bce(
     >>> stable_bce(torch.tensor([3e38, -3e38]), torch.tensor([1.0, 0.0]))
     tensor(0.)
     """
-    logits, target, mask = _prepared(logits, target, mask)
+    logits, target, mask = _prepare(logits, target, mask)
     loss = functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
-    return _reduced(loss, reduction, mask)
+    return _reduce(loss, reduction, mask)
 
 
 def focal(
@@ -70,11 +71,11 @@ def focal(
     """
     if not gamma >= 0:
         raise ConfigError(f"gamma is {gamma}; it must be at least 0.")
-    logits, target, mask = _prepared(logits, target, mask)
+    logits, target, mask = _prepare(logits, target, mask)
     for_true, for_false = (1.0, 1.0) if alpha is None else (alpha, 1 - alpha)
     loss = for_true * target * _focal_of(logits, gamma)
     loss = loss + for_false * (1 - target) * _focal_of(-logits, gamma)
-    return _reduced(loss, reduction, mask)
+    return _reduce(loss, reduction, mask)
 
 
 def _focal_of(logits: Tensor, gamma: float) -> Tensor:
@@ -110,12 +111,12 @@ def dice(
     """
     if not smooth > 0:
         raise ConfigError(f"smooth is {smooth}; it must be greater than 0.")
-    logits, target, mask = _prepared(logits, target, mask)
-    probability, target = _kept(mask, torch.sigmoid(logits)), _kept(mask, target)
+    logits, target, mask = _prepare(logits, target, mask)
+    probability, target = _keep(mask, torch.sigmoid(logits)), _keep(mask, target)
     dims = tuple(range(min(1, logits.ndim - 1), logits.ndim)) if dim is None else dim
     overlap = (probability * target).sum(dims)
     total = probability.sum(dims) + target.sum(dims)
-    return _reduced(1 - (2 * overlap + smooth) / (total + smooth), reduction)
+    return _reduce(1 - (2 * overlap + smooth) / (total + smooth), reduction)
 
 
 def dfl_loss(
@@ -135,10 +136,10 @@ def dfl_loss(
             f"logits are {tuple(logits.shape)} and the target is {tuple(target.shape)}; they "
             "must be (..., bins), with at least 2 bins, and (...), with the same dimensions."
         )
-    logits, target = widened(logits), widened(target)
+    logits, target = widen(logits), widen(target)
     if mask is not None:
         mask = _checked_mask(mask, target)
-        logits, target = _kept(mask.unsqueeze(-1), logits), _kept(mask, target)
+        logits, target = _keep(mask.unsqueeze(-1), logits), _keep(mask, target)
     bins = logits.shape[-1]
     target = target.clamp(0, bins - 1)
     # A NaN is no index; it stays in the weight.
@@ -148,10 +149,10 @@ def dfl_loss(
     # Logits that are further apart than the largest number give -inf.
     log_p = logits.log_softmax(-1).gather(-1, pair).clamp_min(torch.finfo(logits.dtype).min)
     loss = -(log_p * torch.stack([1 - weight, weight], -1)).sum(-1)
-    return _reduced(loss, reduction, mask)
+    return _reduce(loss, reduction, mask)
 
 
-def _prepared(
+def _prepare(
     logits: Tensor, target: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Floats of one dtype and shape, with 0 where they are masked out."""
@@ -160,10 +161,10 @@ def _prepared(
             f"logits are {tuple(logits.shape)} and the target is {tuple(target.shape)}; "
             "they must have the same shape."
         )
-    logits = widened(logits)
+    logits = widen(logits)
     target = target.to(logits.dtype)
     mask = None if mask is None else _checked_mask(mask, logits)
-    return _kept(mask, logits), _kept(mask, target), mask
+    return _keep(mask, logits), _keep(mask, target), mask
 
 
 def masked_softmax(x: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
@@ -174,7 +175,7 @@ def masked_softmax(x: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
             [0.0000, 0.0000, 0.0000]])
     """
     kept = _checked_mask(mask, x)
-    x = floating(x)
+    x = as_float(x)
     # Scores of an empty row are 0 instead of -inf, whose softmax is NaN.
     other = torch.where(kept.any(dim, keepdim=True), -torch.inf, 0.0).to(x.dtype)
     return torch.where(kept, torch.where(kept, x, other).softmax(dim), 0.0)
@@ -193,32 +194,29 @@ def masked_mean(
     >>> masked_mean(torch.tensor([3e38, 1e38, float("nan")]), torch.tensor([True, True, False]))
     tensor(2.0000e+38)
     """
-    x = floating(x)
+    x = as_float(x)
     dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
     if mask is None:
-        parts = widened(x) / max(1, math.prod([x.shape[each] for each in dims]))
+        parts = widen(x) / max(1, math.prod([x.shape[each] for each in dims]))
     else:
         kept = _checked_mask(mask, x)
         count = kept.sum(dims, keepdim=True).clamp_min(1)
-        parts = torch.where(kept, widened(x), 0.0) / count
+        parts = torch.where(kept, widen(x), 0.0) / count
     return parts.sum(dims, keepdim=keepdim).to(x.dtype)
 
 
-def _reduced(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> Tensor:
+def _reduce(loss: Tensor, reduction: Reduction, mask: Tensor | None = None) -> Tensor:
     """The losses that the mask keeps as one number, or all of them, 0 where it does not."""
     if reduction == "mean":
         return masked_mean(loss, mask)
-    loss = _kept(mask, loss)
+    loss = _keep(mask, loss)
     if reduction == "none":
         return loss
-    if reduction != "sum":
-        raise ConfigError(
-            f"reduction is {reduction!r}; it must be one of {', '.join(get_args(Reduction))}."
-        )
+    require_choice("reduction", reduction, get_args(Reduction))
     return loss.sum().clamp(max=torch.finfo(loss.dtype).max)
 
 
-def _kept(mask: Tensor | None, tensor: Tensor) -> Tensor:
+def _keep(mask: Tensor | None, tensor: Tensor) -> Tensor:
     """The tensor with 0 in place of what the mask leaves out."""
     return tensor if mask is None else torch.where(mask, tensor, 0.0)
 
@@ -260,16 +258,16 @@ def kl(
             f"the logits of p are {tuple(p_logits.shape)} and those of q {tuple(q_logits.shape)}; "
             "they must have the same shape."
         )
-    dtype = torch.promote_types(floating(p_logits).dtype, floating(q_logits).dtype)
-    p_logits, q_logits = widened(p_logits.to(dtype)), widened(q_logits.to(dtype))
+    dtype = torch.promote_types(as_float(p_logits).dtype, as_float(q_logits).dtype)
+    p_logits, q_logits = widen(p_logits.to(dtype)), widen(q_logits.to(dtype))
     if mask is not None:
         mask = _checked_mask(mask, p_logits.select(dim, 0))
         inside = mask.unsqueeze(dim)
-        p_logits, q_logits = _kept(inside, p_logits), _kept(inside, q_logits)
+        p_logits, q_logits = _keep(inside, p_logits), _keep(inside, q_logits)
     # Logits that are further apart than the largest number give -inf; differences need room.
     lowest = torch.finfo(p_logits.dtype).min / 4
     log_p, log_q = (x.log_softmax(dim).clamp_min(lowest) for x in (p_logits, q_logits))
-    return _reduced((log_p.exp() * (log_p - log_q)).sum(dim), reduction, mask)
+    return _reduce((log_p.exp() * (log_p - log_q)).sum(dim), reduction, mask)
 
 
 def info_nce(
@@ -293,15 +291,15 @@ def info_nce(
             f"queries are {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
             "both must be (batch, features), with the key of each query in its row."
         )
-    temperature = _temperature(temperature, widened(queries))
+    temperature = _temperature(temperature, widen(queries))
     near = eps_of(queries.dtype) + 8 / (temperature.detach() * torch.finfo(queries.dtype).max)
     kind = queries.device.type
     no_autocast: AbstractContextManager[Any] = nullcontext()
     if torch.amp.is_autocast_available(kind):  # it would multiply in half precision
         no_autocast = torch.autocast(kind, enabled=False)
     with no_autocast:
-        angles = direction(widened(queries), near) @ direction(widened(keys), near).T
-    return _reduced(-(angles / temperature).log_softmax(-1).diagonal(), reduction)
+        angles = direction(widen(queries), near) @ direction(widen(keys), near).T
+    return _reduce(-(angles / temperature).log_softmax(-1).diagonal(), reduction)
 
 
 def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
@@ -312,7 +310,7 @@ def _temperature(temperature: Tensor | float, like: Tensor) -> Tensor:
         return like.new_full((), max(temperature, _COLDEST))
     # Its gradient is up to 2 / temperature**2, which float16 must hold.
     coldest = 2.0**-7 if temperature.dtype == torch.float16 else _COLDEST
-    return curve(lambda t: t.clamp_min(coldest), (torch.ones_like,), widened(temperature))
+    return curve(lambda t: t.clamp_min(coldest), (torch.ones_like,), widen(temperature))
 
 
 # Box losses for boxes of any size, also flat, inverted or reduced to a point.
@@ -332,8 +330,8 @@ def giou(
     tensor(0.6667)
     """
     near = _near(boxes, target, eps, _STEEPNESS)
-    iou, filled = _overlap(_measured(boxes, target), near)
-    return _reduced(2 - iou - filled, reduction)
+    iou, filled = _overlap(_measure(boxes, target), near)
+    return _reduce(2 - iou - filled, reduction)
 
 
 def ciou(
@@ -345,13 +343,13 @@ def ciou(
     tensor(0.7436)
     """
     near = _near(boxes, target, eps, _STEEPNESS)
-    pair = _measured(boxes, target)
+    pair = _measure(boxes, target)
     iou, _ = _overlap(pair, near)
     near = _near(boxes, target, eps, _STEEPNESS_OF_SHAPE)
     aspect = _aspect(pair, near)
     with torch.no_grad():
         alpha = safe_div(aspect, 1 - iou + aspect)
-    return _reduced(1 - iou + _distance(pair, near) + alpha * aspect, reduction)
+    return _reduce(1 - iou + _distance(pair, near) + alpha * aspect, reduction)
 
 
 class _Pair(NamedTuple):
@@ -363,7 +361,7 @@ class _Pair(NamedTuple):
     around: Tensor  # of the enclosing box
 
 
-def _measured(boxes: Tensor, target: Tensor) -> _Pair:
+def _measure(boxes: Tensor, target: Tensor) -> _Pair:
     (low, high), (target_low, target_high) = _ends(boxes), _ends(target)
     return _Pair(
         sides=(high - low, target_high - target_low),
@@ -374,7 +372,7 @@ def _measured(boxes: Tensor, target: Tensor) -> _Pair:
 
 
 def _ends(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    halves = widened(boxes) / 2
+    halves = widen(boxes) / 2
     first, second = halves[..., :2], halves[..., 2:]
     # Not minimum and maximum: at a tie they share the gradient, and a flat box would stay flat.
     is_swapped = first > second
@@ -435,5 +433,5 @@ def _near(boxes: Tensor, target: Tensor, eps: float | None, steepness: float) ->
             f"boxes are {tuple(boxes.shape)} and {tuple(target.shape)}; "
             "both must be (..., 4) with the same shape."
         )
-    dtype = narrowest(floating(boxes).dtype, floating(target).dtype)
+    dtype = narrowest(as_float(boxes).dtype, as_float(target).dtype)
     return eps_of(dtype, eps, steepness=steepness)

@@ -32,7 +32,7 @@ def safe_log(x: Tensor, eps: float | None = None) -> Tensor:
     >>> safe_log(torch.tensor([1.0, 0.0, -3.0]))
     tensor([  0.0000, -18.4207, -18.4207])
     """
-    x = floating(x)
+    x = as_float(x)
     return x.clamp_min(eps_of(x.dtype, eps)).log()
 
 
@@ -42,7 +42,7 @@ def safe_sqrt(x: Tensor, eps: float | None = None) -> Tensor:
     >>> safe_sqrt(torch.tensor([4.0, 0.0, -1e-7]))
     tensor([2., 0., 0.])
     """
-    x = floating(x)
+    x = as_float(x)
     near = eps_of(x.dtype, eps)
 
     def slope(x: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def safe_div(
     near, limit, steep = eps_of(narrow, eps), torch.finfo(a.dtype).max, steepest(narrow)
 
     def quotient(a: Tensor, b: Tensor) -> Tensor:
-        return (a / _kept_away(b, near)).clamp(-limit, limit)
+        return (a / _keep_away(b, near)).clamp(-limit, limit)
 
     def by_b(a: Tensor, b: Tensor) -> Tensor:
-        kept = _kept_away(b, near)
+        kept = _keep_away(b, near)
         return torch.where(b.abs() < near, 0.0, -(quotient(a, b) / kept).clamp(-steep, steep))
 
-    return curve(quotient, (lambda a, b: _kept_away(b, near).reciprocal(), by_b), a, b)
+    return curve(quotient, (lambda a, b: _keep_away(b, near).reciprocal(), by_b), a, b)
 
 
 def safe_pow(base: Tensor, exponent: Tensor | float, eps: float | None = None) -> Tensor:
@@ -89,7 +89,7 @@ def safe_pow(base: Tensor, exponent: Tensor | float, eps: float | None = None) -
     tensor([-1.2500e-01,  1.0000e+24])
     """
     if not isinstance(exponent, Tensor):
-        x, p = floating(base), float(exponent)
+        x, p = as_float(base), float(exponent)
         near, steep = eps_of(x.dtype, eps), steepest(x.dtype)
         slope = partial(_power_by_base, p=p, near=near, steep=steep)
         return curve(lambda x: _power(x, p, near), (slope,), x)
@@ -111,7 +111,7 @@ def safe_acos(x: Tensor, eps: float | None = None) -> Tensor:
     >>> safe_acos(torch.tensor([0.0, 1.0, 1.0000001]))
     tensor([1.5708, 0.0000, 0.0000])
     """
-    x = floating(x)
+    x = as_float(x)
     near = torch.finfo(x.dtype).eps / 4 if eps is None else eps_of(x.dtype, eps)
 
     def slope(x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def log1mexp(x: Tensor, eps: float | None = None) -> Tensor:
     >>> log1mexp(torch.tensor([-1e-6, -0.5, -30.0]))
     tensor([-1.3816e+01, -9.3275e-01, -9.3576e-14])
     """
-    x = floating(x)
+    x = as_float(x)
     near = eps_of(x.dtype, eps)
 
     # By sinh, for expm1 that torch.compile makes for a CPU is exp(x) - 1, which is 0 for small x.
@@ -168,7 +168,7 @@ def log1mexp(x: Tensor, eps: float | None = None) -> Tensor:
 def _power(x: Tensor, p: Tensor | float, near: float) -> Tensor:
     limit, dtype = torch.finfo(x.dtype).max, x.dtype
     x, p = _finer(x, p)
-    x = torch.where((x.abs() < near) & (p < 0), _kept_away(x, near), x)
+    x = torch.where((x.abs() < near) & (p < 0), _keep_away(x, near), x)
     return torch.pow(x, p).clamp(-limit, limit).to(dtype)
 
 
@@ -182,7 +182,7 @@ def _power_by_base(x: Tensor, p: Tensor | float, near: float, steep: float) -> T
 
 def _power_by_exponent(x: Tensor, p: Tensor, near: float, steep: float) -> Tensor:
     dtype, is_positive = x.dtype, x > 0
-    x, p = widened(x), widened(p)
+    x, p = widen(x), widen(p)
     x = torch.where((x < near) & (p < 0), near, torch.where(is_positive, x, 1.0))
     slope = (torch.pow(x, p) * x.log()).clamp(-steep, steep)
     return torch.where(is_positive, slope, 0.0).to(dtype)
@@ -193,11 +193,11 @@ def _finer(x: Tensor, p: Tensor | float) -> tuple[Tensor, Tensor | float]:
 
     torch rounds a number to the dtype of the base: x ** -0.7 is off by 15% in bfloat16.
     """
-    x, p = widened(x), widened(p) if isinstance(p, Tensor) else p
+    x, p = widen(x), widen(p) if isinstance(p, Tensor) else p
     return torch.where((x <= 0) & (p % 1 != 0), 0.0, x), p  # <=, for there is a -0.0
 
 
-def _kept_away(x: Tensor, near: float) -> Tensor:
+def _keep_away(x: Tensor, near: float) -> Tensor:
     """x, but at least `near` away from 0 on its own side."""
     return x.abs().clamp_min(near).copysign(x)
 
@@ -207,7 +207,7 @@ def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Te
 
     At least one is a tensor.
     """
-    tensors = [floating(value) for value in (first, second) if isinstance(value, Tensor)]
+    tensors = [as_float(value) for value in (first, second) if isinstance(value, Tensor)]
     if not tensors:
         raise InputError(
             f"got two {type(first).__name__}s; at least one must be a tensor. "
@@ -254,16 +254,16 @@ def narrowest(*dtypes: torch.dtype) -> torch.dtype:
     return min(dtypes, key=lambda dtype: torch.finfo(dtype).max)
 
 
-def floating(x: Tensor) -> Tensor:
+def as_float(x: Tensor) -> Tensor:
     """The tensor itself, or for integers and bools the same numbers as floats."""
     if x.is_complex():
         raise InputError(f"got a tensor of {x.dtype}; only real numbers have an order and limits.")
     return x if x.is_floating_point() else x.to(torch.get_default_dtype())
 
 
-def widened(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """Half precision as float32, the rest as it is: sums and losses need the room."""
-    x = floating(x)
+    x = as_float(x)
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -316,7 +316,7 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool
     >>> safe_norm(torch.tensor([[3e30, 4e30], [0.0, 0.0]]), dim=-1)
     tensor([5.0000e+30, 0.0000e+00])
     """
-    x = floating(x)
+    x = as_float(x)
     dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
     if not x.numel():
         return x.sum(dims, keepdim=keepdim)
@@ -330,7 +330,7 @@ def safe_norm(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool
         ratios, _ = _ratios(x, dims)
         return ratios / _root_of_squares(ratios, dims)
 
-    norm = curve(length, (slope,), widened(x)).to(x.dtype)
+    norm = curve(length, (slope,), widen(x)).to(x.dtype)
     return norm if keepdim else norm.squeeze(dims)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from stayfinite.causes import CAUSES
 from stayfinite.errors import ConfigError
+from stayfinite.settings import require_choice
 
 Level = Literal["high", "medium", "low"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -37,8 +38,7 @@ class Risk:
     score: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ConfigError(f"level is {self.level!r}; it must be one of {', '.join(LEVELS)}.")
+        require_choice("level", self.level, LEVELS)
         if self.cause not in CAUSES:
             raise ConfigError(f"cause is {self.cause!r}; it must be a slug of the catalogue.")
         if math.isnan(self.score):
@@ -79,7 +79,7 @@ def risk_of(
     )
 
 
-def ranked(risks: Iterable[Risk]) -> list[Risk]:
+def rank_risks(risks: Iterable[Risk]) -> list[Risk]:
     """All of them, the worst first; what is said twice of one place is kept once."""
     first: dict[tuple[str, str, str], Risk] = {}
     for risk in sorted(risks, key=lambda risk: risk.rank):
@@ -87,10 +87,10 @@ def ranked(risks: Iterable[Risk]) -> list[Risk]:
     return list(first.values())
 
 
-def said_once(risks: Iterable[Risk]) -> list[Risk]:
+def worst_of_each(risks: Iterable[Risk]) -> list[Risk]:
     """For each place and cause the worst; the worst of all first."""
     kept: dict[tuple[str, str], Risk] = {}
-    for risk in ranked(risks):
+    for risk in rank_risks(risks):
         kept.setdefault((risk.where, risk.cause), risk)
     return list(kept.values())
 
@@ -112,6 +112,6 @@ def proven(risks: list[Risk], edges: list[Risk]) -> list[Risk]:
     return [*shown, *(edge for where, edge in proofs.items() if where not in known)]
 
 
-def lowered(risk: Risk) -> Risk:
+def as_info(risk: Risk) -> Risk:
     """The same as something worth knowing only."""
     return dataclasses.replace(risk, level="low")

@@ -290,7 +290,7 @@ def _steps(bad: Sequence[Recovery]) -> str:
     return f"step {said}" if len(numbers) == 1 else f"steps {said}"
 
 
-def recommended(run: Run) -> list[str]:
+def recommendations_of(run: Run) -> list[str]:
     """What to change, the most promising first; nothing when nothing has happened."""
     return recommendations(past_of(run.incidents, run.series))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from stayfinite.errors import ConfigError
+from stayfinite.settings import is_number
 
 
 class RecoveryStrategy(Enum):
@@ -151,11 +151,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_fraction(value: Any) -> bool:
-    return _is_number(value) and 0 < value < 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and 0 < value < 1
 
 
 def _at_least(least: int) -> Callable[[Any], bool]:
@@ -172,7 +168,7 @@ _NUMBERS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("scale_reduction_factor", _is_fraction, "between 0 and 1, such as 0.5"),
     (
         "grad_clip_value",
-        lambda v: v is None or (_is_number(v) and v > 0),
+        lambda v: v is None or (is_number(v) and v > 0),
         "a number greater than 0, or None to drop bad elements and clip nothing",
     ),
     ("deescalate_after", _at_least(1), "at least 1"),

@@ -190,7 +190,7 @@ def _autocast_devices(module: nn.Module, given: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def raised(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+def compute_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """A block in which the modules compute in this type and nobody casts to a lower one.
 
     Only copies are computed with; parameters get their own memory back at the end.

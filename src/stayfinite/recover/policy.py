@@ -73,10 +73,7 @@ class PolicyState:
 
 
 def choose(
-    config: RecoveryConfig,
-    history: PolicyState,
-    *,
-    cannot: Set[RecoveryStrategy] = frozenset(),
+    config: RecoveryConfig, history: PolicyState, *, cannot: Set[RecoveryStrategy] = frozenset()
 ) -> RecoveryStrategy:
     """The strategy for the bad step that was recorded last; `cannot` are those that did not help.
 

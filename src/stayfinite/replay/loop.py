@@ -65,6 +65,11 @@ class Loop:
         return self.carried | {name.id for name in names}
 
     @functools.cached_property
+    def recurrent(self) -> frozenset[str]:
+        """Those of the carried ones whose new values are computed from their old ones."""
+        return self.carried & recurrent_in(self.node.body) - self.given
+
+    @functools.cached_property
     def has_loops(self) -> bool:
         """Whether there is another loop in its body."""
         return any(map(self.repeats, range(len(self.node.body))))
@@ -273,6 +278,39 @@ def _walk_scope(node: ast.AST) -> Iterator[Any]:
         if isinstance(child, _SCOPES):
             continue
         yield from _walk_scope(child)
+
+
+def recurrent_in(body: Iterable[ast.stmt]) -> frozenset[str]:
+    """Names whose new values the body computes from their old ones, by whatever way.
+
+    A batch that is fetched ahead is carried to the next turn, and is none of them.
+    """
+    sources: dict[str, set[str]] = {}
+    for node in (node for each in body for node in _walk_scope(each)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+            read = _read_in(node) | (names if isinstance(node, ast.AugAssign) else set())
+            for name in names:
+                sources.setdefault(name, set()).update(read)
+    return frozenset(name for name in sources if name in _reached(sources, name))
+
+
+def _read_in(node: ast.AST) -> set[str]:
+    """The names that are read."""
+    names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+    return {each.id for each in names if isinstance(each.ctx, ast.Load)}
+
+
+def _reached(sources: dict[str, set[str]], name: str) -> set[str]:
+    """What the name is computed from, directly or by other names."""
+    found: set[str] = set()
+    todo = list(sources[name])
+    while todo:
+        if (each := todo.pop()) not in found:
+            found.add(each)
+            todo += sources.get(each, ())
+    return found
 
 
 def carried_by(body: Iterable[ast.stmt]) -> frozenset[str]:

@@ -33,6 +33,7 @@ from stayfinite.replay.loop import loops_around, variables_of
 from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, is_generator_type, same
 from stayfinite.snapshot.mark import KeptTensors, TensorWatch
 from stayfinite.snapshot.rng import generator_cell, numpy_cell
+from stayfinite.training import params_of
 
 Kind = Literal["entered", "delivered", "updated", "passed"]
 _REMEMBERED = 64  # moments
@@ -48,7 +49,7 @@ _MOST_SEARCHED = 20_000
 _FEW = 1 << 22  # elements
 
 
-class Spot(NamedTuple):
+class FrameSpot(NamedTuple):
     """Where a frame of the user's was; the frame is known by its number, so that it may end."""
 
     frame: int
@@ -71,7 +72,7 @@ class Moment:
     def __init__(
         self,
         kind: Kind,
-        spots: tuple[Spot, ...],
+        spots: tuple[FrameSpot, ...],
         names: list[tuple[int, dict[str, Any]]],
         random: list[tuple[Cell, Any]],
         buffers: KeptTensors | None,
@@ -190,18 +191,25 @@ class Moments:
         self._passes = 0
         self._weights.pop(whose, None)
         moment = self._note("updated", frame)
-        params = []
-        for group in optimizer.param_groups:
-            moment.rates.append(group.get("lr"))
-            params += group["params"]
         moment.optimizer = whose
+        moment.rates = [group.get("lr") for group in optimizer.param_groups]
+        params = params_of(optimizer)
         if self._are_few(params):
             moment.gradients = [param.grad for param in params]
         self.has_gradients.clear()
 
+    def of_update(self, optimizer: Optimizer, frame: FrameType | None) -> Moment:
+        """The moment of an update that is under way; it is not kept."""
+        spots = tuple(FrameSpot(id(each), each.f_code, each.f_lasti) for each in user_frames(frame))
+        moment = Moment("updated", spots, [], [], None)
+        moment.optimizer = id(optimizer)
+        moment.rates = [group.get("lr") for group in optimizer.param_groups]
+        moment.gradients = [param.grad for param in params_of(optimizer)]
+        return moment
+
     def keep_weights(self, optimizer: Optimizer) -> None:
         """An update begins that may run the model on the way, with weights that it has moved."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         if self._are_few(params):
             own = [local(param).detach() for param in params]
             self._weights[id(optimizer)] = [(param, param.clone()) for param in own]
@@ -229,9 +237,12 @@ class Moments:
 
         Of several optimizers it is the one that steps most seldom which ends a turn.
         """
-        ends = [n for n, each in enumerate(self._kept) if each.optimizer == optimizer]
-        for _ in range(ends[-1] if ends else 0):
-            self._kept.popleft()
+        kept = self._kept
+        for number in range(len(kept) - 1, 0, -1):
+            if kept[number].optimizer == optimizer:
+                for _ in range(number):
+                    kept.popleft()
+                return
 
     def counts_pass(self) -> bool:
         """A backward pass is over: is it noted? It is where not each is followed by an update."""
@@ -271,17 +282,18 @@ class Moments:
                 self.has_gradients[id(optimizer)] = bool(params) and params[0].grad is not None
 
     def _note(self, kind: Kind, frame: FrameType | None) -> Moment:
-        frames = list(user_frames(frame))
         self._noted += 1
         if not self._noted & (self._noted - 1):  # rarely, and more rarely as time goes on
-            found = list(_things_in(frames))
+            found = list(_things_in(user_frames(frame)))
             self._generators.add(thing for thing in found if is_generator_type(type(thing)))
             self._attributes.add(found)
         spots, names = [], []
-        for each in frames:
-            spots.append(Spot(id(each), each.f_code, each.f_lasti))
-            if (noted := _names_at(each.f_code, each.f_lasti)) is not None:
-                names.append((id(each), _values_in(each, *noted)))
+        for each in user_frames(frame):
+            number, code, lasti = id(each), each.f_code, each.f_lasti
+            spots.append(FrameSpot(number, code, lasti))
+            known = _known.get((id(code), lasti)) or _names_at(code, lasti)
+            if known[1] is not None:
+                names.append((number, _values_in(each, *known[1])))
         # Between an update and a batch no training happens, so buffers stay.
         newest = self.newest if kind == "delivered" else None
         buffers = self._buffers.keep() if newest is None else newest.buffers
@@ -338,20 +350,17 @@ _Names = tuple[frozenset[str], frozenset[str]]
 _known: dict[tuple[int, int], tuple[CodeType, _Names | None]] = {}
 
 
-def _names_at(code: CodeType, lasti: int) -> _Names | None:
+def _names_at(code: CodeType, lasti: int) -> tuple[CodeType, _Names | None]:
     """The names that are noted of the loops around an instruction, and those of `for` with loops
     inside; None where there are none.
 
     A frame's line takes long to find, so it is looked for once.
     """
-    key = id(code), lasti
-    known = _known.get(key)
-    if known is None:
-        loops = loops_around(code, line_at(code, lasti))
-        noted = frozenset().union(*(loop.noted for loop in loops))
-        targets = frozenset().union(*(loop.given for loop in loops if loop.has_loops))
-        known = _known[key] = code, (noted, targets) if noted or targets else None
-    return known[1]
+    loops = loops_around(code, line_at(code, lasti))
+    noted = frozenset().union(*(loop.noted for loop in loops))
+    targets = frozenset().union(*(loop.given for loop in loops if loop.has_loops))
+    known = _known[id(code), lasti] = code, (noted, targets) if noted or targets else None
+    return known
 
 
 _COUNTS = frozenset([int, str, float, bool])

@@ -22,7 +22,7 @@ import time
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -70,19 +70,24 @@ class ReplayEnded(BaseException):
 
 @contextlib.contextmanager
 def protected(
-    frames: Iterable[FrameType], *, is_last: bool = False, is_apart: bool = False
+    frames: Iterable[FrameType],
+    *,
+    taken: Mapping[int, Any] | None = None,
+    is_last: bool = False,
+    is_apart: bool = False,
 ) -> Iterator[None]:
     """Run the block and put everything back; `frames` are those whose variables it may change.
 
     ReplayEnded leaves the block where it would change a file or talk to anybody else, and, unless
-    it `is_last`, so that nothing follows, where it would move a generator on. If it `is_apart`,
-    this rank runs it without the others: what they would add up stays as it is here.
+    it `is_last`, so that nothing follows, where it would move a generator on; those in `taken`, by
+    their numbers, give what they gave before, once. If it `is_apart`, this rank runs it without
+    the others: what they would add up stays as it is here.
     """
     kept = _Kept(list(frames))
     try:
         with contextlib.ExitStack() as all_of_them:
             all_of_them.enter_context(_silence())
-            all_of_them.enter_context(_no_effects(is_last=is_last))
+            all_of_them.enter_context(_no_effects(taken=dict(taken or {}), is_last=is_last))
             if is_apart:
                 all_of_them.enter_context(_apart_from_ranks())
             all_of_them.enter_context(UndoLog(is_apart=is_apart))
@@ -437,7 +442,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _no_effects(*, is_last: bool) -> Iterator[None]:
+def _no_effects(*, taken: dict[int, Any], is_last: bool) -> Iterator[None]:
     """Let what the block writes go nowhere, and end it before it sends or starts anything.
 
     Only this thread is concerned; others go on as they were.
@@ -461,11 +466,11 @@ def _no_effects(*, is_last: bool) -> Iterator[None]:
             *((owner, name, _refuse) for owner, name in _SENDERS),
             *((owner, "open", functools.partial(_open_for_reading, opens)) for owner in _OPENERS),
         ]
-        if not is_last:
-            # Where a generator stands cannot be put back.
-            found = living(types.GeneratorType)
-            old = {id(each) for each in found if kind_of(each.gi_code) == USER}
-            others.append((builtins, "next", functools.partial(_next_of_new, next, old)))
+        # Where a generator stands cannot be put back.
+        found = () if is_last else living(types.GeneratorType)
+        old = {id(each) for each in found if kind_of(each.gi_code) == USER}
+        if old or taken:
+            others.append((builtins, "next", functools.partial(_next_again, next, old, taken)))
         for owner, name, other in others:
             original = getattr(owner, name)
             setattr(owner, name, instead_of(original, other))
@@ -498,7 +503,11 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     raise ReplayEnded("it talks to somebody else")
 
 
-def _next_of_new(original: Any, old: set[int], iterator: Any, *default: Any) -> Any:
+def _next_again(
+    original: Any, old: set[int], taken: dict[int, Any], iterator: Any, *default: Any
+) -> Any:
+    if id(iterator) in taken:
+        return taken.pop(id(iterator))
     if id(iterator) in old and not is_forwarding(iterator.gi_code):
         raise ReplayEnded("it takes from a generator, which cannot be put back")
     return original(iterator, *default)

@@ -1,4 +1,4 @@
-"""What a `for` statement gave its variables in the turn that is under way.
+"""What `for` and `next` gave the variables of a loop in the turn that is under way.
 
 The body may have assigned something else to them since.
 """
@@ -6,7 +6,7 @@ The body may have assigned something else to them since.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, GeneratorType
 from typing import Any
 
@@ -153,6 +153,70 @@ def _bound(target: ast.expr, item: Any) -> dict[str, Any]:
     for part, value in zip(parts, item, strict=True):
         found |= _bound(part, value)
     return found
+
+
+def taken_in(loop: Loop, frame: FrameType, *, since: int, until: int | None) -> dict[int, Any]:
+    """What `next(generator)` has given in this turn, by the number of the generator.
+
+    Only where it was asked once between these lines, by a statement of its own.
+    """
+    variables = variables_of(frame)
+    found: dict[int, list[tuple[GeneratorType[Any, Any, Any], ast.expr]]] = {}
+    body = loop.node.body
+    for statement in _plain_statements(body):
+        is_past = statement.lineno >= since and (until is None or _end(statement) < until)
+        asked = _asked(statement) if is_past else None
+        if asked is not None:
+            target, source = asked
+            generator = _value_of(source, frame.f_globals, variables)
+            if isinstance(generator, GeneratorType):
+                found.setdefault(id(generator), []).append((generator, target))
+    taken: dict[int, Any] = {}
+    for number, asks in found.items():
+        if len(asks) == 1:
+            generator, target = asks[0]
+            value = _yielded([generator])
+            if value is _NOWHERE:
+                value = _still_bound(target, body, variables)
+            if value is not _NOWHERE:
+                taken[number] = value
+    return taken
+
+
+def _plain_statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run once in each turn."""
+    for statement in body:
+        if isinstance(statement, (ast.With, ast.AsyncWith)):
+            yield from _plain_statements(statement.body)
+        else:
+            yield statement
+
+
+def _asked(statement: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
+    """Target and generator of `x = next(generator)`."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    is_next = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "next"
+    if not isinstance(statement, ast.Assign) or not isinstance(value, ast.Call) or not is_next:
+        return None
+    return (statement.targets[0], value.args[0]) if len(statement.targets) == 1 else None
+
+
+def _still_bound(target: ast.expr, body: Sequence[ast.stmt], variables: Mapping[str, Any]) -> Any:
+    """What the target was given, if nothing else in the body assigns to its names."""
+    parts = [target] if isinstance(target, ast.Name) else getattr(target, "elts", [])
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
+    nodes = [node for each in body for node in ast.walk(each) if isinstance(node, ast.Name)]
+    stores = [node.id for node in nodes if isinstance(node.ctx, ast.Store)]
+    is_known = len(names) == len(parts) and all(name in variables for name in names)
+    if not names or not is_known or any(stores.count(name) != 1 for name in names):
+        return _NOWHERE
+    if isinstance(target, ast.Name):
+        return variables[target.id]
+    return tuple(variables[name] for name in names)
+
+
+def _end(statement: ast.stmt) -> int:
+    return statement.end_lineno or statement.lineno
 
 
 def replaced_in(value: Any, batch: Any, other: Any) -> Any:

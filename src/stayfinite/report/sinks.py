@@ -1,10 +1,11 @@
-"""Who is told of an incident: callables, and the trackers that run in this process."""
+"""Who is told of incidents and forecasts: callables, and the trackers that run in this process."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 from stayfinite.records import Forecast, Incident, TensorSummary
 from stayfinite.safely import Safely, beside_bars
-from stayfinite.text import on_rank, source_line, what_was_done
+from stayfinite.text import forecast_words, on_rank, source_line, what_was_done
 
 logger = logging.getLogger("stayfinite")
 Sink = Callable[[Incident], None]
@@ -29,12 +30,12 @@ _TRACKERS = {
 _failed: set[str] = set()
 
 
-def told_to(sinks: Iterable[Sink] | None) -> Sink:
-    """Tells all of them; without any, the terminal and the trackers that are running.
+def told_to(sinks: Iterable[Sink] | None, *more: Sink) -> Sink:
+    """Tells all of them; without any, the terminal and the trackers that are running; and `more`.
 
     One that fails does not keep the others from being told, and is logged once.
     """
-    chosen = [terminal(), tell_trackers] if sinks is None else list(sinks)
+    chosen = [*(_unasked() if sinks is None else sinks), *more]
     message = "a sink failed; it is told of later incidents all the same"
     safely = [Safely(message) for _ in chosen]
 
@@ -51,10 +52,10 @@ def told_to(sinks: Iterable[Sink] | None) -> Sink:
 def forecasts_told_to(sinks: Iterable[Any] | None, *more: Any) -> Callable[[Forecast], None]:
     """Tells the same sinks, and `more`, of forecasts: those that have a method `on_forecast`.
 
-    Without any sinks, the terminal gets one line.
+    Without any sinks, the terminal and the trackers that are running.
     """
-    heard = [getattr(sink, "on_forecast", None) for sink in (*more, *(sinks or ()))]
-    chosen = [*heard, print_forecast if sinks is None else None]
+    told = (*more, *(_unasked() if sinks is None else sinks))
+    chosen = [getattr(sink, "on_forecast", None) for sink in told]
     message = "a sink failed; it is told of later forecasts all the same"
     safely = [(hear, Safely(message)) for hear in chosen if hear is not None]
 
@@ -68,20 +69,24 @@ def forecasts_told_to(sinks: Iterable[Any] | None, *more: Any) -> Callable[[Fore
     return tell
 
 
-def print_forecast(forecast: Forecast) -> None:
-    """One line on stderr."""
-    with beside_bars():
-        print(f"stayfinite: step {forecast.step}: {forecast.message}", file=sys.stderr)
+def _unasked() -> list[Sink]:
+    """Who is told where nobody was chosen."""
+    return [terminal(), tell_trackers]
 
 
-def terminal() -> Sink:
-    """Prints reports to stderr; one line where cause and place are those of an earlier one."""
-    seen: set[object] = set()
+class TerminalSink:
+    """Prints to stderr: a report for an incident, one line for a forecast.
 
-    def tell(incident: Incident) -> None:
+    One line also for an incident whose cause and place are those of an earlier one.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[object] = set()
+
+    def __call__(self, incident: Incident) -> None:
         is_known = incident.diagnosis is not None and incident.origin is not None
         with beside_bars():
-            if is_known and incident.fingerprint in seen:
+            if is_known and incident.fingerprint in self._seen:
                 print(_again(incident), file=sys.stderr)
                 return
             with unchanged_random():
@@ -89,9 +94,24 @@ def terminal() -> Sink:
 
                 show(incident)
         if is_known:
-            seen.add(incident.fingerprint)
+            self._seen.add(incident.fingerprint)
 
-    return tell
+    def on_forecast(self, forecast: Forecast) -> None:
+        print_forecast(forecast)
+
+
+def terminal() -> TerminalSink:
+    return TerminalSink()
+
+
+def print_forecast(forecast: Forecast) -> None:
+    """One line on stderr; what was done stands behind it."""
+    done = forecast.outcome
+    did = f"; {': '.join(filter(None, (done.strategy, done.detail)))}" if done is not None else ""
+    rank = f", rank {forecast.rank}" if forecast.rank > 0 else ""
+    with beside_bars():
+        line = f"stayfinite: step {forecast.step}{rank}: {forecast_words(forecast)}{did}"
+        print(line, file=sys.stderr)
 
 
 @contextmanager
@@ -113,18 +133,40 @@ def _again(incident: Incident) -> str:
     return f"stayfinite: {where}: {cause} again{at}{done}"
 
 
-def tell_trackers(incident: Incident) -> None:
-    """Tell every tracker that the script has set up itself; a failure of one is logged once."""
-    for name, ours in _TRACKERS.items():
-        if name not in sys.modules or ours in _failed:
-            continue
-        try:
-            sink = importlib.import_module(f"stayfinite.integrations.{ours}").running()
-            if sink is not None:
-                sink(incident)
-        except Exception:
-            _failed.add(ours)
-            logger.exception("%s could not be told of an incident; no more of them", name)
+class TrackersSink:
+    """Tells every tracker that the script has set up itself; a failure of one is logged once."""
+
+    def __call__(self, incident: Incident) -> None:
+        self._tell(lambda sink: sink(incident))
+
+    def on_forecast(self, forecast: Forecast) -> None:
+        self._tell(lambda sink: sink.on_forecast(forecast))
+
+    def _tell(self, say: Callable[[Any], None]) -> None:
+        for name, ours in _TRACKERS.items():
+            if name not in sys.modules or ours in _failed:
+                continue
+            try:
+                sink = importlib.import_module(f"stayfinite.integrations.{ours}").running()
+                if sink is not None:
+                    say(sink)
+            except Exception:
+                _failed.add(ours)
+                logger.exception("%s could not be told of an incident; no more of them", name)
+
+
+tell_trackers = TrackersSink()
+
+
+def rank_here() -> int:
+    """This process's rank: torch's if it is in a group, else the launcher's, else 0."""
+    if "torch.distributed" in sys.modules:
+        from stayfinite import distributed
+
+        if distributed.world_size() > 1:
+            return distributed.rank()
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdigit() else 0
 
 
 def guilty_tensor(incident: Incident) -> TensorSummary | None:

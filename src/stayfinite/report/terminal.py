@@ -17,7 +17,7 @@ from rich.text import Text
 
 from stayfinite import text as wording
 from stayfinite.records import REPEATED, REPEATS, Diagnosis, Incident, Origin, TensorSummary
-from stayfinite.report.excerpt import excerpt
+from stayfinite.report.incident_view import excerpt
 from stayfinite.text import BRIEF, FULL, plain, remark
 
 WIDTH = 100  # where there is no terminal to ask
@@ -104,39 +104,39 @@ class _Report:
         kept = [line for size, part in zip(sizes, parts, strict=True) for line in part.lines[:size]]
         return [*kept, *layout.row("more", "shortened; --verbose shows all")[:1]]
 
-    def _parts(self, layout: _Layout) -> Iterator[_Part]:
+    def _parts(self, layout: _Layout) -> Iterator[_Section]:
         """From top to bottom."""
         incident, origin, diagnosis = self.incident, self.incident.origin, self.incident.diagnosis
         title = f"error[{plain(diagnosis.cause)}]" if diagnosis else "error"
         head = Text.assemble((title, "bold red"), (f": {wording.headline(incident)}", "bold"))
-        yield _Part(layout.wrap(head, layout.width), least=2)
+        yield _Section(layout.wrap(head, layout.width), least=2)
         arrow = Text.assemble((" " * (layout.margin - 1) + "--> ", "blue"))
-        yield _Part(layout.hang(arrow, Text(wording.spot(origin))), least=2)
+        yield _Section(layout.hang(arrow, Text(wording.spot(origin))), least=2)
         if origin is not None:
             yield self._source(layout, origin)
             yield self._tensors(layout, origin)
-            yield _Part(layout.row("op", wording.full_op(origin)))
+            yield _Section(layout.row("op", wording.full_op(origin)))
         if diagnosis is not None:
             yield from self._advice(layout, diagnosis)
         hops = origin.lineage if origin is not None and self.verbose else ()
         path = [wording.hop_words(hop, first=at == 0) for at, hop in enumerate(hops)]
-        yield _Part(layout.rows("path", path if self.verbose else [wording.way(incident)]))
+        yield _Section(layout.rows("path", path if self.verbose else [wording.way(incident)]))
         if origin is not None and not origin.exact:
-            yield _Part(layout.row("note", wording.INFERRED))
+            yield _Section(layout.row("note", wording.INFERRED))
         if diagnosis is not None:
             seen = diagnosis.evidence[:-1] if diagnosis.patch else diagnosis.evidence
             if not self.verbose:
                 seen = tuple(t for t in seen if t not in (REPEATS, REPEATED))[:_MOST_EVIDENCE]
-            yield _Part(layout.rows("seen", list(map(plain, seen))), least=0)
+            yield _Section(layout.rows("seen", list(map(plain, seen))), least=0)
         bad = [report for report in incident.reports if report.has_nan and self.verbose]
         texts = [f"{wording.KINDS[report.nan_type]} in {wording.place(report)}" for report in bad]
-        yield _Part(layout.rows("bad", texts), least=0)
+        yield _Section(layout.rows("bad", texts), least=0)
         if incident.outcome is not None:
-            yield _Part(layout.row("done", plain(wording.what_was_done(incident))))
+            yield _Section(layout.row("done", plain(wording.what_was_done(incident))))
         if diagnosis is not None:
-            yield _Part(layout.row("see", f"stayfinite cause {plain(diagnosis.cause)}", "cyan"))
+            yield _Section(layout.row("see", f"stayfinite cause {plain(diagnosis.cause)}", "cyan"))
 
-    def _source(self, layout: _Layout, origin: Origin) -> _Part:
+    def _source(self, layout: _Layout, origin: Origin) -> _Section:
         """The guilty lines, with what happened beside the marks if there is room, else below."""
         label, edge = Text(wording.birth(self.incident, origin), style="red"), layout.gutter()
         shown = excerpt(origin, folder=self.folder, width=layout.width - layout.margin - 3)
@@ -147,15 +147,15 @@ class _Report:
                 marks = " " * (source.start + 1) + "^" * (source.end - source.start)
                 lines.append(layout.gutter().append(marks, style="bold red"))
         if not lines and not origin.op:
-            return _Part([edge])
+            return _Section([edge])
         is_marked = bool(shown) and shown[-1].start < shown[-1].end
         if is_marked and lines[-1].cell_len + 1 + label.cell_len <= layout.width:
             lines[-1].append(" ").append(label)
         else:
             lines += layout.hang(layout.gutter().append(" "), label)
-        return _Part([edge, *lines, edge], least=len(lines) + 1 if shown else 1)
+        return _Section([edge, *lines, edge], least=len(lines) + 1 if shown else 1)
 
-    def _tensors(self, layout: _Layout, origin: Origin) -> _Part:
+    def _tensors(self, layout: _Layout, origin: Origin) -> _Section:
         """The inputs; the outputs too if verbose, or if there are no inputs."""
         if origin.inputs:
             found = _table("input", origin.inputs, self.verbose)
@@ -165,21 +165,23 @@ class _Report:
         lines = [layout.gutter().append(" ").append(each) for each in found]
         for line in lines:
             line.truncate(layout.width, overflow="ellipsis")
-        return _Part([*lines, layout.gutter()] if lines else [], least=2)
+        return _Section([*lines, layout.gutter()] if lines else [], least=2)
 
-    def _advice(self, layout: _Layout, diagnosis: Diagnosis) -> Iterator[_Part]:
+    def _advice(self, layout: _Layout, diagnosis: Diagnosis) -> Iterator[_Section]:
         """Why, what to change, and what came of the change when it was tried."""
         sure = wording.CONFIDENCE[diagnosis.confidence]
-        yield _Part(layout.row("why", Text.assemble((f"({sure}) ", "bold"), plain(diagnosis.why))))
+        yield _Section(
+            layout.row("why", Text.assemble((f"({sure}) ", "bold"), plain(diagnosis.why)))
+        )
         patch = (diagnosis.patch or "").split("\n")
         fix = plain(diagnosis.fix) or ("apply this change" if diagnosis.patch else "")
         lines = layout.row("fix", fix, "green")
-        yield _Part(lines, least=min(len(lines), 3))
+        yield _Section(lines, least=min(len(lines), 3))
         shown = list(filter(None, patch)) if self.verbose else _changed_lines(patch)
         lines = [layout.long_row(line) for line in shown]
-        yield _Part(lines, least=min(len(lines), _MOST_CHANGED))
+        yield _Section(lines, least=min(len(lines), _MOST_CHANGED))
         if diagnosis.patch and diagnosis.evidence:
-            yield _Part(layout.row("test", plain(diagnosis.evidence[-1]), "green"))
+            yield _Section(layout.row("test", plain(diagnosis.evidence[-1]), "green"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +207,14 @@ class _Proof:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Section:
     """Some lines of the report, of which the first `least` are always shown."""
 
     lines: Lines
     least: int = 1
 
 
-def _shrunk_sizes(parts: list[_Part]) -> list[int]:
+def _shrunk_sizes(parts: list[_Section]) -> list[int]:
     """The part with most to give loses a line, until LIMIT less the closing row is reached."""
     sizes = [len(part.lines) for part in parts]
     while sum(sizes) >= LIMIT:

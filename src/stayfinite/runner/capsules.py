@@ -18,7 +18,7 @@ from stayfinite.runner.case import (
     GRACE,
     TRACE_ALL,
     Case,
-    Replayed,
+    OtherRun,
     is_exact,
     last_lines,
     run_child,
@@ -193,7 +193,7 @@ ORDER = "STAYFINITE_CAPSULE"
 _RESULT = "replayed.json"
 
 
-def replay(capsule: Capsule, path: Path, *, seconds: float) -> Replayed:
+def replay(capsule: Capsule, path: Path, *, seconds: float) -> OtherRun:
     """Run the script of the capsule, which must be trusted; it is ended after so many seconds."""
     is_step = capsule.code.kind == "step"
     if not capsule.sources or not capsule.code.command:
@@ -216,9 +216,9 @@ def replay(capsule: Capsule, path: Path, *, seconds: float) -> Replayed:
             found = first_incident(load_records(scene.plan.folder))
             incident, is_told = (found[1] if found else None), found is not None or code == 0
         if is_told:
-            return Replayed(incident=incident)
+            return OtherRun(incident=incident)
         how = f"ended with exit code {code}" if code is not None and code >= 0 else "was ended"
-        return Replayed(
+        return OtherRun(
             problem=f"the script {how} before it got there:", tail=last_lines(scene.plan)
         )
 

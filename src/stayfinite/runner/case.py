@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stayfinite.budget import Budget
 from stayfinite.errors import SandboxError
+from stayfinite.explain.experiments import Budget
 from stayfinite.records import Incident, RunResult
 from stayfinite.runner.options import Scene
 from stayfinite.runner.plan import (
@@ -132,7 +132,7 @@ def why_not_again(case: Case) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed:
+class OtherRun:
     """What another run saw; `problem` and its last lines say why it did not get there."""
 
     incident: Incident | None = None

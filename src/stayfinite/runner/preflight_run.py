@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stayfinite.errors import ConfigError, TrainingAbortedError
-from stayfinite.prevent.risks import Risk, said_once
+from stayfinite.prevent.risks import Risk, worst_of_each
 from stayfinite.records import from_json, to_json
 from stayfinite.runner.case import refusal, why_unheld
 from stayfinite.runner.options import option
@@ -110,7 +110,7 @@ def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
     verdict: Verdict = "risks" if any(risk.is_warning for risk in risks) else "clean"
     if (code and not stopped) or not steps:
         verdict = "script-error"
-    findings = Findings(exit=verdict, steps=steps, risks=tuple(said_once(risks)))
+    findings = Findings(exit=verdict, steps=steps, risks=tuple(worst_of_each(risks)))
     _write(findings, options)
     show(findings.risks, everything=options.verbose)
     say(_last_line(findings, code, stopped, refusal(records)))

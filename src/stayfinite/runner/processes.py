@@ -17,6 +17,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from stayfinite.records import Incident
+from stayfinite.report.sinks import rank_here as rank
 from stayfinite.runner.imports import after_import
 from stayfinite.runner.plan import (
     ROOT,
@@ -35,7 +36,7 @@ from stayfinite.runner.script import (
     without_our_frames,
 )
 from stayfinite.runner.verdict import signal_name
-from stayfinite.runner.watcher import Watch, end_peers, is_consequence, rank, watch_group
+from stayfinite.runner.watcher import Watch, end_peers, is_consequence, watch_group
 from stayfinite.safely import say, step_aside
 from stayfinite.text import one_line
 

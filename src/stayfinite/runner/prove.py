@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from stayfinite.errors import SandboxError
-from stayfinite.explain.proof import IN_PLACE, Trial, evidence_of, is_proven
+from stayfinite.explain.experiments import IN_PLACE, Trial, evidence_of, is_proven
 from stayfinite.patch.candidates import patches_for
 from stayfinite.patch.edit import Patch
 from stayfinite.records import Incident

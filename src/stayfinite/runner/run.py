@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stayfinite.budget import Budget
 from stayfinite.errors import ConfigError, SandboxError
+from stayfinite.explain.experiments import Budget
 from stayfinite.records import Exit, Incident, RunResult, to_json
+from stayfinite.report.sinks import rank_here as rank
 from stayfinite.report.store.writer import RESULT
 from stayfinite.runner import processes, sandbox, script
 from stayfinite.runner.capsules import ORDER, run_ordered, wish_of
@@ -37,7 +38,7 @@ from stayfinite.runner.plan import (
 from stayfinite.runner.processes import exit_code, tell_once, watch_children
 from stayfinite.runner.script import INCIDENT_CODE, Ending, Target
 from stayfinite.runner.verdict import judge, last_line
-from stayfinite.runner.watcher import Watch, is_consequence, rank, run_folder
+from stayfinite.runner.watcher import Watch, is_consequence, run_folder
 from stayfinite.safely import beside_bars, say, step_aside
 from stayfinite.text import one_line
 

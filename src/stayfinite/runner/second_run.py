@@ -8,14 +8,14 @@ import sys
 import time
 
 from stayfinite.errors import SandboxError
-from stayfinite.explain.proof import alike
+from stayfinite.explain.experiments import alike
 from stayfinite.records import REPEATS, Diagnosis, Incident
 from stayfinite.runner.case import (
     GRACE,
     LONGEST,
     TRACE_ALL,
     Case,
-    Replayed,
+    OtherRun,
     is_exact,
     last_lines,
     refusal,
@@ -56,7 +56,7 @@ def look_again(case: Case) -> Case:
     is_undone = scene.plan.guard.on_nan == "recover" and (
         done is None or done.strategy not in ("warn", "none")
     )
-    again: Replayed | None = None
+    again: OtherRun | None = None
     if reached >= TRACE_ALL:
         plan = case.plan_for(
             "second", "armed", is_undone=is_undone, trace="armed", arm_at=record.arm_at
@@ -73,7 +73,7 @@ def look_again(case: Case) -> Case:
     )
 
 
-def run_again(scene: Scene, plan: Plan, *, seconds: float) -> Replayed:
+def run_again(scene: Scene, plan: Plan, *, seconds: float) -> OtherRun:
     """Run the scene's target under the plan; `seconds` is what the first run took."""
     limit, began = max(SHORTEST_LIMIT, SLOWDOWN * seconds), time.monotonic()
     took = f"first run: {seconds:.0f} s"
@@ -81,23 +81,23 @@ def run_again(scene: Scene, plan: Plan, *, seconds: float) -> Replayed:
         with sign_of_life(f"running the script again, traced, to find the operation ({took})"):
             code = run_child(scene, plan, seconds=limit, grace=GRACE)
     except SandboxError as error:
-        return Replayed(problem=f"There was no second run: {error}")
+        return OtherRun(problem=f"There was no second run: {error}")
     except KeyboardInterrupt:
-        return Replayed(incident=_first_seen(plan), problem="The second run was interrupted.")
+        return OtherRun(incident=_first_seen(plan), problem="The second run was interrupted.")
     found = _first_seen(plan)
     refused = refusal(load_records(plan.folder))
     passed = time.monotonic() - began
     if code is None:
         problem = f"The second run was ended after {passed:.0f} seconds; its last lines:"
     elif found is None and refused is not None:
-        return Replayed(
+        return OtherRun(
             problem=f"The second run was ended before it got there, because it {refused}."
         )
     elif found is None and code not in (0, 3):
         problem = f"The second run failed with exit code {code}; its last lines:"
     else:
-        return Replayed(incident=found)
-    return Replayed(incident=found, problem=problem, tail=last_lines(plan))
+        return OtherRun(incident=found)
+    return OtherRun(incident=found, problem=problem, tail=last_lines(plan))
 
 
 def _first_seen(plan: Plan) -> Incident | None:
@@ -126,7 +126,7 @@ def _without(case: Case, first: Incident, reason: str) -> Case:
     return case.with_notes(f"{reason} To find {what}: {command}")
 
 
-def _judge(case: Case, before: Incident, again: Replayed) -> tuple[Incident, list[str]]:
+def _judge(case: Case, before: Incident, again: OtherRun) -> tuple[Incident, list[str]]:
     second = again.incident
     if second is not None and is_same(before, second):
         return confirmed(before, second), []

@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stayfinite.errors import ConfigError, PackageError, PeerLostError
 from stayfinite.records import Aftermath, Forecast, Incident, RunResult
-from stayfinite.report.sinks import print_forecast
+from stayfinite.report.sinks import print_forecast, tell_trackers
+from stayfinite.report.sinks import rank_here as rank
 from stayfinite.report.store.writer import RunInfo, StoreWriter, new_run_folder, run_info
 from stayfinite.runner.capsules import keep_capsule
 from stayfinite.runner.imports import after_import
@@ -41,7 +42,7 @@ from stayfinite.safely import step_aside
 if TYPE_CHECKING:
     from stayfinite.detect.hooks import Attachment
     from stayfinite.guard import Guard
-    from stayfinite.guard.discover import Post
+    from stayfinite.guard.discover import ProcessGuard
     from stayfinite.guard.read_values import ValuesRead
     from stayfinite.guard.recorder import Recorder
 
@@ -74,7 +75,7 @@ class Watch:
     def __init__(self, plan: Plan, *, key: str) -> None:
         self.plan, self.key = plan, key
         self.pid = os.getpid()
-        self.post: Post | None = None  # of the guard; set by the reporter
+        self.process_guard: ProcessGuard | None = None  # of the guard; set by the reporter
         self.listeners: list[Listener] = []
         self.on_located: Callable[[Incident], None] | None = None  # before anything is proven
         self.is_muted = False
@@ -132,7 +133,7 @@ class Watch:
     @property
     def guard(self) -> Guard | None:
         """Who watches here now; None before torch is there."""
-        return None if self.post is None else self.post.guard
+        return None if self.process_guard is None else self.process_guard.guard
 
     @property
     def has_stopped(self) -> bool:
@@ -254,7 +255,7 @@ class IncidentReporter:
         was_on = gc.isenabled()
         gc.disable()  # what is imported here stays: no need to walk torch's objects for it
         try:
-            post = open_post(
+            process_guard = open_process_guard(
                 self._watch,
                 on_incident=self._tell,
                 on_step=self._stepped,
@@ -269,22 +270,17 @@ class IncidentReporter:
         if self._watch.plan.repeat is None:  # else nothing is to be replayed: the tracer is on
             self._watch_numbers()
             join_frameworks()
-        return post.close
+        return process_guard.close
 
     def _watch_numbers(self) -> None:
-        from stayfinite.detect.hooks import together, watch_numbers
+        from stayfinite.detect.hooks import watch_numbers
         from stayfinite.guard.read_values import ValuesRead
 
         watch = self._watch
         self._read = ValuesRead(
             steps=lambda: watch.guard.steps if watch.guard else 0, folder=watch.plan.guard.folder
         )
-        read = watch_numbers(self._read.saw)
-        self._numbers = together(read, watch_numbers(self._saw_number))
-
-    def _saw_number(self, tensor: Any, value: float, frame: FrameType) -> None:
-        if (guard := self._watch.guard) is not None:
-            guard.saw_number(tensor, value, frame)
+        self._numbers = watch_numbers(self._read.saw)
 
     def _record(self) -> None:
         with step_aside("recording the run"):
@@ -317,6 +313,9 @@ class IncidentReporter:
                 self._recorder.heard(incident)
         with step_aside("keeping a capsule"):
             keep_capsule(watch, incident)
+        if watch.plan.repeat is None:  # a run of ours tells nobody else
+            with step_aside("telling the trackers"):
+                tell_trackers(incident)
         for listen in watch.listeners:
             with step_aside("telling of the incident"):
                 listen(watch, incident)
@@ -341,24 +340,26 @@ class IncidentReporter:
         """It is noted."""
 
     def end(self) -> None:
-        watch, post = self._watch, self._watch.post
-        is_heard = post is not None and not watch.is_muted
-        if post is not None and is_heard and watch.plan.repeat is None:
+        watch, process_guard = self._watch, self._watch.process_guard
+        is_heard = process_guard is not None and not watch.is_muted
+        if process_guard is not None and is_heard and watch.plan.repeat is None:
             with step_aside("looking at the end"):
                 from torch import nn
 
                 # The modules in the script's own variables; those in functions are gone.
                 left = dict(vars(sys.modules["__main__"]))
-                post.guard.end({k: v for k, v in left.items() if issubclass(type(v), nn.Module)})
+                process_guard.guard.end(
+                    {k: v for k, v in left.items() if issubclass(type(v), nn.Module)}
+                )
                 read = () if self._read is None else self._read.told()
-                watch.aftermath = dataclasses.replace(post.guard.aftermath(), read=read)
+                watch.aftermath = dataclasses.replace(process_guard.guard.aftermath(), read=read)
         with step_aside("closing the guard"):
             if self._numbers is not None:
                 self._numbers.remove()
-            if post is not None and is_heard:
-                post.close()
+            if process_guard is not None and is_heard:
+                process_guard.close()
                 if self._recorder is not None:
-                    self._recorder.end(is_finite=not post.guard.incidents)
+                    self._recorder.end(is_finite=not process_guard.guard.incidents)
 
     def after_fork(self) -> bool:
         if self._read is not None:
@@ -369,13 +370,15 @@ class IncidentReporter:
         return True
 
 
-def open_post(watch: Watch, *, on_incident: Callable[[Incident], None], **told: Any) -> Post:
+def open_process_guard(
+    watch: Watch, *, on_incident: Callable[[Incident], None], **told: Any
+) -> ProcessGuard:
     """Have a guard, or whoever a framework lends in its place, watch this process.
 
     `told` are those whom its past tells of more than incidents.
     """
     from stayfinite.guard import Guard
-    from stayfinite.guard.discover import Post, recover_everything
+    from stayfinite.guard.discover import ProcessGuard, recover_everything
     from stayfinite.guard.guard import GuardPast
 
     def attach(guard: Guard) -> None:
@@ -389,19 +392,8 @@ def open_post(watch: Watch, *, on_incident: Callable[[Incident], None], **told: 
         guard.past.forecaster = Forecaster()
     if watch.plan.capsule is not None:
         guard.keep_operations()
-    watch.post = Post(guard, attach)
-    return watch.post
-
-
-def rank() -> int:
-    """This process's rank: torch's if it is in a group, else the launcher's, else 0."""
-    if "torch.distributed" in sys.modules:
-        from stayfinite import distributed
-
-        if distributed.world_size() > 1:
-            return distributed.rank()
-    value = os.environ.get("RANK", "")
-    return int(value) if value.isdigit() else 0
+    watch.process_guard = ProcessGuard(guard, attach)
+    return watch.process_guard
 
 
 GRACE = 1.0  # seconds in which the other ranks may still find out by themselves

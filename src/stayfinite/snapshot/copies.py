@@ -506,7 +506,7 @@ def side_by_side(values: Sequence[Tensor]) -> list[Tensor]:
     return [part[: value.numel()].view(value.shape) for part, value in parts]
 
 
-class Run:
+class MemoryRun:
     """Neighbours in memory that hold the values of some tensors, or of a part of one."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -526,7 +526,7 @@ class Run:
         torch._foreach_copy_(self._targets, sources)  # one call; copy_ would be one for each
 
 
-def runs_of(memories: Iterable[tuple[int, Tensor]]) -> list[Run]:
+def runs_of(memories: Iterable[tuple[int, Tensor]]) -> list[MemoryRun]:
     """Runs over the memory of numbered tensors, none much longer than `RUN` elements."""
 
     def place(pair: tuple[int, Tensor]) -> tuple[int, int]:
@@ -547,4 +547,4 @@ def runs_of(memories: Iterable[tuple[int, Tensor]]) -> list[Run]:
             runs[-1].append((number, memory, part))
             start, left = start + length, left - length
             end = storage, start
-    return [Run(parts) for parts in runs]
+    return [MemoryRun(parts) for parts in runs]

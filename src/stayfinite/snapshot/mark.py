@@ -30,7 +30,7 @@ from stayfinite.snapshot.copies import (
 from stayfinite.snapshot.rng import global_cells
 from stayfinite.snapshot.walk import (
     Census,
-    Members,
+    SnapshotMembers,
     add_attributes,
     add_buffers,
     add_object,
@@ -65,7 +65,7 @@ class Marker:
     thing than before; param groups, schedulers and scaler are walked each time.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: SnapshotMembers) -> None:
         self._members = members
         self._rated: list[Tensor] = []
         self._tensors, self._gradients = TensorWatch([]), GradientWatch([])

@@ -36,7 +36,7 @@ from stayfinite.training import params_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Members:
+class SnapshotMembers:
     """The members of one training job."""
 
     models: tuple[nn.Module, ...] = ()
@@ -77,10 +77,10 @@ def _numbered(name: str, owners: tuple[Any, ...]) -> Iterable[tuple[str, Any]]:
 
 def members_of(
     model: Any, optimizer: Any, scheduler: Any, scaler: Any, ema: Any, loader: Any, generators: Any
-) -> Members:
+) -> SnapshotMembers:
     """Members from what people pass: one of a kind, a sequence, or None."""
     is_one_average = isinstance(ema, (list, tuple)) and any(isinstance(t, Tensor) for t in ema)
-    return Members(
+    return SnapshotMembers(
         models=_several(model, nn.Module, "model"),
         optimizers=_several(optimizer, Optimizer, "optimizer"),
         schedulers=_several(scheduler, object, "scheduler"),
@@ -111,6 +111,7 @@ PARTS = (
     *("scheduler", "scaler", "ema", "random", "loader"),
 )
 """What the state of training is made of; the first part that reaches a thing owns it."""
+WEIGHTS = ("parameters", "buffers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stayfinite.prevent.data.batch import Leaf
-from stayfinite.prevent.data.statistics import Extremes, Moments, RowSample, TensorStatistics
+from stayfinite.prevent.data.statistics import Extremes, RowSample, RunningMoments, TensorStatistics
 
 
 def blocks_of(rows: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -28,8 +28,8 @@ def normal(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
 
-def moments_of(rows: Tensor, sizes: list[int], *, is_whole: bool) -> Moments:
-    moments = Moments(rows.shape[1])
+def moments_of(rows: Tensor, sizes: list[int], *, is_whole: bool) -> RunningMoments:
+    moments = RunningMoments(rows.shape[1])
     for block in blocks_of(rows, sizes):
         moments.add(block, is_whole=is_whole)
     return moments

@@ -151,9 +151,9 @@ def test_arithmetic_of_intervals_holds_every_result(
         return
     slack = 1e-6 * max(1.0, abs(x), abs(y), abs(x * y))
     results = {
-        "sum": (b.added(a, b_), x + y),
-        "difference": (b.subtracted(a, b_), x - y),
-        "product": (b.multiplied(a, b_), x * y),
+        "sum": (b.sum_of(a, b_), x + y),
+        "difference": (b.difference_of(a, b_), x - y),
+        "product": (b.product_of(a, b_), x * y),
         "square": (b.even(a, lambda number: number * number), x * x),
         "magnitude": (b.even(a, abs), abs(x)),
         "larger": (b.larger(a, b_), max(x, y)),
@@ -165,8 +165,8 @@ def test_arithmetic_of_intervals_holds_every_result(
 
 
 def test_an_epsilon_that_the_type_cannot_hold_is_no_bound() -> None:
-    assert b.rounded(Bounds(1e-8, 1.0), torch.float16).low == 0
-    assert b.rounded(Bounds(1e-8, 1.0), torch.float32).low > 0
+    assert b.round_to(Bounds(1e-8, 1.0), torch.float16).low == 0
+    assert b.round_to(Bounds(1e-8, 1.0), torch.float32).low > 0
 
 
 def test_a_bound_knows_how_far_rounding_is_from_it() -> None:

@@ -10,7 +10,7 @@ from dashboards import Dashboard, serving
 from payloads import PAYLOADS, vicious_run
 from recorded_runs import record
 
-from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType
+from stayfinite.records import Diagnosis, Forecast, Incident, NaNReport, NaNType
 
 
 def incident(step: int, **fields: object) -> Incident:
@@ -21,10 +21,29 @@ def incident(step: int, **fields: object) -> Incident:
 
 @pytest.fixture(scope="session")
 def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    """Runs `d-first` (with an incident), `c-second`, `b-broken` and `a-vicious`, in this order."""
+    """Runs `d-first`, `c-second`, `b-broken` and `a-vicious`, in this order.
+
+    The first has an incident and a forecast.
+    """
     base = tmp_path_factory.mktemp("dashboard")
     runs = base / "runs"
-    record(runs / "d-first", steps=90, incidents=[incident(70)], scale=1024.0, terms=["box"])
+    soon = Forecast(
+        step=50,
+        signal="activation",
+        where="encoder.3.ffn",
+        dtype="float16",
+        steps_left=18,
+        steps_low=12,
+        steps_high=30,
+    )
+    record(
+        runs / "d-first",
+        steps=90,
+        incidents=[incident(70)],
+        forecasts=[soon],
+        scale=1024.0,
+        terms=["box"],
+    )
     record(runs / "c-second", steps=60, config={"on_nan": "stop"})
     record(runs / "b-broken", steps=20)
     with open(runs / "b-broken" / "rank-0.jsonl", "a", encoding="utf-8") as file:

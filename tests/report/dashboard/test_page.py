@@ -224,6 +224,28 @@ def test_page_fits_and_follows_the_scheme(
         assert viewer.page.get_attribute("html", "data-theme") == "light"
 
 
+WIDER = """[...document.querySelectorAll(".plot")]
+  .filter((plot) => plot.firstChild.offsetWidth > plot.clientWidth).length"""
+
+
+@pytest.mark.parametrize("width", [800, 1280, 1900])
+def test_charts_stay_in_their_places_and_words_stay_whole(
+    width: int, looked_at: Dashboard, chromium: Any
+) -> None:
+    size = {"width": width, "height": 900}
+    with viewing(chromium, looked_at, viewport=size) as viewer:
+        viewer.until_painted()
+        # The last of five has a row to itself, until a sixth comes beside it.
+        viewer.page.evaluate("window.sixth = document.querySelector('#charts > :nth-child(6)')")
+        viewer.page.evaluate("window.sixth.remove()")
+        viewer.page.click("#theme")  # they are drawn anew
+        viewer.page.evaluate("void document.querySelector('#charts').append(window.sixth)")
+        viewer.page.wait_for_timeout(300)
+        viewer.until(lambda: viewer.page.evaluate(WIDER) == 0, "charts in their places")
+        body = "document.querySelector('.incident-body').clientWidth"
+        assert viewer.page.evaluate(body) > 0.4 * min(width, 1100) - 120
+
+
 def test_thirty_payloads_stay_text(looked_at: Dashboard, chromium: Any) -> None:
     assert len(PAYLOADS) >= 30
     with viewing(chromium, looked_at) as viewer:
@@ -252,3 +274,30 @@ def test_thirty_payloads_stay_text(looked_at: Dashboard, chromium: Any) -> None:
 HANDLERS = """[...document.querySelectorAll("*")].flatMap((node) => [...node.attributes]
   .filter(({ name, value }) => name.startsWith("on") || /^\\s*javascript:/i.test(value))
   .map(({ name }) => name))"""
+
+
+OPACITY = """() => {
+  const canvas = document.querySelector("[data-measure=lr] canvas");
+  const over = document.querySelector("[data-measure=lr] .u-over").getBoundingClientRect();
+  const left = over.left - canvas.getBoundingClientRect().left;
+  const at = (step) => Math.round((left + over.width * (step / 89)) * devicePixelRatio);
+  const height = Math.round((over.height - 20) * devicePixelRatio);
+  const row = canvas.getContext("2d").getImageData(0, height, canvas.width, 1).data;
+  return [30, 75].map((step) => row[4 * at(step) + 3]);
+}"""
+
+
+def test_forecast_is_told_in_words_and_drawn_as_a_band(looked_at: Dashboard, chromium: Any) -> None:
+    with viewing(chromium, looked_at, color_scheme="light") as viewer:
+        viewer.until_painted()
+        viewer.until(lambda: viewer.page.locator("#forecasts li").count() == 1, "the forecast")
+        said = viewer.text("#forecasts")
+        assert "encoder.3.ffn overflows float16 in about 18 steps (12-30)" in said
+        assert "expected about step 68, between 62 and 80" in said
+        assert "next bad step: 70" in said
+        assert "where a forecast expects a value to overflow" in viewer.text("#key")
+        outside, inside = viewer.page.evaluate(OPACITY)
+        assert outside == 0
+        assert inside > 20
+        viewer.page.get_by_role("button", name="c-second").click()
+        viewer.until(lambda: not viewer.page.is_visible("#forecasts"), "no forecast")

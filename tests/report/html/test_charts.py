@@ -19,11 +19,11 @@ from stayfinite.report.html.charts import (
     doublings_left,
     heat_map,
     histogram,
+    lineage,
     round_numbers,
     short,
     timeline,
 )
-from stayfinite.report.html.lineage import lineage
 from stayfinite.report.store.reading import Sample, Series
 from stayfinite.report.store.writer import COLUMNS
 

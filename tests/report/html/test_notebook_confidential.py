@@ -10,7 +10,7 @@ import pytest
 from recorded_runs import record
 
 from stayfinite.records import Incident, Outcome
-from stayfinite.recover.advice import recommended
+from stayfinite.recover.advice import recommendations_of
 from stayfinite.report.html.notebook import scrub
 from stayfinite.report.html.page import page_of
 from stayfinite.report.store.reading import read_run
@@ -21,7 +21,7 @@ Incidents = dict[str, Incident]
 
 def hidden(path: Path) -> str:
     run = read_run(path)
-    return page_of(run, advice=recommended(run), with_source=False)
+    return page_of(run, advice=recommendations_of(run), with_source=False)
 
 
 def talkative(incident: Incident, folder: Path) -> Incident:

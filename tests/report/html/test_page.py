@@ -16,9 +16,10 @@ from recorded_runs import record
 
 import stayfinite
 from stayfinite.causes import CAUSES
-from stayfinite.records import Incident
-from stayfinite.recover.advice import recommended
+from stayfinite.records import Forecast, Incident
+from stayfinite.recover.advice import recommendations_of
 from stayfinite.report.html.page import page_of
+from stayfinite.report.run_summary import compare, summary_of
 from stayfinite.report.store.reading import read_run
 
 GOLDEN = Path(__file__).parent / "golden" / "small.html"
@@ -28,7 +29,7 @@ Incidents = dict[str, Incident]
 
 def page_at(path: Path, *, with_source: bool = True) -> str:
     run = read_run(path)
-    return page_of(run, advice=recommended(run), with_source=with_source)
+    return page_of(run, advice=recommendations_of(run), with_source=with_source)
 
 
 def text_of(page: str) -> str:
@@ -217,3 +218,32 @@ def test_ten_thousand_steps_are_quick_and_need_no_torch(
     assert done.returncode == 0, done.stderr
     # Half a second is promised; a machine that does other things too is given much more.
     assert float(done.stderr.split()[-1]) < 4.0
+
+
+def test_forecasts_are_bands_in_the_timeline_and_rows_of_a_table(
+    tmp_path: Path, script: str, incidents: Incidents
+) -> None:
+    bad = replace(incidents["forward"], step=40)
+    soon = Forecast(
+        step=20,
+        signal="activation",
+        where="encoder.<3>.ffn",
+        dtype="float16",
+        steps_left=18,
+        steps_low=10,
+        steps_high=30,
+    )
+    spike = Forecast(step=5, signal="loss_spike", where="loss", value=41.0, limit=6.2)
+    run = record(tmp_path / "run", incidents=[bad], forecasts=[soon, spike], script=script)
+    page, words = page_at(run), text_of(page_at(run))
+    assert "5 the loss jumped to 41, above its usual 6.2 40" in words
+    assert "20 encoder.<3>.ffn overflows float16 in about 18 steps (10-30) 40" in words
+    assert "expected between these steps" in words
+    # From step 30 to 50 of 0 to 59, in each of the plots.
+    assert page.count('class="sf-band" d="M508.5 0H847.5V100H508.5z"') >= 2
+    without = read_run(record(tmp_path / "without", incidents=[bad], script=script))
+    assert "sf-band" not in re.sub(r"<style>.*?</style>", "", page_of(without), flags=re.S)
+    told = summary_of(read_run(run)).forecasts
+    assert [(row.step, row.next_bad_step) for row in told] == [(5, 40), (20, 40)]
+    (line,) = [each for each in compare(read_run(run), without).lines if each.name == "forecasts"]
+    assert (line.before, line.after, line.better) == (2, 0, -1)

@@ -15,7 +15,7 @@ from recorded_runs import record
 from stayfinite.records import (
     Incident,
 )
-from stayfinite.recover.advice import recommended
+from stayfinite.recover.advice import recommendations_of
 from stayfinite.report.html.page import incidents_fragment, page_of
 from stayfinite.report.store.reading import read_run
 
@@ -30,7 +30,7 @@ ATTRIBUTES = (
 
 def vicious_page(folder: Path, texts: list[str], *, with_source: bool = True) -> str:
     read = read_run(vicious_run(folder, texts))
-    return page_of(read, advice=[*recommended(read), *texts], with_source=with_source)
+    return page_of(read, advice=[*recommendations_of(read), *texts], with_source=with_source)
 
 
 class Elements(HTMLParser):

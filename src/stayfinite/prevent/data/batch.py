@@ -96,7 +96,7 @@ def _walk(value: Any, path: str, size: int | None, above: tuple[int, ...]) -> It
     elif id(value) not in above:  # else it holds itself
         inside = (*above, id(value))
         if _has_one_per_sample(value, path, size):
-            yield from _merged(value, path, inside)
+            yield from _merge(value, path, inside)
         else:
             for key, item in children(value):
                 yield from _walk(item, f"{path}.{key}", size, inside)
@@ -152,7 +152,7 @@ def _rows(item: Any) -> int | None:
     return next((rows for _, child in children(item) if (rows := _rows(child)) is not None), None)
 
 
-def _merged(samples: Any, path: str, above: tuple[int, ...]) -> Iterator[Leaf]:
+def _merge(samples: Any, path: str, above: tuple[int, ...]) -> Iterator[Leaf]:
     """The leaves of all samples, those of one path together where their shapes allow it."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for number, sample in enumerate(samples):
@@ -190,7 +190,7 @@ def _together(path: str, parts: list[tuple[int, Tensor]]) -> Iterator[Leaf]:
 
 def _leaves_of(tensor: Tensor, path: str) -> Iterator[Leaf]:
     if tensor.is_nested:
-        yield from _merged(tensor.unbind(), path, ())
+        yield from _merge(tensor.unbind(), path, ())
     elif tensor.layout not in _SPARSE or tensor.is_meta:
         for part in _readable(tensor):
             yield Leaf(path, part if part.ndim else part.unsqueeze(0))
@@ -238,7 +238,7 @@ def ends_of(values: Tensor) -> Ends:
     if not values.numel():
         nothing = torch.full((len(values),), torch.nan, dtype=torch.float64)
         return Ends(nothing, nothing, is_bad)
-    low, high = _reduced(values)
+    low, high = _ends_of(values)
     floors = tops = values
     # The difference is NaN or Inf where one of the two is, and so is the sum.
     is_real = values.is_floating_point()
@@ -247,7 +247,7 @@ def ends_of(values: Tensor) -> Ends:
         known = values.isfinite()
         # In place of NaN and Inf: what cannot be an extreme.
         floors, tops = torch.where(known, values, torch.inf), torch.where(known, values, -torch.inf)
-        low, high = _reduced(floors)[0], _reduced(tops)[1]
+        low, high = _ends_of(floors)[0], _ends_of(tops)[1]
     channels = None
     if values.ndim == 2 and is_real and values.shape[1] <= _MOST_COLUMNS:
         channels = floors.amin(0).double(), tops.amax(0).double()
@@ -260,7 +260,7 @@ def ends_of(values: Tensor) -> Ends:
     return Ends(low, high, is_bad, any_bad, channels)
 
 
-def _reduced(values: Tensor) -> tuple[Tensor, Tensor]:
+def _ends_of(values: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest over everything but the row and the channel: two matrices.
 
     The channels of images and signals are the second or the last dimension.
@@ -288,13 +288,13 @@ class Role(Enum):
 def refuse_unknown(found: Iterable[Leaf], paths: Paths | None) -> None:
     """Raises InputError if one of the paths is not in the batch."""
     there = dict.fromkeys(_short(leaf.path) for leaf in found)
-    for asked in _listed(paths):
+    for asked in _path_list(paths):
         if not any(_is_under(leaf.path, [asked]) for leaf in found):
             known = ", ".join(there) or "nothing"
             raise InputError(f"the batch has no tensor at {str(asked)!r}; it has {known}.")
 
 
-def _listed(paths: Paths | None) -> Sequence[Path]:
+def _path_list(paths: Paths | None) -> Sequence[Path]:
     return (paths,) if isinstance(paths, str | int) else paths or ()
 
 
@@ -303,7 +303,7 @@ def _short(path: str) -> str:
 
 
 def _is_under(path: str, paths: Paths) -> bool:
-    return any(f"{_short(path)}.".startswith(f"{asked}.") for asked in _listed(paths))
+    return any(f"{_short(path)}.".startswith(f"{asked}.") for asked in _path_list(paths))
 
 
 def roles_of(

@@ -50,7 +50,7 @@ Key = tuple[Kind, str]
 """What is wrong, and the path of the tensor."""
 
 BadSamples = tuple[Kind, Tensor, dict[str, int]]
-"""What is wrong with which samples of a batch, and numbers about it; see Seen."""
+"""What is wrong with which samples of a batch, and numbers about it; see Occurrences."""
 
 SAMPLE_BITS = 24
 _FIRST_CLEARING = 512
@@ -61,7 +61,7 @@ def split_place(place: int) -> tuple[int, int]:
     return place >> SAMPLE_BITS, place & ((1 << SAMPLE_BITS) - 1)
 
 
-class Seen:
+class Occurrences:
     """One kind of thing in one tensor, over all batches: where it was, and numbers about it.
 
     These add up over batches, such as how many values are NaN; of `lowest` and `highest`, the
@@ -105,7 +105,7 @@ class Inspection:
         self.batches = self.samples = 0
         self.sizes: Counter[int] = Counter()
         self.roles: dict[str, Role] = {}
-        self.seen: dict[Key, Seen] = {}
+        self.seen: dict[Key, Occurrences] = {}
         self.tensors: dict[str, TensorStatistics] = {}
         self.padding: dict[str, PaddingMasks] = {}
         self.indices: dict[int, Sequence[Any]] = {}
@@ -135,7 +135,7 @@ class Inspection:
             self._remember(number, indices)
 
     def _note(self, kind: Kind, path: str, samples: Tensor, batch: int, **counts: int) -> None:
-        seen = self.seen.setdefault((kind, path), Seen())
+        seen = self.seen.setdefault((kind, path), Occurrences())
         seen.add((samples + (batch << SAMPLE_BITS)).tolist(), **counts)
 
     def _gather(self, leaf: Leaf, places: Tensor) -> None:
@@ -284,7 +284,7 @@ def _blank(leaf: Leaf, role: Role, inspection: Inspection) -> Iterator[BadSample
             yield "blank", _with_all(leaf, rows), {}
 
 
-def _masked(leaf: Leaf, role: Role, inspection: Inspection) -> Iterator[BadSamples]:
+def _look_at_mask(leaf: Leaf, role: Role, inspection: Inspection) -> Iterator[BadSamples]:
     """Masks that leave nothing to look at.
 
     1 keeps, unless the name says padding; what is added to scores keeps at 0. Larger masks than
@@ -308,5 +308,5 @@ LOOKS: tuple[Callable[[Leaf, Role, Inspection], Iterator[BadSamples]], ...] = (
     _empty,
     _labels,
     _blank,
-    _masked,
+    _look_at_mask,
 )

@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 
 from stayfinite.prevent.data.batch import ROOT, Role
-from stayfinite.prevent.data.inspection import Inspection, Kind, Seen, split_place
+from stayfinite.prevent.data.inspection import Inspection, Kind, Occurrences, split_place
 from stayfinite.prevent.data.statistics import FEWEST_ROWS, OutlierLimits, TensorStatistics
 from stayfinite.prevent.risks import LEVELS, Evidence, Level, Risk
 from stayfinite.records import to_json
@@ -46,16 +46,16 @@ class DataFinding(Risk):
         whose = ""
         if self.kind == "all_ignored":
             batches = list(dict.fromkeys(batch for batch, _ in self.places))
-            whose = f" It is {_listed('batch', 'batches', batches)}."
+            whose = f" It is {_list_of('batch', 'batches', batches)}."
         elif self.indices:
-            whose = f" Dataset {_listed('index', 'indices', self.indices)}."
+            whose = f" Dataset {_list_of('index', 'indices', self.indices)}."
         elif self.places:
             rows = [f"{row} of batch {batch}" for batch, row in self.places]
-            whose = f" It is {_listed('row', 'rows', rows)}."
+            whose = f" It is {_list_of('row', 'rows', rows)}."
         return f"{self.level}: {self.where}: {self.what}{whose}\n    {self.fix}"
 
 
-def _listed(one: str, many: str, items: Sequence[Any]) -> str:
+def _list_of(one: str, many: str, items: Sequence[Any]) -> str:
     shown = ", ".join(str(item) for item in items[:_SHOWN])
     more = f", ... ({len(items):,} in all)" if len(items) > _SHOWN else ""
     return f"{one if len(items) == 1 else many} {shown}{more}"
@@ -158,7 +158,7 @@ def findings(inspection: Inspection) -> list[DataFinding]:
     inspection.settle()
     for path, padding in inspection.padding.items():  # masks about which only all batches tell
         if padding.hidden:
-            inspection.seen.setdefault(("masked", path), Seen()).add(padding.hidden)
+            inspection.seen.setdefault(("masked", path), Occurrences()).add(padding.hidden)
     found = [_about_rows(inspection, *key) for key in inspection.seen if key[0] != "outlier"]
     limits = inspection.outlier_limits()
     for path, tensor in inspection.tensors.items():
@@ -312,7 +312,7 @@ def _outliers(
     is_out = limits.beyond(table.values)
     seen, is_more = inspection.seen.get(("outlier", tensor.path)), False
     if seen is None:  # else a second pass saw all of them
-        seen = inspection.seen["outlier", tensor.path] = Seen()
+        seen = inspection.seen["outlier", tensor.path] = Occurrences()
         seen.add(table.places[is_out].unique().tolist())
         is_more = bool(is_out.reshape(2, -1, is_out.shape[1]).all(1).any())
     places = seen.places

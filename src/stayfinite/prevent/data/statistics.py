@@ -61,7 +61,7 @@ class TensorStatistics:
         self.ends = Extremes(2)
         self.columns = Extremes(width) if is_table else None
         self.channels: tuple[Tensor, Tensor] | None = None
-        self.moments = Moments(width if is_table else 1)
+        self.moments = RunningMoments(width if is_table else 1)
         self.sample = RowSample(2 + self._picked)
         # Rows wait here; what is allocated for every batch anew costs more than the arithmetic.
         most = min(_MOST_ROWS, _BLOCK // (2 + self._picked))
@@ -161,7 +161,7 @@ def flat(values: Tensor) -> Tensor:
     return values.flatten(1) if values.ndim > 1 else values.unsqueeze(1)
 
 
-class Moments:
+class RunningMoments:
     """Count, mean and variance of each column.
 
     A block is centred on its own mean and joined with what came before (Chan, Golub, LeVeque
@@ -191,9 +191,9 @@ class Moments:
             self.mean += apart * (count / total)
             self.count += count
 
-    def pooled(self) -> Moments:
+    def pooled(self) -> RunningMoments:
         """The same values taken as one column."""
-        one = Moments(1)
+        one = RunningMoments(1)
         one.count = self.count.sum(0, keepdim=True)
         one.mean = (self.mean * self.count).sum(0, keepdim=True) / one.count.clamp_min(1)
         apart = (self.mean - one.mean).square() * self.count
@@ -274,7 +274,7 @@ class Extremes:
         rows, where = (sizes > self._sizes[-1, columns]).nonzero(as_tuple=True)
         if not len(rows):
             return
-        new, numbers = _stacked(sizes[rows, where], places[rows], where, len(columns))
+        new, numbers = _stack(sizes[rows, where], places[rows], where, len(columns))
         sizes = torch.cat([self._sizes[:, columns], new])
         numbers = torch.cat([self._places[:, columns], numbers])
         # Sorted, so that the last one is what a new value has to beat.
@@ -293,7 +293,7 @@ class Extremes:
         return torch.cat([self._places[:, : self.width], self._places[:, self.width :]])
 
 
-def _stacked(values: Tensor, numbers: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _stack(values: Tensor, numbers: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The values of each column on top of one another, and their numbers beside them."""
     order = columns.argsort(stable=True)
     counts = columns.bincount(minlength=width)

@@ -77,7 +77,7 @@ def negative(a: Bounds) -> Bounds:
     return Bounds(-a.high, -a.low, a.high_at, a.low_at)
 
 
-def added(a: Bounds, b: Bounds) -> Bounds:
+def sum_of(a: Bounds, b: Bounds) -> Bounds:
     return Bounds(
         -INF if -INF in (a.low, b.low) else a.low + b.low,
         INF if INF in (a.high, b.high) else a.high + b.high,
@@ -86,11 +86,11 @@ def added(a: Bounds, b: Bounds) -> Bounds:
     )
 
 
-def subtracted(a: Bounds, b: Bounds) -> Bounds:
-    return added(a, negative(b))
+def difference_of(a: Bounds, b: Bounds) -> Bounds:
+    return sum_of(a, negative(b))
 
 
-def multiplied(a: Bounds, b: Bounds) -> Bounds:
+def product_of(a: Bounds, b: Bounds) -> Bounds:
     corners = [_product(x, y) for x in a.ends for y in b.ends]
     return between(min(corners), _highest(corners))
 
@@ -102,25 +102,27 @@ def _product(a: End, b: End) -> End:
     return a[0] * b[0], max(a[1], b[1])
 
 
-def divided(a: Bounds, b: Bounds) -> Bounds:
+def quotient_of(a: Bounds, b: Bounds) -> Bounds:
     """A bound of 0 opens the range to Inf, one on both sides of 0 to anything."""
     if b.low < 0 < b.high or b.low == b.high == 0:
         return ANY
     if b.low < 0:
-        return divided(negative(a), negative(b))
+        return quotient_of(negative(a), negative(b))
     low = (0.0, INF) if b.high == INF else (1 / b.high, b.high_at)
-    return multiplied(a, between(low, (INF if b.low == 0 else 1 / b.low, b.low_at)))
+    return product_of(a, between(low, (INF if b.low == 0 else 1 / b.low, b.low_at)))
 
 
 def even(a: Bounds, function: Callable[[float], float]) -> Bounds:
     """An even function that grows with the size of its argument."""
-    ends = [(mapped(function, value), at) for value, at in a.ends]
+    ends = [(value_at(function, value), at) for value, at in a.ends]
     return between((0.0, 0.0) if a.low < 0 < a.high else min(ends), _highest(ends))
 
 
-def rising(a: Bounds, function: Callable[[float], float]) -> Bounds:
+def image_of(a: Bounds, function: Callable[[float], float]) -> Bounds:
     """A function that never falls; where it has no value the bound is open."""
-    return Bounds(mapped(function, a.low, -INF), mapped(function, a.high, INF), a.low_at, a.high_at)
+    return Bounds(
+        value_at(function, a.low, -INF), value_at(function, a.high, INF), a.low_at, a.high_at
+    )
 
 
 def larger(a: Bounds, b: Bounds) -> Bounds:
@@ -137,7 +139,7 @@ def at_least(a: Bounds, low: float) -> Bounds:
     return between(a.ends[1] if bottom[0] > a.high else bottom, a.ends[1])
 
 
-def totalled(a: Bounds, count: int) -> Bounds:
+def total_of(a: Bounds, count: int) -> Bounds:
     """The sum of so many such elements; many do not all vanish by rounding at once."""
     n = max(count, 1)
     low, high = (
@@ -146,7 +148,7 @@ def totalled(a: Bounds, count: int) -> Bounds:
     return between(low, high)
 
 
-def rounded(a: Bounds, dtype: torch.dtype) -> Bounds:
+def round_to(a: Bounds, dtype: torch.dtype) -> Bounds:
     """The bounds as the dtype holds them: 1e-8 is 0 in float16."""
     if not dtype.is_floating_point or dtype is torch.float64:
         return a
@@ -155,7 +157,7 @@ def rounded(a: Bounds, dtype: torch.dtype) -> Bounds:
         return a._replace(low=float(kind(a.low)), high=float(kind(a.high)))
 
 
-def mapped(function: Callable[[float], float], x: float, otherwise: float = INF) -> float:
+def value_at(function: Callable[[float], float], x: float, otherwise: float = INF) -> float:
     try:
         value = float(function(x))
     except OverflowError:

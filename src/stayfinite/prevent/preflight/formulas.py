@@ -77,16 +77,16 @@ class Computation(NamedTuple):
 Formula = Callable[[Computation], Bounds]
 
 
-def _scaled(op: Computation) -> Bounds:
+def _second_term(op: Computation) -> Bounds:
     """The second of `add` and `sub`, which may have a factor."""
     alpha = float(op.kwargs.get("alpha", 1))
-    return op.bounds(1) if alpha == 1 else b.multiplied(op.bounds(1), b.exactly(alpha))
+    return op.bounds(1) if alpha == 1 else b.product_of(op.bounds(1), b.exactly(alpha))
 
 
 def _mul(op: Computation) -> Bounds:
     if op.args[0] is op.args[1]:
         return b.even(op.bounds(0), lambda x: x * x)
-    return b.multiplied(op.bounds(0), op.bounds(1))
+    return b.product_of(op.bounds(0), op.bounds(1))
 
 
 def _pow(op: Computation) -> Bounds:
@@ -99,44 +99,41 @@ def _pow(op: Computation) -> Bounds:
     if size % 2 == 0:
         raised = b.even(base, lambda x: abs(x) ** size)
     else:
-        raised = b.rising(base if size % 2 == 1 else b.at_least(base, 0.0), lambda x: x**size)
-    return b.divided(b.exactly(1.0), raised) if exponent < 0 else raised
+        raised = b.image_of(base if size % 2 == 1 else b.at_least(base, 0.0), lambda x: x**size)
+    return b.quotient_of(b.exactly(1.0), raised) if exponent < 0 else raised
 
 
 def _sqrt(op: Computation) -> Bounds:
-    return b.rising(b.at_least(op.bounds(0), 0.0), math.sqrt)
+    return b.image_of(b.at_least(op.bounds(0), 0.0), math.sqrt)
 
 
 def _log(op: Computation) -> Bounds:
-    return b.rising(b.at_least(op.bounds(0), 0.0), lambda x: math.log(x) if x else -INF)
+    return b.image_of(b.at_least(op.bounds(0), 0.0), lambda x: math.log(x) if x else -INF)
 
 
 def _log1p(op: Computation) -> Bounds:
     given = b.at_least(op.bounds(0), -1.0)
-    return b.rising(given, lambda x: math.log1p(x) if x > -1 else -INF)
+    return b.image_of(given, lambda x: math.log1p(x) if x > -1 else -INF)
 
 
 def _curve_with_ends(
-    op: Computation,
-    function: Callable[[float], float],
-    bottom: b.End,
-    top: b.End | None = None,
+    op: Computation, function: Callable[[float], float], bottom: b.End, top: b.End | None = None
 ) -> Bounds:
     """A function that never falls, and by rounding is at its bottom or top from a size on."""
     (low, low_at), (high, high_at) = op.bounds(0).ends
     return between(
-        bottom if low < -bottom[1] else (b.mapped(function, low), low_at),
-        top if top and high > top[1] else (b.mapped(function, high), high_at),
+        bottom if low < -bottom[1] else (b.value_at(function, low), low_at),
+        top if top and high > top[1] else (b.value_at(function, high), high_at),
     )
 
 
 def _logistic(x: float) -> float:
-    return 1 / (1 + b.mapped(math.exp, -x))
+    return 1 / (1 + b.value_at(math.exp, -x))
 
 
 def _piecewise(op: Computation, factor: float, below: Callable[[float], float]) -> Bounds:
     """The identity, and below 0 a factor times another function."""
-    return b.rising(op.bounds(0), lambda x: x if x >= 0 else factor * below(x))
+    return b.image_of(op.bounds(0), lambda x: x if x >= 0 else factor * below(x))
 
 
 def _smooth_relu(op: Computation) -> Bounds:
@@ -157,7 +154,7 @@ def _clamp(op: Computation) -> Bounds:
 
 def _sum(op: Computation) -> Bounds:
     given, source = op.bounds(0), op.args[0]
-    found = b.totalled(given, op.per_output)
+    found = b.total_of(given, op.per_output)
     if isinstance(source, Reach) and source.peaks and given.low >= 0:
         return found._replace(low=max(found.low, given.high), low_at=0.0)
     return found
@@ -169,7 +166,7 @@ def _scattered_sum(op: Computation) -> Bounds:
     if not given:
         return ANY
     falls, rises = any(new.low < 0 for new in given[1:]), any(new.high > 0 for new in given[1:])
-    return b.added(given[0], Bounds(-INF if falls else 0.0, INF if rises else 0.0))
+    return b.sum_of(given[0], Bounds(-INF if falls else 0.0, INF if rises else 0.0))
 
 
 def _prod(op: Computation) -> Bounds:
@@ -202,7 +199,7 @@ _TABLE: dict[str, Formula | Bounds] = {
     ),
     "scatter_add index_add index_reduce": _scattered_sum,
     "sum nansum": _sum,
-    "cumsum": lambda op: b.hull(op.bounds(0), b.totalled(op.bounds(0), b.MANY)),
+    "cumsum": lambda op: b.hull(op.bounds(0), b.total_of(op.bounds(0), b.MANY)),
     "prod cumprod": _prod,
     """mm bmm mv dot addmm baddbmm addbmm addmv linear convolution
     mkldnn_convolution""": _sum_of_products,
@@ -210,21 +207,21 @@ _TABLE: dict[str, Formula | Bounds] = {
         0.0, 1.0, op.limits.vanish, op.limits.saturate
     ),
     "_log_softmax": lambda op: Bounds(-INF, 0.0, 0.0, op.limits.saturate),
-    "add": lambda op: b.added(op.bounds(0), _scaled(op)),
-    "sub": lambda op: b.subtracted(op.bounds(0), _scaled(op)),
-    "rsub": lambda op: b.subtracted(op.bounds(1), op.bounds(0)),
+    "add": lambda op: b.sum_of(op.bounds(0), _second_term(op)),
+    "sub": lambda op: b.difference_of(op.bounds(0), _second_term(op)),
+    "rsub": lambda op: b.difference_of(op.bounds(1), op.bounds(0)),
     "mul": _mul,
     "div": lambda op: (
-        ANY if op.kwargs.get("rounding_mode") else b.divided(op.bounds(0), op.bounds(1))
+        ANY if op.kwargs.get("rounding_mode") else b.quotient_of(op.bounds(0), op.bounds(1))
     ),
-    "reciprocal": lambda op: b.divided(b.exactly(1.0), op.bounds(0)),
+    "reciprocal": lambda op: b.quotient_of(b.exactly(1.0), op.bounds(0)),
     "neg": lambda op: b.negative(op.bounds(0)),
     "abs": lambda op: b.even(op.bounds(0), abs),
     "pow": _pow,
     "sqrt": _sqrt,
-    "rsqrt": lambda op: b.divided(b.exactly(1.0), _sqrt(op)),
+    "rsqrt": lambda op: b.quotient_of(b.exactly(1.0), _sqrt(op)),
     "exp": lambda op: _curve_with_ends(op, math.exp, (0.0, op.limits.vanish)),
-    "expm1": lambda op: b.rising(op.bounds(0), math.expm1),
+    "expm1": lambda op: b.image_of(op.bounds(0), math.expm1),
     "log": _log,
     "log1p": _log1p,
     "sigmoid hardsigmoid": lambda op: _curve_with_ends(
@@ -236,7 +233,7 @@ _TABLE: dict[str, Formula | Bounds] = {
     "softplus": lambda op: _curve_with_ends(
         op, lambda x: x if x > 700 else math.log1p(math.exp(x)), (0.0, op.limits.vanish)
     ),
-    "atan": lambda op: b.rising(op.bounds(0), math.atan),
+    "atan": lambda op: b.image_of(op.bounds(0), math.atan),
     "relu threshold": lambda op: b.at_least(op.bounds(0), 0.0),
     "elu": lambda op: _piecewise(op, op.number(1, "alpha", 1.0), math.expm1),
     "leaky_relu": lambda op: _piecewise(op, op.number(1, "negative_slope", 0.01), float),
@@ -334,7 +331,7 @@ def _bounds(op: Computation, parents: tuple[Reach, ...], out: Tensor) -> Bounds:
     if op.base == "uniform":
         return Bounds(op.number(1, "from", 0.0), op.number(2, "to", 0.0) or 1.0)
     formula = _FORMULAS.get(op.base, ANY)
-    return b.rounded(formula if isinstance(formula, Bounds) else formula(op), op.dtype)
+    return b.round_to(formula if isinstance(formula, Bounds) else formula(op), op.dtype)
 
 
 def _relate(op: Computation, reach: Reach) -> None:

@@ -81,7 +81,7 @@ def line_risks(uses: Iterable[Use], roots: Iterable[Reach], places: Places) -> l
 
     Of each line and operation only the worst.
     """
-    leading = _leading_to(roots)
+    leading = _ancestors(roots)
     found: list[tuple[str, Risk]] = []
     told: set[int] = set()
     for use in uses:
@@ -102,7 +102,7 @@ def line_risks(uses: Iterable[Use], roots: Iterable[Reach], places: Places) -> l
     return list(worst.values())
 
 
-def _leading_to(roots: Iterable[Reach]) -> set[int]:
+def _ancestors(roots: Iterable[Reach]) -> set[int]:
     seen: set[int] = set()
     waiting = list(roots)
     while waiting:

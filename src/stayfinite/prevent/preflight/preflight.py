@@ -14,17 +14,19 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stayfinite.errors import ConfigError, InputError
+from stayfinite.errors import InputError
 from stayfinite.living import leaves_of
-from stayfinite.locate.search import LossFunction, call, inputs_and_targets, loss_of
+from stayfinite.locate.search import LossFunction, call, inputs_and_targets, loss_of, observable
 from stayfinite.locate.source import user_place
 from stayfinite.nested import map_leaves
 from stayfinite.prevent.data.check import batch_risks
-from stayfinite.prevent.preflight.probe import device_of, observable, probe, with_values
+from stayfinite.prevent.preflight.probe import device_of, probe, with_values
 from stayfinite.prevent.preflight.rehearsal import Rehearsal
 from stayfinite.prevent.preflight.training_checks import optimizer_risks
-from stayfinite.prevent.risks import Risk, lowered, proven, ranked, said_once
+from stayfinite.prevent.risks import Risk, as_info, proven, rank_risks, worst_of_each
+from stayfinite.settings import require_choice
 from stayfinite.snapshot import Snapshot
+from stayfinite.training import require_module
 
 Precision = Literal["fp32", "fp16", "bf16"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -81,12 +83,11 @@ def preflight(
             edges = probe(modules, inputs, run, places=rehearsal.places, in_half=in_half)
     finally:
         keeper.restore()
-    return said_once(proven(found, edges))
+    return worst_of_each(proven(found, edges))
 
 
 def _require(model: Any, optimizer: Any, precision: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("model is scripted, and nothing is seen inside; give the module itself.")
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -94,9 +95,8 @@ def _require(model: Any, optimizer: Any, precision: Any) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise InputError(f"optimizer is a {kind}; it must be a torch.optim.Optimizer, or None.")
-    known = get_args(Precision)
-    if precision is not None and precision not in known:
-        raise ConfigError(f"precision is {precision!r}; it must be one of {', '.join(known)}.")
+    if precision is not None:
+        require_choice("precision", precision, get_args(Precision))
 
 
 def _require_one_batch(model: nn.Module, batch: Any) -> None:
@@ -113,7 +113,7 @@ def _at_rest(model: nn.Module, optimizer: Optimizer | None) -> list[Risk]:
     found = rehearsal.risks()
     if optimizer is not None:
         found += optimizer_risks(optimizer, type(optimizer).__name__)
-    return ranked(found)
+    return rank_risks(found)
 
 
 def _rehearse(
@@ -159,7 +159,7 @@ def _rehearse(
     if not rehearsal.is_finite:
         return of_batch
     # A NaN in the batch that the loss does not see is worth knowing only.
-    return [lowered(risk) if risk.cause == "bad_input_data" else risk for risk in of_batch]
+    return [as_info(risk) if risk.cause == "bad_input_data" else risk for risk in of_batch]
 
 
 def _classes(output: Any, targets: Any) -> int | None:

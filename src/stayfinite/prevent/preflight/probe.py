@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +12,10 @@ from torch import Tensor, nn
 
 from stayfinite.explain.clue import Context
 from stayfinite.explain.rules import diagnose
-from stayfinite.locate.origin import origin_of
-from stayfinite.locate.search import bad_values, loss_of
-from stayfinite.locate.tracer import Tracer
+from stayfinite.locate.search import first_origin, loss_of
 from stayfinite.nested import map_leaves, named_tensors
 from stayfinite.prevent.preflight.places import Places
 from stayfinite.prevent.risks import Risk, risk_of
-from stayfinite.records import Origin
 from stayfinite.snapshot import Snapshot
 
 LARGE = 1000.0
@@ -54,7 +49,8 @@ def probe(
             return tensor if is_ours else with_values(tensor, change)
 
         try:
-            origin = _first_bad(modules, map_leaves(inputs, at_edge), run, places.folder)
+            given = map_leaves(inputs, at_edge)
+            origin = first_origin(modules, functools.partial(run, given), folder=places.folder)
         except Exception:
             continue  # a model may refuse such inputs, and that is an answer
         finally:
@@ -93,18 +89,6 @@ def with_values(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return new.requires_grad_() if tensor.requires_grad else new
 
 
-def _first_bad(
-    modules: Sequence[nn.Module], inputs: Any, run: Run, folder: str | None
-) -> Origin | None:
-    tracer = Tracer()
-    with observable(), tracer:
-        for module in modules:
-            module.zero_grad(set_to_none=True)
-        bad = bad_values(run(inputs), modules, tracer)
-        found = origin_of(tracer.events_of(bad), folder=folder) if bad else None
-    return found[0] if found else None
-
-
 @dataclass(frozen=True)
 class ModuleCall:
     """A call of a top-level module, and the precision that it was made in."""
@@ -135,23 +119,3 @@ class ModuleCall:
 
 def device_of(module: nn.Module) -> str:
     return next((parameter.device.type for parameter in module.parameters()), "cpu")
-
-
-@contextlib.contextmanager
-def observable() -> Iterator[None]:
-    """A time for a pass of our own: with gradients, nothing compiled, no warning about our hooks.
-
-    Nothing is seen inside compiled code. Asking torch not to compile loads the compiler, which
-    takes seconds, so it is asked only if that is there.
-    """
-    eager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if "torch._dynamo" in sys.modules:
-        eager = torch.compiler.set_stance("force_eager")
-    with warnings.catch_warnings(), eager, torch.enable_grad():
-        ignore_hooks()
-        yield
-
-
-def ignore_hooks() -> None:
-    """No warning about global hooks around a compiled module."""
-    warnings.filterwarnings("ignore", message=".*when there are global hooks on")

@@ -71,7 +71,7 @@ class HalfRange:
 
 
 @dataclass(slots=True)
-class Loop:
+class Recurrence:
     """Where the same weights meet what they have made, and how large that was at each turn."""
 
     site: Site
@@ -100,7 +100,7 @@ class RangeTracer(Tracer):
         self.uses: list[Use] = []
         self.halves: dict[tuple[str, int], HalfRange] = {}  # by file and line
         self.trains_in_half = False
-        self.loops: dict[int, Loop] = {}  # by the id of the weight's Reach
+        self.loops: dict[int, Recurrence] = {}  # by the id of the weight's Reach
         self.births: list[tuple[Event, Reach]] = []
         self.twice: dict[Place, Site] = {}  # norms whose gradient is differentiated again
         self._ledger = Ledger()
@@ -238,7 +238,7 @@ class RangeTracer(Tracer):
             loop = self.loops.get(id(weight))
             others = [reach for reach in given if reach is not weight]
             if loop is None or not any(r.comes_from(loop.latest, within=_TURN) for r in others):
-                loop = self.loops[id(weight)] = Loop(self._site(), made)
+                loop = self.loops[id(weight)] = Recurrence(self._site(), made)
             loop.latest = made
             loop.sizes.append(float(out.detach().abs().double().square().mean().sqrt()))
 

@@ -21,17 +21,18 @@ from torch.optim.optimizer import (
 
 from stayfinite.detect.finite import largest
 from stayfinite.detect.hooks import Attachment, together, watch_backward, watch_scaling, wrapped
-from stayfinite.detect.memory import unwrapped
+from stayfinite.detect.memory import unwrap
 from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.living import living
 from stayfinite.locate.operators import is_bad
 from stayfinite.locate.provenance import Site
+from stayfinite.locate.search import ignore_hooks
 from stayfinite.locate.source import Place, user_place
 from stayfinite.prevent.data.check import batch_risks
 from stayfinite.prevent.preflight.bounds import Reach
 from stayfinite.prevent.preflight.operator_checks import line_risks
 from stayfinite.prevent.preflight.places import Places
-from stayfinite.prevent.preflight.probe import ModuleCall, ignore_hooks
+from stayfinite.prevent.preflight.probe import ModuleCall
 from stayfinite.prevent.preflight.range_tracer import RangeTracer
 from stayfinite.prevent.preflight.training_checks import (
     FirstLosses,
@@ -45,7 +46,7 @@ from stayfinite.prevent.preflight.training_checks import (
     stack_risks,
     weight_risks,
 )
-from stayfinite.prevent.risks import Risk, lowered, proven, said_once
+from stayfinite.prevent.risks import Risk, as_info, proven, worst_of_each
 from stayfinite.safely import Safely
 from stayfinite.training import gradients_of, params_of
 
@@ -98,7 +99,7 @@ class Rehearsal:
         """A backward pass begins from these."""
         self.recorder.begin()
         with self.recorder.paused():
-            plain = [unwrapped(root) for root in roots]
+            plain = [unwrap(root) for root in roots]
             reaches = [self.recorder.reach(root) for root in plain]
             self._note_bad("The loss", plain)
             # Of what is complex or has more elements there is no one size.
@@ -167,9 +168,9 @@ class Rehearsal:
             *rising_risks(self._losses),
             *self._risks,
             # A loss that is finite all the same can take what is odd about the first batch.
-            *(lowered(risk) if self.is_finite else risk for risk in self._of_data),
+            *(as_info(risk) if self.is_finite else risk for risk in self._of_data),
         ]
-        return said_once(found)
+        return worst_of_each(found)
 
 
 _ALONE = 3  # backward passes in a script that has no optimizer
@@ -244,7 +245,7 @@ class ScriptRehearsal:
         if self.rehearsal.is_finite and is_alone:
             for call in self.rehearsal.calls[:_MOST_PROBED]:
                 edges += call.probe(self.rehearsal.places)
-        return said_once(proven(found, edges))
+        return worst_of_each(proven(found, edges))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._safely:

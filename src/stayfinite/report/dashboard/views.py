@@ -24,7 +24,7 @@ from stayfinite.report.dashboard.live_runs import (
     RunIndex,
 )
 from stayfinite.report.incident_view import IncidentView, view_of
-from stayfinite.report.run_summary import compare
+from stayfinite.report.run_summary import compare, forecast_rows, has_recovered
 from stayfinite.text import FULL, plain
 
 Query = Mapping[str, str]
@@ -78,10 +78,11 @@ def runs_view(index: RunIndex) -> dict[str, Any]:
 def _run_view(entry: Entry) -> dict[str, Any]:
     """One run in the list; `state` is how it ended, or "running", "starting", "unreadable"."""
     run, problem = entry.glance, entry.glance.problem
+    ended = ("recovered" if has_recovered(run) else run.exit) if run.has_begun else "starting"
     view: dict[str, Any] = {
         "id": entry.id,
         "name": entry.path.name,
-        "state": "unreadable" if problem else run.exit if run.has_begun else "starting",
+        "state": "unreadable" if problem else ended,
         "problem": problem,
         "version": run.version,
         "progress": None,
@@ -107,6 +108,7 @@ def _run_view(entry: Entry) -> dict[str, Any]:
         "steps": run.steps,
         "last": {name: _plain(last.get(name)) for name in METRICS},
         "incidents": len(run.incidents),
+        "forecasts": len(run.forecasts),
         "broken": sum(rank.broken for rank in (entry.live or run).ranks),
     }
 
@@ -186,8 +188,12 @@ def buckets_of(columns: Columns, names: list[str], grid: Grid) -> dict[str, dict
 def totals(columns: Columns, name: str, grid: Grid) -> list[int]:
     """The sum of a column of whole numbers in each bucket."""
     with columns.lock:
-        values, cuts = columns.view(name), np.searchsorted(columns.view("step"), grid.edges)
-        return [int(values[start:end].sum()) for start, end in itertools.pairwise(cuts)]
+        # The view is a function's own, so that it is gone before the lock is.
+        return _sums(columns.view(name), np.searchsorted(columns.view("step"), grid.edges))
+
+
+def _sums(values: Values, cuts: Values) -> list[int]:
+    return [int(values[start:end].sum()) for start, end in itertools.pairwise(cuts)]
 
 
 def _column(values: Values, cuts: Values, grid: Grid) -> dict[str, Any]:
@@ -257,7 +263,7 @@ def layer_view(index: RunIndex, query: Query) -> dict[str, Any] | None:
 
 
 def incidents_view(index: RunIndex, query: Query) -> dict[str, Any]:
-    """A line for each incident, the newest first."""
+    """A line for each incident and each forecast, the newest first."""
     runs = {identity: index.known(identity) for identity in ids_in(query)}
     found = [
         {"run": identity, "number": number, **_line(incident)}
@@ -265,7 +271,13 @@ def incidents_view(index: RunIndex, query: Query) -> dict[str, Any]:
         for number, incident in enumerate(run.incidents if run is not None else ())
     ]
     newest_first = sorted(found, key=lambda line: (line["time"], line["step"]), reverse=True)
-    return {"incidents": newest_first}
+    foretold = [
+        {"run": identity, **to_data(row)}
+        for identity, run in runs.items()
+        for row in (forecast_rows(run) if run is not None else ())
+    ]
+    latest_first = sorted(foretold, key=lambda line: -line["step"])
+    return {"incidents": newest_first, "forecasts": latest_first}
 
 
 def incident_view(index: RunIndex, query: Query) -> dict[str, Any] | None:

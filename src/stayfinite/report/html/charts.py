@@ -1,4 +1,4 @@
-"""Pictures for the page: timeline, heat map, histogram, as SVG with every text escaped.
+"""Pictures for the page: timeline, heat map, histogram, lineage, as SVG with every text escaped.
 
 A plot is 1000 by 100 units and is stretched to the place that it gets; its labels are HTML beside
 it, so that they keep their size on a phone.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
 from markupsafe import Markup
 
-from stayfinite.records import Incident, TensorSummary
+from stayfinite import text as wording
+from stayfinite.records import Forecast, Hop, Incident, TensorSummary
 from stayfinite.report.store.reading import Sample, Series
 from stayfinite.text import count, plain, visible
 
@@ -53,7 +54,7 @@ class Axis:
     def at(self, value: float) -> float:
         """From 0 to 1; what is outside lies at the end."""
         low, high, value = (
-            math.log10(max(each, 1e-320)) if self.is_log else _bounded(each) / 2
+            math.log10(max(each, 1e-320)) if self.is_log else _bound(each) / 2
             for each in (self.low, self.high, value)
         )
         return min(max((value - low) / (high - low), 0.0), 1.0)
@@ -63,13 +64,13 @@ class Axis:
         return decades(self.low, self.high) if self.is_log else round_numbers(self.low, self.high)
 
 
-def _bounded(value: float) -> float:
+def _bound(value: float) -> float:
     return min(max(value, -_LARGEST), _LARGEST)
 
 
 def axis_of(values: Sequence[float]) -> Axis:
     """An axis with room for these finite values, in powers of ten where they are far apart."""
-    low, high = _bounded(min(values)), _bounded(max(values))
+    low, high = _bound(min(values)), _bound(max(values))
     if low > 0 and high / low > 100:
         return Axis(low=low / 1.2, high=high * 1.2, is_log=True)
     room = (high / 2 - low / 2) * 0.12 or abs(high) * 0.1 or 1.0
@@ -386,7 +387,13 @@ def around(step: int, *, steps: int, before: int = 40, after: int = 20) -> Windo
     return Window(first=max(0, min(step - before, last - before - after)), last=last)
 
 
-def timeline(series: Series, window: Window, *, incidents: Sequence[Incident]) -> list[Plot]:
+def timeline(
+    series: Series,
+    window: Window,
+    *,
+    incidents: Sequence[Incident],
+    forecasts: Sequence[Forecast] = (),
+) -> list[Plot]:
     """A plot for each column that says something; none where nothing was recorded."""
 
     def within(column: Sequence[float | None]) -> Iterator[Point]:
@@ -396,6 +403,7 @@ def timeline(series: Series, window: Window, *, incidents: Sequence[Incident]) -
 
     near = [each for each in incidents if window.first <= each.step <= window.last]
     marks = [incident.step for incident in near]
+    bands = [band for each in forecasts if (band := _band(each, window)) is not None]
     skipped = [step for step, was in within(series["skipped"]) if was]
     columns = {"loss": series["loss"]}
     columns |= {f"loss term {k}": v for k, v in list(series.terms.items())[:_MOST_TERMS]}
@@ -407,8 +415,32 @@ def timeline(series: Series, window: Window, *, incidents: Sequence[Incident]) -
             points = _with_bad_losses(points, near)
         varies = any(value != points[0][1] for _, value in points)
         if points and (name in _ALWAYS or varies):
-            plots.append(_plot(_NAMES.get(name, name), points, window, marks, skipped))
+            plots.append(_plot(_NAMES.get(name, name), points, window, marks, skipped, bands))
     return plots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Between which steps the first bad value is expected, and about when."""
+
+    first: int
+    last: int
+    about: int | None
+
+
+def _band(forecast: Forecast, window: Window) -> Band | None:
+    """The part of it that is in the window; None where that is nothing, or there is no telling."""
+    about = None if forecast.steps_left is None else forecast.step + forecast.steps_left
+    ends = [forecast.steps_low, forecast.steps_left, forecast.steps_high]
+    known = [forecast.step + each for each in ends if each is not None]
+    if not known or min(known) > window.last or max(known) < window.first:
+        return None
+    is_seen = about is not None and window.first <= about <= window.last
+    return Band(
+        first=max(min(known), window.first),
+        last=min(max(known), window.last),
+        about=about if is_seen else None,
+    )
 
 
 def _with_bad_losses(points: list[Point], incidents: list[Incident]) -> list[Point]:
@@ -420,7 +452,12 @@ def _with_bad_losses(points: list[Point], incidents: list[Incident]) -> list[Poi
 
 
 def _plot(
-    name: str, points: list[Point], window: Window, marks: list[int], skipped: list[int]
+    name: str,
+    points: list[Point],
+    window: Window,
+    marks: list[int],
+    skipped: list[int],
+    bands: Sequence[Band] = (),
 ) -> Plot:
     good = [point for point in points if math.isfinite(point[1])]
     bad = [step for step, value in points if not math.isfinite(value)]
@@ -439,12 +476,18 @@ def _plot(
         return tag("path", class_=kind, d=d)
 
     pieces = [path("sf-rule", f"M0 {y(tick)}H{unit(WIDTH)}") for tick in up.ticks]
+    pieces += [
+        path("sf-band", f"M{x(band.first)} 0H{x(band.last)}V{unit(HEIGHT)}H{x(band.first)}z")
+        for band in bands
+    ]
+    expected = [band.about for band in bands if band.about is not None]
+    pieces += [path("sf-expected", f"M{x(step)} 0V{unit(HEIGHT)}") for step in expected]
     pieces += [path("sf-mark", f"M{x(step)} 0V{unit(HEIGHT)}") for step in marks]
     pieces += [
         path("sf-skip", f"M{x(step)} {unit(HEIGHT * 0.97)}h0") for step in skipped[:_MOST_POINTS]
     ]
     line, is_on = "", False
-    for step, value in _thinned(points):  # broken where one is not finite
+    for step, value in _thin(points):  # broken where one is not finite
         if math.isfinite(value):
             line += f"L{x(step)} {y(value)}" if is_on else f"M{x(step)} {y(value)}h0"
         is_on = math.isfinite(value)
@@ -463,7 +506,7 @@ def _plot(
     )
 
 
-def _thinned(points: list[Point]) -> list[Point]:
+def _thin(points: list[Point]) -> list[Point]:
     """Few enough points for a picture: of each stretch the lowest, the highest and a bad one."""
     if len(points) <= _MOST_POINTS:
         return points
@@ -476,3 +519,103 @@ def _thinned(points: list[Point]) -> list[Point]:
         bad = [point for point in stretch if not math.isfinite(point[1])][:1]
         kept += sorted({*ends, *bad})
     return kept
+
+
+ROW = 52  # pixels, as in the style sheet
+_LANE = 22
+_MOST = 12  # stations; of more the middle is left out
+_VERBS = {"birth": "born", "foreign": "came in", "conversion": "became", "spread": "still"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Station:
+    """A row beside the graph."""
+
+    kind: str
+    value: str = ""
+    what: str
+    where: str = ""
+    code: str = ""
+    lane: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    """The graph and its rows; `lanes` are the passes, from left to right."""
+
+    picture: Markup
+    stations: tuple[Station, ...]
+    lanes: tuple[str, ...]
+
+
+def lineage(incident: Incident) -> Lineage | None:
+    """None where the way is not known."""
+    hops = incident.origin.lineage if incident.origin else ()
+    if not hops:
+        return None
+    lanes = tuple(dict.fromkeys(hop.phase for hop in hops))
+    stations = tuple(_stations(incident, hops, lanes))
+    picture = _picture(stations, width=_LANE * (len(lanes) + 1))
+    return Lineage(picture=picture, stations=stations, lanes=lanes)
+
+
+def _stations(incident: Incident, hops: Sequence[Hop], lanes: tuple[str, ...]) -> Iterator[Station]:
+    left, lane = 0, 0
+    shown = _hops_to_show(hops)
+    for at, hop in enumerate(hops):
+        if at not in shown:
+            left += 1
+            continue
+        lane = lanes.index(hop.phase)
+        if left:
+            yield Station(kind="more", what=wording.count(left, "more op"), lane=lane)
+            left = 0
+        module = f"module {wording.plain(hop.module)}" if hop.module else ""
+        yield Station(
+            kind=hop.kind,
+            value=wording.KINDS[hop.nan_type],
+            what=f"{_VERBS.get(hop.kind, 'began')} at {wording.short_op(hop.op)}",
+            where=", ".join(filter(None, (wording.hop_line(hop), module))),
+            code=wording.plain(hop.code.strip()),
+            lane=lane,
+        )
+    value, what = wording.seen_kind(incident), f"noticed in {wording.noticed(incident)}"
+    yield Station(kind="end", value=value, what=what, lane=lane)
+
+
+def _hops_to_show(hops: Sequence[Hop]) -> set[int]:
+    """All, or the first and last ones and every change."""
+    if len(hops) <= _MOST:
+        return set(range(len(hops)))
+    turns = [at for at, hop in enumerate(hops) if hop.kind != "spread"]
+    changes = [at for at in range(1, len(hops)) if hops[at].phase != hops[at - 1].phase]
+    ends = {0, 1, 2, len(hops) - 2, len(hops) - 1}
+    return ends | set((turns + changes)[: _MOST - len(ends)])
+
+
+def _picture(stations: Sequence[Station], *, width: int) -> Markup:
+    places = [(_LANE * (each.lane + 1), ROW * at + ROW / 2) for at, each in enumerate(stations)]
+    rail = f"M{unit(places[0][0])} {unit(places[0][1])}"
+    for (x, y), (to_x, to_y) in pairwise(places):  # a soft bend where the lane changes
+        middle = unit((y + to_y) / 2)
+        bend = f"C{unit(x)} {middle} {unit(to_x)} {middle} {unit(to_x)} {unit(to_y)}"
+        rail += f"V{unit(to_y)}" if x == to_x else bend
+    pieces = [tag("path", class_="sf-rail", d=rail)]
+    pieces += [_node(each.kind, *place) for each, place in zip(stations, places, strict=True)]
+    high = ROW * len(stations)
+    words = {"viewBox": f"0 0 {width} {high}", "aria-hidden": "true"}
+    return tag("svg", Markup("").join(pieces), class_="sf-graph", width=width, height=high, **words)
+
+
+def _node(kind: str, x: float, y: float) -> Markup:
+    def dot(name: str, r: int, down: int = 0) -> Markup:
+        return tag("circle", class_=f"sf-n-{name}", r=r, cx=unit(x), cy=unit(y + down))
+
+    if kind == "more":
+        return Markup("").join(dot("more", 2, down) for down in (-8, 0, 8))
+    if kind in ("spread", "conversion"):
+        return dot(kind, 5 if kind == "spread" else 7)
+    if kind == "end":
+        box = {"x": unit(x - 8), "y": unit(y - 8), "width": "16", "height": "16"}
+        return tag("rect", class_="sf-n-end", rx=3, **box)
+    return dot("birth", 9) + dot("core", 3)

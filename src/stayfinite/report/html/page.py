@@ -15,8 +15,7 @@ from markupsafe import Markup, escape
 
 from stayfinite import text as wording
 from stayfinite.causes import CAUSES
-from stayfinite.records import Incident
-from stayfinite.report.excerpt import dedent
+from stayfinite.records import Forecast, Incident
 from stayfinite.report.html.charts import (
     Plot,
     Window,
@@ -24,13 +23,13 @@ from stayfinite.report.html.charts import (
     doublings_left,
     heat_map,
     histogram,
+    lineage,
     short,
     timeline,
     visible_text,
 )
-from stayfinite.report.html.lineage import lineage
 from stayfinite.report.html.notebook import info_without_source, without_source
-from stayfinite.report.incident_view import IncidentView, view_of
+from stayfinite.report.incident_view import IncidentView, dedent, view_of
 from stayfinite.report.run_summary import summary_of
 from stayfinite.report.store.reading import Run, Series
 from stayfinite.report.store.writer import RunInfo
@@ -59,7 +58,13 @@ def page_of(run: Run, *, advice: Sequence[str] = (), with_source: bool = True) -
             view=view_of(first, folder=folder, width=_WIDTH),
             checks=[*_checks(first), *_afterwards(run.series, first.step)],
             also_at=also,
-            timeline=timeline(run.series, around(first.step, steps=run.steps), incidents=incidents),
+            timeline=timeline(
+                run.series,
+                around(first.step, steps=run.steps),
+                incidents=incidents,
+                forecasts=run.forecasts,
+            ),
+            forecasts=run.forecasts,
         )
         for first, also in groups_of(incidents)[:_MOST_SHOWN]
     ]
@@ -107,7 +112,7 @@ def incidents_fragment(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PageVerdict:
     """How the run went, in a line; `mood` is a colour."""
 
     mood: str
@@ -122,23 +127,23 @@ _ENDS = {
 }
 
 
-def _verdict(run: Run) -> Verdict:
+def _verdict(run: Run) -> PageVerdict:
     """From how it ended, and what happened before."""
     said = verdict_of(len(run.incidents), run.steps)
     if run.exit not in _ENDS:
         return said
     mood, more = _ENDS[run.exit]
-    return Verdict(mood="bad" if run.incidents else mood, text=said.text, more=more)
+    return PageVerdict(mood="bad" if run.incidents else mood, text=said.text, more=more)
 
 
-def verdict_of(incidents: int, steps: int) -> Verdict:
+def verdict_of(incidents: int, steps: int) -> PageVerdict:
     """What happened in so many steps."""
     taken = "1 step" if steps == 1 else f"{steps:,} steps"
     if incidents:
-        return Verdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
+        return PageVerdict(mood="bad", text=f"{wording.count(incidents, 'incident')} in {taken}")
     if not steps:
-        return Verdict(mood="busy", text="No training step was seen")
-    return Verdict(mood="good", text=f"{taken}, all finite" if steps > 1 else "1 step, finite")
+        return PageVerdict(mood="busy", text="No training step was seen")
+    return PageVerdict(mood="good", text=f"{taken}, all finite" if steps > 1 else "1 step, finite")
 
 
 def groups_of(incidents: Sequence[Incident]) -> list[tuple[Incident, list[int]]]:
@@ -164,6 +169,7 @@ class Section:
     checks: list[str]
     also_at: list[int]
     timeline: Sequence[Plot] = ()
+    forecasts: Sequence[Forecast] = ()
 
 
 def _checks(incident: Incident) -> Iterator[str]:
@@ -194,10 +200,13 @@ def _afterwards(series: Series, step: int) -> Iterator[str]:
 def _whole_timeline(run: Run, sections: int) -> list[Plot]:
     """The whole run, unless the one close-up shows all of it."""
     steps = [incident.step for incident in run.incidents]
-    whole = Window(first=0, last=max([run.steps - 1, 0, *steps]))
+    # What is expected after the end is in view, but takes no more than a fifth of it.
+    ends = [each.step + (each.steps_high or each.steps_left or 0) for each in run.forecasts]
+    after = min(max(ends, default=0), run.steps * 5 // 4)
+    whole = Window(first=0, last=max([run.steps - 1, 0, after, *steps]))
     if sections == 1 and around(steps[0], steps=run.steps) == whole:
         return []
-    return timeline(run.series, whole, incidents=run.incidents)
+    return timeline(run.series, whole, incidents=run.incidents, forecasts=run.forecasts)
 
 
 def _facts(info: RunInfo, path: Path | None) -> dict[str, str]:

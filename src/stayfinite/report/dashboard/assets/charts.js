@@ -15,6 +15,7 @@ const MEASURES = [
 const SKIPPING = new Set(["norm", "scale"]); // where skipped steps are marked
 const HEIGHT = 208;
 const MOST_MARKS = 400;
+const MOST_BANDS = 20;
 
 export const runColor = (place) => cssColor(`--run-${place % 6}`);
 
@@ -23,8 +24,8 @@ export class Charts {
     this.onZoom = onZoom;
     this.panels = new Map();
     this.sync = uPlot.sync("steps");
+    // Each for itself: a panel that comes later makes room for itself beside the others.
     this.observer = new ResizeObserver(() => this.panels.forEach((panel) => panel.resize()));
-    this.observer.observe(byId("charts"));
   }
 
   // `runs` in their order, each with its place, which is its color.
@@ -35,7 +36,9 @@ export class Charts {
     }
     for (const measure of wanted) {
       if (!this.panels.has(measure.key)) {
-        this.panels.set(measure.key, new Panel(measure, this.sync, this.onZoom));
+        const panel = new Panel(measure, this.sync, this.onZoom);
+        this.panels.set(measure.key, panel);
+        this.observer.observe(panel.canvas);
       }
     }
     const nodes = wanted.map((measure) => this.panels.get(measure.key).node);
@@ -53,6 +56,7 @@ export class Charts {
   }
 
   drop(key, panel) {
+    this.observer.unobserve(panel.canvas);
     panel.destroy();
     this.panels.delete(key);
   }
@@ -64,6 +68,7 @@ function drawKey(series, runs, marks) {
   const isBad = shown.some((run) => Object.values(run.curves).some((curve) => curve.bad));
   const entries = [
     marks.steps.length ? ["key-line", "incident"] : null,
+    marks.bands.length ? ["key-expected", "where a forecast expects a value to overflow"] : null,
     isBad ? ["key-bad", "value that is not finite"] : null,
     shown.some((run) => run.skips) ? ["key-skip", "skipped step"] : null,
     series.width > 1 ? ["key-band", `least to largest of ${whole(series.width)} steps, with their mean`] : null,
@@ -175,6 +180,7 @@ class Panel {
       series,
       bands,
       hooks: {
+        drawAxes: [(plot) => this.markBands(plot)],
         draw: [(plot) => this.mark(plot)],
         setCursor: [(plot) => this.moved(plot)],
         setSelect: [(plot) => this.zoomed(plot)],
@@ -187,8 +193,38 @@ class Panel {
     if (low === null) return [0, 1];
     const { steps, width } = this.series;
     const isWhole = !this.marks.isZoomed;
-    const end = isWhole ? Math.max(high, ...this.marks.steps.slice(0, MOST_MARKS)) : high;
+    const end = isWhole ? Math.max(high, ...this.marks.steps.slice(0, MOST_MARKS), this.foretold(low, high)) : high;
     return steps.length > 1 || end > low ? [low, end] : [low - width, low + width];
+  }
+
+  // What is expected after the last step is in view, but takes no more than a fifth of it.
+  foretold(low, high) {
+    const ends = this.marks.bands.slice(0, MOST_BANDS).map(({ to }) => to);
+    return Math.min(Math.max(high, ...ends), high + Math.ceil((high - low) / 4));
+  }
+
+  // Lies under the curves.
+  markBands(plot) {
+    const { ctx, bbox } = plot;
+    const ratio = devicePixelRatio;
+    const [left, right] = [bbox.left, bbox.left + bbox.width];
+    const across = (step) => plot.valToPos(step, "x", true);
+    ctx.save();
+    ctx.fillStyle = `color-mix(in srgb, ${cssColor("--odd")} 20%, transparent)`;
+    ctx.strokeStyle = cssColor("--odd");
+    ctx.lineWidth = 1.5 * ratio;
+    ctx.setLineDash([1.5 * ratio, 2.5 * ratio]);
+    for (const { from, to, about } of this.marks.bands.slice(0, MOST_BANDS)) {
+      const [start, end] = [Math.max(across(from), left), Math.min(across(to), right)];
+      if (end < start) continue;
+      ctx.fillRect(start, bbox.top, Math.max(end - start, 2 * ratio), bbox.height);
+      if (about === null || across(about) < left || across(about) > right) continue;
+      ctx.beginPath();
+      ctx.moveTo(across(about), bbox.top);
+      ctx.lineTo(across(about), bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
   }
 
   // Incidents are lines, values that are not finite ticks at the top, skipped steps at the bottom.

@@ -180,7 +180,7 @@ export class HeatMap {
       context.fillRect(at, 0, 1, 1);
     });
     fill(this.key_, el("span", { text: ends[0] }), bar, el("span", { text: ends[1] }),
-      el("i", { class: "swatch bad-swatch", "aria-hidden": "true" }), el("span", { text: "not finite" }),
+      el("span", {}, el("i", { class: "swatch bad-swatch", "aria-hidden": "true" }), "not finite"),
       this.rows.length < this.data.layers.length
         ? el("span", { class: "muted", text: `${whole(this.rows.length)} of ${count(this.data.layers.length, "layer")}` }) : null);
   }

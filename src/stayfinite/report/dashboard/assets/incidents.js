@@ -1,4 +1,4 @@
-// Incidents as they come.
+// Incidents and forecasts as they come.
 
 import { byId, el, fill, prose } from "./dom.js";
 import { count, whole } from "./format.js";
@@ -6,6 +6,49 @@ import { count, whole } from "./format.js";
 const MOST = 50;
 
 let drawn = "";
+let foretold = "";
+
+// The place has no room before there is a forecast.
+export function drawForecasts({ forecasts }, runs) {
+  const now = JSON.stringify([forecasts, runs.map(({ id, name }) => [id, name])]);
+  if (now === foretold) return;
+  foretold = now;
+  const more = forecasts.length - MOST;
+  byId("forecasts").hidden = !forecasts.length;
+  fill(byId("forecasts"),
+    el("h2", { id: "forecasts-title", text: count(forecasts.length, "forecast") }),
+    el("ol", { class: "incident-list" }, ...forecasts.slice(0, MOST).map((each) => forecast(each, runs))),
+    more > 0 ? el("p", { class: "muted", text: `and ${whole(more)} earlier` }) : null);
+}
+
+function forecast(each, runs) {
+  const run = runs.find(({ id }) => id === each.run);
+  return el("li", { class: "incident" },
+    el("span", { class: "incident-step" }, el("small", { text: "step" }), whole(each.step)),
+    el("span", { class: "incident-body" },
+      el("span", { class: "incident-headline", text: each.words }),
+      el("span", { class: "incident-where" },
+        el("span", { text: expected(each) }),
+        each.rank ? el("span", { text: `rank ${each.rank}` }) : null,
+        runs.length > 1 && run ? el("span", { class: `chip color-${run.place % 6} tinted`, text: run.name }) : null)),
+    el("span", { class: "incident-side" },
+      el("span", { class: `chip severity-${each.severity}`, text: each.severity }),
+      each.done ? el("span", { class: "muted small-text", text: each.done }) : null,
+      el("span", {
+        class: "muted small-text",
+        text: each.next_bad_step === null ? "no bad step since" : `next bad step: ${whole(each.next_bad_step)}`,
+      })));
+}
+
+function expected(each) {
+  const at = (steps) => whole(each.step + steps);
+  if (each.steps_left === null) return "";
+  const about = `expected about step ${at(each.steps_left)}`;
+  if (each.steps_low === null) return about;
+  return each.steps_high === null
+    ? `${about}, ${at(each.steps_low)} or later`
+    : `${about}, between ${at(each.steps_low)} and ${at(each.steps_high)}`;
+}
 
 // Only when there is something new, so that no click is lost.
 export function drawIncidents(state, runs, open) {

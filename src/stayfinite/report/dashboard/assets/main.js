@@ -6,7 +6,7 @@ import { drawCompare } from "./compare.js";
 import { byId, el, fill } from "./dom.js";
 import { count } from "./format.js";
 import { HeatMap } from "./heat.js";
-import { drawIncidents } from "./incidents.js";
+import { drawForecasts, drawIncidents } from "./incidents.js";
 import { openLayer } from "./layer.js";
 import { drawHead, drawNotices } from "./overview.js";
 import { openReport } from "./report.js";
@@ -21,7 +21,7 @@ const MOST_SHOWN = 6;
 
 const state = {
   runs: [], places: [], selected: [], view: "live", zoom: null, optimizer: null,
-  series: null, incidents: [], known: null, ...readAddress(),
+  series: null, incidents: [], forecasts: [], known: null, ...readAddress(),
 };
 const charts = new Charts((zoom) => change({ zoom }));
 const heat = new HeatMap({
@@ -133,7 +133,7 @@ async function round() {
     state.series = await ask("series", { runs: ids, points: 800, ...common });
     asked.series = view;
   }
-  const noted = runs.map((run) => `${run.incidents}${run.state}${run.progress}`).join() + ids;
+  const noted = runs.map((run) => `${run.incidents}-${run.forecasts}${run.state}${run.progress}`).join() + ids;
   if (asked.incidents !== noted) {
     const found = await ask("incidents", { runs: ids });
     asked.incidents = noted;
@@ -182,10 +182,19 @@ function drawAll() {
   drawHead(main, state.series);
   drawOptimizers(state.series.optimizers);
   drawIncidents(state, runs, openReport);
+  drawForecasts(state, runs);
   charts.draw(state.series, runs, {
-    steps: state.incidents.map((each) => each.step), isZoomed: Boolean(state.zoom),
+    steps: state.incidents.map((each) => each.step), bands: state.forecasts.map(bandOf).filter(Boolean),
+    isZoomed: Boolean(state.zoom),
   });
   document.documentElement.dataset.painted = String(state.series.steps.length);
+}
+
+// Between which steps a value is expected to overflow, and about when.
+function bandOf({ step, steps_left: left, steps_low: low, steps_high: high }) {
+  const ends = [low, left, high].filter((end) => end !== null).map((end) => step + end);
+  if (!ends.length) return null;
+  return { from: Math.min(...ends), to: Math.max(...ends), about: left === null ? null : step + left };
 }
 
 function drawOptimizers(numbers) {
@@ -213,7 +222,7 @@ function bind() {
   byId("reset").addEventListener("click", () => change({ zoom: null }));
   byId("optimizer").addEventListener("change", (event) => change({ optimizer: Number(event.target.value) }));
   for (const id of ["from", "to"]) byId(id).addEventListener("change", typedRange);
-  if (matchMedia("(max-width: 760px)").matches) byId("shelf").open = false;
+  if (matchMedia("(max-width: 900px)").matches) byId("shelf").open = false;
   bindTheme(byId("theme"), () => { charts.repaint(); heat.repaint(); });
 }
 

@@ -1,8 +1,9 @@
-"""`stayfinite replay`: does the bad step of a capsule go bad here too?"""
+"""The commands for capsules: `replay` and `minimise`."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stayfinite.cli._common import PATH, Refused, made_by, refusing
+from stayfinite.cli import PATH, Refused, object_from, refuse_on
 from stayfinite.errors import CapsuleError
 from stayfinite.text import plain
 
 if TYPE_CHECKING:
     from stayfinite.capsule import Capsule
     from stayfinite.capsule.reproduces import Point
-    from stayfinite.runner.case import Replayed
+    from stayfinite.runner.case import OtherRun
 
 REPRODUCES, OTHERWISE = 0, 1
 
@@ -40,7 +41,9 @@ REPRODUCES, OTHERWISE = 0, 1
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.argument("capsule", type=PATH)
-def command(capsule: Path, trust: bool, model: str | None, seconds: int, as_json: bool) -> None:
+def replay_command(
+    capsule: Path, trust: bool, model: str | None, seconds: int, as_json: bool
+) -> None:
     """Run the bad step of a CAPSULE again, traced, and say whether it goes bad in the same way.
 
     The source in it is run only with --trust, in a new temporary folder. The exit code is 0 when
@@ -48,10 +51,10 @@ def command(capsule: Path, trust: bool, model: str | None, seconds: int, as_json
     cannot be used.
     """
     from stayfinite.capsule import read_capsule
-    from stayfinite.capsule.reproduces import compared, reproduces
+    from stayfinite.capsule.reproduces import compare_incidents, reproduces
     from stayfinite.runner.capsules import replay
 
-    with refusing(CapsuleError):
+    with refuse_on(CapsuleError):
         read = read_capsule(capsule)
         if model is not None:
             done = _replay_model(read, model)
@@ -60,7 +63,7 @@ def command(capsule: Path, trust: bool, model: str | None, seconds: int, as_json
         else:
             raise CapsuleError(_what_would_run(read, capsule))
     is_script = read.code.kind == "script" and model is None
-    points = compared(read.incident, done.incident, with_step=is_script)
+    points = compare_incidents(read.incident, done.incident, with_step=is_script)
     same = done.problem is None and reproduces(points)
     if as_json:
         names = {"what": "name", "there": "there", "here": "here", "same": "is_same"}
@@ -85,21 +88,21 @@ def _what_would_run(capsule: Capsule, path: Path) -> str:
     )
 
 
-def _replay_model(capsule: Capsule, name: str) -> Replayed:
+def _replay_model(capsule: Capsule, name: str) -> OtherRun:
     """Put the capsule's state into the model and its batch through it, traced."""
     import torch
 
     from stayfinite.capsule.make import put_random, put_state
     from stayfinite.checkpoint.modules import Members
     from stayfinite.locate.search import call, loss_of
-    from stayfinite.runner.case import Replayed
+    from stayfinite.runner.case import OtherRun
     from stayfinite.tracing import trace
 
     if not capsule.batch or capsule.state is None or capsule.state.tensors is None:
         raise CapsuleError(
             "the capsule has no batch or no state to put into a model; make it with --with-batch."
         )
-    made = made_by(name)
+    made = object_from(name)
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module) or not (step is None or callable(step)):
         kind = type(made).__name__
@@ -116,10 +119,10 @@ def _replay_model(capsule: Capsule, name: str) -> Replayed:
         except Exception as error:  # their code can raise anything
             if not found.incidents:
                 raise Refused(f"--model {name}: {type(error).__name__}: {error}") from error
-    return Replayed(incident=found.incidents[0] if found.incidents else None)
+    return OtherRun(incident=found.incidents[0] if found.incidents else None)
 
 
-def _show(capsule: Capsule, done: Replayed, points: list[Point], same: bool) -> None:
+def _show(capsule: Capsule, done: OtherRun, points: list[Point], same: bool) -> None:
     from stayfinite.capsule.make import differences
 
     rows = [(p.name, p.there, p.here, "same" if p.is_same else "differs") for p in points]
@@ -135,3 +138,39 @@ def _show(capsule: Capsule, done: Replayed, points: list[Point], same: bool) -> 
         for difference in differences(capsule.versions):
             click.echo(plain(f"note: {difference}"))
     click.echo("It reproduces." if same else "It does not reproduce.")
+
+
+@click.command("minimise")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file to write; by default the script is printed.",
+)
+@click.option("--force", is_flag=True, help="Replace the output file if it is there already.")
+@click.argument("capsule", type=PATH)
+def minimise_command(capsule: Path, output: Path | None, force: bool) -> None:
+    """Write the smallest script that shows the first bad operation of a CAPSULE.
+
+    It has at most 40 lines, needs nothing but torch, and exits with 1 when it goes bad. Only that
+    one operation is run here, on its recorded inputs, and none of the source in the capsule. The
+    exit code is 2 when there is no such script.
+    """
+    from stayfinite.capsule import read_capsule
+    from stayfinite.capsule.minimal import minimise
+
+    if output is not None and os.path.lexists(output) and not force:
+        raise Refused(f"{output} is there already; give another name, or --force to replace it.")
+    try:
+        repro = minimise(read_capsule(capsule))
+    except CapsuleError as error:
+        text = str(error) if str(error).startswith(str(capsule)) else f"{capsule}: {error}"
+        raise Refused(plain(text)) from error
+    if output is None:
+        click.echo(repro.text, nl=False)
+        return
+    mode = "w" if force else "x"
+    with refuse_on(doing="written", file=output), open(output, mode, encoding="utf-8") as file:
+        file.write(repro.text)
+    before, after = repro.numbers_before, repro.numbers
+    click.echo(f"{output}: {repro.experiment.op}, {before:,} numbers cut down to {after:,}")

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import click
+import forks
 import pytest
 from click.testing import CliRunner
 
 import stayfinite
 from stayfinite.cli import main
-from stayfinite.cli.run import command
+from stayfinite.cli.script_commands import run_command
 from stayfinite.errors import ConfigError
 from stayfinite.runner.options import RunOptions
 
@@ -34,7 +35,7 @@ def start(*words, cwd, module="stayfinite"):
 
 
 def test_every_option_comes_from_the_options_class():
-    flags = {option for param in command.params for option in param.opts if option[:2] == "--"}
+    flags = {option for param in run_command.params for option in param.opts if option[:2] == "--"}
     fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(RunOptions)}
     assert flags == fields
 
@@ -42,7 +43,7 @@ def test_every_option_comes_from_the_options_class():
 def test_surface_is_frozen():
     surface = {
         param.opts[0]: getattr(param.type, "choices", param.type.name)
-        for param in command.params
+        for param in run_command.params
         if isinstance(param, click.Option)
     }
     assert surface == {
@@ -163,7 +164,9 @@ def test_record_of_a_module_that_recovered_says_so(tmp_path):
     (tmp_path / "proj" / "__init__.py").touch()
     (tmp_path / "proj" / "train.py").write_text(MODULE)
     words = ["--on-nan", "recover", "--second-run", "never", "-m", "proj.train", "--x"]
-    done = start("run", "--run-dir", "night", *words, cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": SOURCE}
+    given = ["-m", "stayfinite", "run", "--run-dir", "night", *words]
+    done = forks.run_text(given, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     shown = CliRunner().invoke(main, ["show", str(tmp_path / "night")]).output
     facts = [line.split(maxsplit=1) for line in shown.splitlines()]

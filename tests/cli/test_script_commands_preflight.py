@@ -15,7 +15,7 @@ import forks
 import pytest
 
 import stayfinite
-from stayfinite.cli.preflight import command
+from stayfinite.cli.script_commands import preflight_command
 from stayfinite.prevent.risks import Risk
 from stayfinite.records import from_data
 from stayfinite.runner.preflight_run import PreflightOptions, show
@@ -67,11 +67,13 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
 
 
 def test_surface_is_frozen() -> None:
-    flags = {option for param in command.params for option in param.opts if option[:2] == "--"}
+    flags = {
+        option for param in preflight_command.params for option in param.opts if option[:2] == "--"
+    }
     fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PreflightOptions)}
     surface = {
         param.opts[0]: param.type.name
-        for param in command.params
+        for param in preflight_command.params
         if isinstance(param, click.Option)
     }
     assert flags == fields

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
 
@@ -23,6 +21,7 @@ from stayfinite.detect.detector import bad_reports, report_on
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.nested import named_tensors
 from stayfinite.records import Incident, NaNReport
+from stayfinite.report.sinks import unchanged_random
 from stayfinite.safely import Safely
 from stayfinite.text import one_line, what_was_done
 
@@ -33,16 +32,6 @@ logger = logging.getLogger("stayfinite")
 _SECONDS = 0.1  # between two looks at the screen
 
 
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """rich draws from Python's generator, even while it is imported; training must not notice."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
 class ProgressBar:
     """One line for each epoch: how far, the loss, and how many batches were skipped."""
 
@@ -50,7 +39,7 @@ class ProgressBar:
         self._epochs = epochs
         self._task: Any = None
         self._drawn = 0.0
-        with _same_random_numbers():
+        with unchanged_random():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
             from rich.progress import TimeRemainingColumn as TimeColumn
@@ -68,7 +57,7 @@ class ProgressBar:
             )
 
     def begin_epoch(self, number: int, length: int | None) -> None:
-        with _same_random_numbers():
+        with unchanged_random():
             description = f"epoch {number + 1}/{self._epochs}"
             self._task = self._progress.add_task(description, total=length, said="")
 
@@ -88,18 +77,18 @@ class ProgressBar:
     def _show(self, loss: Any, skipped: int) -> None:
         said = "skipped" if loss is None else f"loss {float(loss):.4g}"  # host sync
         said += f", {skipped} skipped" if skipped else ""
-        with _same_random_numbers():
+        with unchanged_random():
             self._progress.update(self._task, said=said)
             self._progress.refresh()
         self._drawn = time.monotonic()
 
     def __enter__(self) -> Self:
-        with _same_random_numbers():
+        with unchanged_random():
             self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _same_random_numbers():
+        with unchanged_random():
             self._progress.stop()
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from recorded_runs import record
 
 from stayfinite.cli import main
-from stayfinite.patch.edit import unified
+from stayfinite.patch.edit import unified_diff
 from stayfinite.records import Diagnosis, Incident, Origin
 
 BEFORE = "import torch\n\n\ndef nll(p):\n    return -torch.log(p).mean()\n"
@@ -55,7 +55,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, script: Path) -> str:
-    return recorded(tmp_path, patch=unified(BEFORE, AFTER, name="train.py"))
+    return recorded(tmp_path, patch=unified_diff(BEFORE, AFTER, name="train.py"))
 
 
 def test_change_and_its_proof_are_shown_and_nothing_is_written(run: str, script: Path) -> None:
@@ -126,7 +126,7 @@ def test_file_that_is_gone_or_not_utf_8_is_refused(run: str, script: Path) -> No
 def test_file_outside_the_project_is_refused(tmp_path: Path, script: Path, name: str) -> None:
     outside = tmp_path / "outside.py"
     outside.write_text(BEFORE)
-    done = fix("--write", "--yes", recorded(tmp_path, patch=unified(BEFORE, AFTER, name=name)))
+    done = fix("--write", "--yes", recorded(tmp_path, patch=unified_diff(BEFORE, AFTER, name=name)))
     assert (done.exit_code, "outside the project" in done.output) == (2, True)
     assert outside.read_text() == BEFORE
 
@@ -134,7 +134,7 @@ def test_file_outside_the_project_is_refused(tmp_path: Path, script: Path, name:
 def test_absolute_name_is_refused(tmp_path: Path, script: Path) -> None:
     outside = tmp_path / "outside.py"
     outside.write_text(BEFORE)
-    patch = unified(BEFORE, AFTER, name=str(outside))
+    patch = unified_diff(BEFORE, AFTER, name=str(outside))
     done = fix("--write", "--yes", recorded(tmp_path, patch=patch))
     assert (done.exit_code, "outside the project" in done.output) == (2, True)
     assert outside.read_text() == BEFORE
@@ -163,14 +163,14 @@ def test_healthy_run_has_nothing_to_fix(tmp_path: Path) -> None:
 
 
 def test_patch_cannot_command_the_terminal(tmp_path: Path, script: Path) -> None:
-    patch = unified("a\n", "\x1b[31mred\x1b]0;title\x07\n", name="train.py")
+    patch = unified_diff("a\n", "\x1b[31mred\x1b]0;title\x07\n", name="train.py")
     assert "\x1b" not in fix(recorded(tmp_path, patch=patch)).output
 
 
 def test_line_ends_stay_as_they_are(tmp_path: Path, script: Path) -> None:
     before, after = BEFORE.replace("\n", "\r\n"), AFTER.replace("\n", "\r\n")
     script.write_bytes(before.encode())
-    run = recorded(tmp_path, patch=unified(before, after, name="train.py"))
+    run = recorded(tmp_path, patch=unified_diff(before, after, name="train.py"))
     assert fix("--write", "--yes", run).exit_code == 0
     assert script.read_bytes() == after.encode()
 

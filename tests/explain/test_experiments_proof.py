@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stayfinite.explain.proof import Trial, alike, evidence_of, is_proven
+from stayfinite.explain.experiments import Trial, alike, evidence_of, is_proven
 from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType, Origin, TensorSummary
 
 FALLING = tuple(2.0 - 0.02 * step for step in range(60))

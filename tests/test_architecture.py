@@ -80,6 +80,7 @@ PUBLIC = [
     "Diagnosis",
     "DynamicLossScaler",
     "Forecast",
+    "Forecaster",
     "Guard",
     "Incident",
     "InitProblem",

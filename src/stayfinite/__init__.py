@@ -87,6 +87,7 @@ _HOME = {
     "Risk": "prevent.risks",
     "check_data": "prevent.data.check",
     "AdaptiveClipper": "prevent.clipping",
+    "Forecaster": "prevent.forecast.forecaster",
 }
 
 __all__ = sorted(["__version__", *_HOME])
@@ -128,6 +129,7 @@ if TYPE_CHECKING:
     from stayfinite.prevent.clamp import clamp_activations as clamp_activations
     from stayfinite.prevent.clipping import AdaptiveClipper as AdaptiveClipper
     from stayfinite.prevent.data.check import check_data as check_data
+    from stayfinite.prevent.forecast.forecaster import Forecaster as Forecaster
     from stayfinite.prevent.init import InitProblem as InitProblem
     from stayfinite.prevent.init import check_init as check_init
     from stayfinite.prevent.init import init_head as init_head

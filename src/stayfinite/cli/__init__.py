@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "script_commands": ("run", "preflight"),
-    "record_commands": ("list", "show", "compare", "html", "ui", "fix"),
+    "record_commands": ("list", "show", "forecast", "compare", "html", "ui", "fix"),
     "capsule_commands": ("replay", "minimise"),
     "check": ("check",),
     "cause": ("cause",),

@@ -1,7 +1,8 @@
-"""The commands for recorded runs: `list`, `show`, `compare`, `html`, `ui` and `fix`."""
+"""The commands for recorded runs: `list`, `show`, `forecast`, `compare`, `html`, `ui` and `fix`."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -241,3 +242,44 @@ def _inside(run: Run, name: str) -> Path:
     if not path.is_file():
         raise PatchError(f"{path} is not there, or is no file.")
     return path
+
+
+@click.command("forecast")
+@json_option
+@run_argument
+def forecast_command(run: Path | None, as_json: bool) -> None:
+    """Show what was going to overflow in a recorded run, and when that could have been known.
+
+    RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest. What was
+    told while it ran is shown as it was; else the losses and gradients that were recorded are
+    looked through now.
+    """
+    from stayfinite.prevent.forecast.outlook import foretold
+
+    recorded = run_at(run)
+    told, is_recorded = recorded.forecasts, bool(recorded.forecasts)
+    if not is_recorded:
+        series = recorded.series
+        samples = {
+            sample.step: [
+                (name, room)
+                for name, room in zip(sample.layers, sample.headroom, strict=True)
+                if room is not None and math.isfinite(room)
+            ]
+            for sample in series.samples
+        }
+        told = foretold(zip(series["step"], series["loss"], strict=True), samples)
+    if as_json:
+        click.echo(to_json(told, indent=1))
+        return
+    end = next((incident.step for incident in recorded.incidents), None)
+    for forecast in told:
+        ahead = "" if end is None else f", {end - forecast.step} steps before the incident"
+        known = (
+            f"step {forecast.step}" if is_recorded else f"could be known at step {forecast.step}"
+        )
+        click.echo(f"{known}{ahead}: {forecast.message}")
+        for line in forecast.evidence:
+            click.echo(f"  {line}")
+    if not told:
+        click.echo(f"nothing was going to overflow in {recorded.steps} steps.")

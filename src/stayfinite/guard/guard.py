@@ -71,7 +71,7 @@ from stayfinite.replay.loop import loops_around, variables_of
 from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
-from stayfinite.training import Pairs, params_of
+from stayfinite.training import Pairs, pairs_of, params_of
 
 # What only a bad step needs is imported there: a healthy run starts without it.
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from stayfinite.guard.capsule_step import Call, KeptStep
     from stayfinite.guard.loop_replay import LoopReplay
     from stayfinite.guard.replay import Replay
+    from stayfinite.prevent.forecast.forecaster import Forecaster
     from stayfinite.report.html.notebook import GuardReport
 
 
@@ -354,6 +355,8 @@ class Guard(StepListener):
             with contextlib.suppress(TrainingAbortedError):
                 attachment.remove()
             past.tracing.switch_off()
+            if past.forecaster is not None:
+                past.forecaster.close()
             past.moments.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():
@@ -552,6 +555,8 @@ class Guard(StepListener):
                 flag = nonfinite([*gradients, *far], exact_on_device=on_device)
             if job is not None:
                 flag = self._verdict(job, flag)
+                if flag is None and job.config.on_spike == "skip":
+                    self._skips_spike(job, optimizer)
         if ranks is None:
             return flag
         return self._verdict_of_all(ranks, optimizer, job, flag)
@@ -609,6 +614,8 @@ class Guard(StepListener):
             job.seen = evidence.seen(optimizer)
         with past.aside:
             looks = self.settings.check_parameters and self._is_due(optimizer)
+            if past.forecaster is not None:
+                self._look_ahead(past.forecaster, optimizer, job, vetoed=bool(vetoed))
             evidence.stepped(optimizer, skipped=bool(vetoed) or past.was_skipped)
             past.tracing.stepped(evidence.steps, of=optimizer, count=evidence.count(optimizer))
             if not past.was_skipped:
@@ -629,6 +636,34 @@ class Guard(StepListener):
             is_good = is_good and not self.was_harmed
             self.answer.ended(job, is_good=is_good, was_vetoed=bool(vetoed))
         past.later_traces.stepped()
+
+    def _look_ahead(
+        self, forecaster: Forecaster, optimizer: Optimizer, job: Job | None, *, vetoed: bool
+    ) -> None:
+        """Tell what is going to overflow, and do about it what the job says."""
+        evidence, was_skipped = self.past.evidence, self.past.was_skipped
+        told = forecaster.stepped(
+            optimizer,
+            loss=evidence.loss if evidence.bad_loss is None else None,
+            norm=evidence.grad_norm,
+            scale=evidence.scale if was_skipped else None,
+            skipped=was_skipped or vetoed,
+        )
+        for forecast in told:
+            self.foretell(forecast if job is None else job.precaution.answered(forecast))
+        if job is not None:
+            is_rising = forecaster.is_rising(optimizer)
+            later = job.precaution.stepped(evidence.count(optimizer), is_rising=is_rising)
+            if later is not None:
+                self.foretell(later)
+
+    def _skips_spike(self, job: Job, optimizer: Optimizer) -> None:
+        """Leave out the update of a step with a spike, where that is asked for."""
+        forecaster, loss = self.past.forecaster, self.past.evidence.loss
+        if forecaster is None or isinstance(loss, Tensor) or job.is_distributed:
+            return
+        if forecaster.is_spike(optimizer, loss):
+            job.precaution.skip(pairs_of(optimizer))
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on.
@@ -825,6 +860,7 @@ class Guard(StepListener):
         past = self.past
         if self.describe is not None:
             incident = self.describe(incident)
+        incident = with_announcement(incident, past.forecasts)
         past.evidence.saw_bad = True
         past.incidents.append(incident)
         if past.on_incident is not None:
@@ -929,6 +965,21 @@ class Guard(StepListener):
         return write_capsule(path, made)
 
 
+def with_announcement(incident: Incident, forecasts: Sequence[Forecast]) -> Incident:
+    """The incident, which says how long before it was foretold if it was."""
+    diagnosis = incident.diagnosis
+    for forecast in forecasts:
+        ahead = incident.step - forecast.step
+        is_about = forecast.steps_high is not None and 0 <= ahead <= forecast.steps_high
+        if is_about and diagnosis is not None and forecast.outcome is None:
+            said = f"announced {ahead} steps before: {forecast.message}"
+            evidence = (said, *diagnosis.evidence)
+            return dataclasses.replace(
+                incident, diagnosis=dataclasses.replace(diagnosis, evidence=evidence)
+            )
+    return incident
+
+
 def _number(loss: Any) -> float | None:
     """A loss that may still be on a device; None if there is none, or it is not finite."""
     if loss is None:
@@ -954,6 +1005,7 @@ class GuardPast:
         self.on_located, self.on_forecast = on_located, on_forecast
         self.incidents: list[Incident] = []
         self.forecasts: list[Forecast] = []
+        self.forecaster: Forecaster | None = None
         self.scaler_skips = 0
         self.stopped = self.crashed = False
         self.was_skipped = False  # the update that is under way, by a scaler

@@ -19,9 +19,10 @@ from stayfinite.detect.finite import all_finite, surely_finite
 from stayfinite.detect.memory import plain_parts
 from stayfinite.errors import NonFiniteError
 from stayfinite.guard.evidence import RATES, BadValues, bad_gradients
+from stayfinite.guard.precaution import Precaution
 from stayfinite.guard.ranks import Ranks, is_inferring_shapes, unsharded_of
 from stayfinite.records import Incident
-from stayfinite.recover.actions import Done, Situation, Trouble, act
+from stayfinite.recover.actions import Cannot, Done, Situation, Trouble, act
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
@@ -61,6 +62,7 @@ class Job:
         self.ring = SnapshotRing(self.state, slots=config.snapshot_slots)
         self.good_steps = 0
         self.was_good = True  # the last update that was attempted
+        self.precaution = Precaution(self)
         self.seen: dict[str, Any] = {}  # of the step that ends, for recommendations
         self._handles: list[RemovableHandle] = []
         self._mark: Mark | None = None
@@ -100,6 +102,7 @@ class Job:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.precaution.close()
 
     def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank of this job; all ranks must ask together."""
@@ -224,12 +227,22 @@ class Job:
         ago = "this step's beginning" if steps == 0 else f"{steps} good steps before"
         return f"the state of {ago} was put back"
 
+    def rewind(self, *, step: int) -> Done | Cannot:
+        """Go back as the configuration says, without a bad step; the loop goes on from here."""
+        done = act(RecoveryStrategy.REWIND, self.situation(), self.config, Trouble(step=step))
+        if isinstance(done, Done) and done.went_back_to is not None:
+            self.good_steps = done.went_back_to
+            self._next_snapshot = self.good_steps + self.config.snapshot_every
+            self.manager.batches_to_skip = self.config.rewind_skip_batches
+            self._mark = None
+        return done
+
     def respond(self, incident: Incident, *, will_rerun: bool = False) -> Recovery:
         """Let the policy choose what to do, and do it."""
         if self._look_around is not None:
             self.parts = self._look_around(self.parts)
         module = incident.origin.module if incident.origin else None
-        situation = self._situation(module=module, will_rerun=will_rerun)
+        situation = self.situation(module=module, will_rerun=will_rerun)
         cause = incident.diagnosis.cause if incident.diagnosis else None
         recovery = self.manager.respond(
             incident.reports, situation, step=incident.step, cause=cause
@@ -242,7 +255,8 @@ class Job:
             self.mark_again()  # what was marked belongs to the state that was left
         return recovery
 
-    def _situation(self, *, module: str | None = None, will_rerun: bool = False) -> Situation:
+    def situation(self, *, module: str | None = None, will_rerun: bool = False) -> Situation:
+        """What an action may work on."""
         return Situation(
             model=self.parts.model,
             optimizer=self.parts.optimizer,
@@ -259,7 +273,7 @@ class Job:
 
     def clip(self) -> bool:
         """Drop what is bad in the gradients; whether anything is left to learn from."""
-        clipped = act(RecoveryStrategy.CLIP_GRADIENTS, self._situation(), self.config, Trouble())
+        clipped = act(RecoveryStrategy.CLIP_GRADIENTS, self.situation(), self.config, Trouble())
         return isinstance(clipped, Done)
 
     def _rates(self) -> list[Any]:

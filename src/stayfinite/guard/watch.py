@@ -39,6 +39,7 @@ def watch(
     prove_seconds: float = 0.0,
     again: Literal["auto", "never"] = "auto",
     group: Any = None,
+    forecast: bool = False,
 ) -> Guard:
     """A guard over this model's training, until `close()` or the end of a `with` block.
 
@@ -51,7 +52,8 @@ def watch(
     on a bad step of `guard.step` may take so long: they run it again and again without its
     update, to find the guilty samples and to prove the diagnosis. Ranks that train together by DDP,
     FSDP, DTensors or a pipeline are found by themselves; where a script sums gradients itself,
-    `group` is their process group.
+    `group` is their process group. With `forecast` the guard also says what is going to overflow,
+    and in how many steps; `config.on_forecast` and `config.on_spike` say what is done about it.
 
     >>> import torch, stayfinite
     >>> model = torch.nn.Linear(2, 1)
@@ -77,6 +79,10 @@ def watch(
         on_step=None if recorder is None else recorder.stepped,
         on_forecast=forecasts_told_to(sinks, recorder, *alerts),
     )
+    if forecast:
+        from stayfinite.prevent.forecast.forecaster import Forecaster
+
+        guard.past.forecaster = Forecaster(model)
     if group is not None:
         guard.past.rank_groups.given = group
     guard.keep_operations()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from stayfinite.errors import ConfigError
 from stayfinite.settings import is_number
@@ -71,6 +71,8 @@ class RecoveryConfig:
     elements and clips nothing. `checkpoint_path` is a checkpoint, or a folder whose newest good
     one is taken: 'reset' loads it where there is no snapshot in memory. The bad step that makes
     `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
+    `on_forecast` is what is done when something is about to overflow, and undone when the trend is
+    gone; `on_spike` what is done when the loss jumps. Both need `watch(..., forecast=True)`.
 
     >>> RecoveryConfig(primary_strategy="clip").primary_strategy
     <RecoveryStrategy.CLIP_GRADIENTS: 'clip'>
@@ -94,6 +96,8 @@ class RecoveryConfig:
     snapshot_slots: int = 2
     drop_whole_tensors: bool = False
     max_recoveries: int | None = None
+    on_forecast: Literal["lower_lr", "raise_precision", "clip"] | None = None
+    on_spike: Literal["skip", "lower_lr", "rewind"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("primary_strategy", "fallback_strategy"):
@@ -181,6 +185,12 @@ _NUMBERS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
+_ANSWERS = {
+    "on_forecast": ("lower_lr", "raise_precision", "clip"),
+    "on_spike": ("skip", "lower_lr", "rewind"),
+}
+
+
 def _problems(config: RecoveryConfig) -> Iterator[str]:
     for name, accepts, accepted in _NUMBERS:
         value = getattr(config, name)
@@ -189,6 +199,10 @@ def _problems(config: RecoveryConfig) -> Iterator[str]:
     for name in ("skip_batch_after_nan", "drop_whole_tensors", "lower_lr_goes_back"):
         if not isinstance(getattr(config, name), bool):
             yield f"{name} is {getattr(config, name)!r}; it must be True or False."
+    for name, known in _ANSWERS.items():
+        if getattr(config, name) not in (None, *known):
+            said = ", ".join(map(repr, known))
+            yield f"{name} is {getattr(config, name)!r}; it must be one of {said}, or None."
     function, slots = config.custom_recovery_fn, config.snapshot_slots
     path = config.checkpoint_path
     if path is not None and not (isinstance(path, str) and path):

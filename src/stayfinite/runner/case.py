@@ -88,7 +88,7 @@ class Case:
         return Plan(
             folder=folder,
             purpose=purpose,
-            guard=dataclasses.replace(first.guard, on_nan="stop", **guard),
+            guard=dataclasses.replace(first.guard, on_nan="stop", forecast=False, **guard),
             repeat=first.folder,
             command=first.command,
             capsule=first.capsule if purpose == "second" else None,

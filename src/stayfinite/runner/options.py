@@ -47,6 +47,9 @@ class RunOptions:
         "Seconds for trying changes of the source after an incident (the first one with which the "
         "script stays finite is shown), and for experiments on the bad step. 0: none.",
     )
+    forecast: bool = option(
+        False, "Say what is going to overflow, and in how many steps, before it does."
+    )
     json: str | None = option(None, "Write the result to this file, as JSON.")
     run_dir: str | None = option(
         None, "Record the run in this folder; else in stayfinite-runs/<time>-<script>."
@@ -107,4 +110,5 @@ def first_settings(options: RunOptions, target: Target) -> GuardSettings:
         prove_seconds=min(options.prove, 15) / 2,
         change_seconds=min(options.prove, 15) / 2,
         folder=target.folder,
+        forecast=options.forecast,
     )

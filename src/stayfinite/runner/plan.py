@@ -232,6 +232,7 @@ def merged_result(records: list[ProcessRecord], *, only_first: bool) -> RunResul
         incidents=tuple(by_step[step] for step in sorted(by_step)),
         skipped_by_scaler=max((r.result.skipped_by_scaler for r in records), default=0),
         steps=max((r.result.steps for r in records), default=0),
+        forecasts=tuple(forecast for r in records for forecast in r.result.forecasts),
     )
 
 

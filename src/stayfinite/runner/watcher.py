@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stayfinite.errors import ConfigError, PackageError, PeerLostError
-from stayfinite.records import Aftermath, Incident, RunResult
+from stayfinite.records import Aftermath, Forecast, Incident, RunResult
+from stayfinite.report.sinks import print_forecast, tell_trackers
 from stayfinite.report.sinks import rank_here as rank
-from stayfinite.report.sinks import tell_trackers
 from stayfinite.report.store.writer import RunInfo, StoreWriter, new_run_folder, run_info
 from stayfinite.runner.capsules import keep_capsule
 from stayfinite.runner.imports import after_import
@@ -174,6 +174,7 @@ class Watch:
             incidents=tuple(map(self.with_rank, guard.incidents)),
             steps=guard.steps,
             skipped_by_scaler=guard.scaler_skips,
+            forecasts=tuple(guard.forecasts),
         )
 
     def with_rank(self, incident: Incident) -> Incident:
@@ -260,6 +261,7 @@ class IncidentReporter:
                 on_step=self._stepped,
                 on_bad_loss=self._trains_on,
                 on_located=self._located,
+                on_forecast=self._foretell,
             )
         finally:
             if was_on:
@@ -318,6 +320,17 @@ class IncidentReporter:
             with step_aside("telling of the incident"):
                 listen(watch, incident)
 
+    def _foretell(self, forecast: Forecast) -> None:
+        watch = self._watch
+        if watch.is_muted:
+            return
+        if self._recorder is not None:
+            with step_aside("recording the forecast"):
+                self._recorder.on_forecast(forecast)
+        if forecast.severity != "info":
+            with step_aside("telling of the forecast"):
+                print_forecast(forecast)
+
     def crashed(self, error: BaseException) -> None:
         if (guard := self._watch.guard) is not None:
             with step_aside("looking at the script's error"):
@@ -373,6 +386,10 @@ def open_process_guard(
 
     guard = Guard(watch.plan.guard)
     guard.past = GuardPast(on_incident=on_incident, on_begin=watch.begin_training, **told)
+    if watch.plan.guard.forecast:
+        from stayfinite.prevent.forecast.forecaster import Forecaster
+
+        guard.past.forecaster = Forecaster()
     if watch.plan.capsule is not None:
         guard.keep_operations()
     watch.process_guard = ProcessGuard(guard, attach)

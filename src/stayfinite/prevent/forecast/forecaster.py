@@ -1,0 +1,254 @@
+"""Forecaster: what is going to overflow in a training, told before it does."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stayfinite.detect.hooks import watch_backward
+from stayfinite.distributed import rank
+from stayfinite.living import Names
+from stayfinite.prevent.forecast.outlook import (
+    Outlook,
+    Row,
+    Rules,
+    ScaleWatch,
+    SpikeDetector,
+    Trend,
+    evidence_of,
+    forecast_of,
+    size_of_loss,
+    spike_of,
+)
+from stayfinite.prevent.forecast.signals import SignalSampler
+from stayfinite.records import Forecast, Signal
+from stayfinite.safely import Safely
+
+_MOST_WAITING = 64  # losses on a device that nobody has copied yet
+
+
+class Forecaster:
+    """Watches signals of a training and says what will overflow, and in how many steps.
+
+    Told of each attempted update by `stepped`, or by itself between `attach()` and `close()`.
+    Every 16 steps it measures activations, gradients and updates on their device; the result is
+    read when it has arrived, so no step waits. While something rises, each step is measured.
+    Each onset is told once, to `on_forecast`, and kept in `forecasts`.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    >>> x = torch.eye(2)
+    >>> with Forecaster(model, optimizer) as forecaster:
+    ...     for _ in range(40):
+    ...         optimizer.zero_grad()
+    ...         (model(x) ** 2).mean().backward()
+    ...         optimizer.step()
+    >>> forecaster.forecasts[0].signal in ("gradient", "activation", "loss", "grad_norm")
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        on_forecast: Callable[[Forecast], None] | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        self.forecasts: list[Forecast] = []
+        self._model, self._optimizer, self._on_forecast = model, optimizer, on_forecast
+        self._rules = rules or Rules()
+        self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+        self._failures = Safely("stayfinite makes no more forecasts in this run")
+
+    def attach(self) -> Forecaster:
+        """Hear of the updates of the optimizer by a hook of its own; `close` removes it."""
+        if self._optimizer is None:
+            raise ValueError("a Forecaster without an optimizer is told of steps by `stepped`.")
+        root: list[Any] = [None]
+
+        def before_backward(roots: Any, gradients: Any) -> None:
+            root[0] = next((each.detach() for each in roots if each.numel() == 1), root[0])
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            loss = root[0]
+            if isinstance(loss, Tensor) and loss.is_cpu:
+                loss = float(loss)
+            self.stepped(optimizer, loss=loss)
+
+        self._handles = [
+            self._optimizer.register_step_post_hook(after_step),
+            watch_backward(before_backward, lambda result: None),
+        ]
+        return self
+
+    def __enter__(self) -> Forecaster:
+        return self.attach()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stepped(
+        self,
+        optimizer: Optimizer,
+        *,
+        loss: float | Tensor | None = None,
+        norm: float | Tensor | None = None,
+        scale: float | None = None,
+        skipped: bool = False,
+    ) -> list[Forecast]:
+        """An update was attempted; what is to be told now, mostly nothing.
+
+        A loss on a device is copied from there, and read later. `scale` is that of a loss scaler,
+        in the steps that it has skipped.
+        """
+        if self._failures.has_failed:
+            return []
+        try:
+            watched = self._watched.get(optimizer)
+            if watched is None:
+                watched = _Watched(optimizer, self._model, self._rules)
+                self._watched[optimizer] = watched
+            told = watched.stepped(loss, norm, scale, skipped)
+        except Exception as error:
+            self._failures.note(error)
+            self.close()
+            return []
+        self.forecasts += told
+        if self._on_forecast is not None:
+            for forecast in told:
+                self._on_forecast(forecast)
+        return told
+
+    def is_spike(self, optimizer: Optimizer, loss: float) -> bool:
+        """Whether this loss, of an update that is still to come, is far outside of the recent."""
+        watched = self._watched.get(optimizer)
+        return watched is not None and loss > watched.outlook.losses.limit
+
+    def is_rising(self, optimizer: Optimizer) -> bool:
+        """Whether the last samples still show a trend."""
+        watched = self._watched.get(optimizer)
+        return watched is not None and watched.outlook.is_rising
+
+    def close(self) -> None:
+        """Read what is still on its way, and leave no hook behind."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        for watched in list(self._watched.values()):
+            watched.sampler.close()
+
+
+class _Watched:
+    """One optimizer's training."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None, rules: Rules) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.sampler = SignalSampler(model)
+        self.outlook = Outlook(self.sampler.rows, rules)
+        self._loss_row = self.sampler.number("loss", None, None, limit=float(np.finfo("f4").max))
+        self._step = 0
+        self._is_open = False
+        self._far: deque[tuple[int, _Late]] = deque(maxlen=_MOST_WAITING)
+        self._norms = SpikeDetector()
+        self._scale = ScaleWatch()
+        self._loss = math.nan
+
+    def stepped(self, loss: Any, norm: Any, scale: float | None, skipped: bool) -> list[Forecast]:
+        step, self._step = self._step, self._step + 1
+        told: list[Forecast] = []
+        if loss is not None and not isinstance(loss, Tensor):
+            self._loss = loss
+            if self.outlook.saw_loss(step, loss):
+                told.append(self._spike(step, "loss_spike", loss, self.outlook.losses))
+        elif loss is not None:
+            self._far.append((step, _Late(loss)))
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return told
+        if self._is_open:
+            self._is_open = False
+            self.sampler.take(optimizer, step=step, norm=norm)
+        if found := self._scale.stepped(step, skipped=skipped, scale=scale):
+            told.append(found)
+        told += self._read()
+        if self.outlook.is_due(step + 1):
+            self._is_open = True
+            self.sampler.open(optimizer)
+        return told
+
+    def _read(self) -> list[Forecast]:
+        told = []
+        while self._far and self._far[0][1].is_there():
+            at, copy = self._far.popleft()
+            self._loss = copy.value()
+            if self.outlook.saw_loss(at, self._loss):
+                told.append(self._spike(at, "loss_spike", self._loss, self.outlook.losses))
+        for reading in self.sampler.ready():
+            rows, values = reading.rows, reading.values
+            if not math.isnan(self._loss):
+                size = size_of_loss(self._loss, self.outlook.losses)
+                rows, values = np.append(rows, self._loss_row), np.append(values, size)
+            trend = self.outlook.learn(reading.step, rows, values)
+            if trend is not None:
+                told.append(self._forecast(trend))
+            told += self._norm_spike(reading.step, rows, values)
+        return told
+
+    def _norm_spike(self, step: int, rows: Any, values: Any) -> list[Forecast]:
+        for row, value in zip(rows, values, strict=True):
+            if self.sampler.rows[row].signal == "grad_norm" and self._norms.add(float(value)):
+                return [self._spike(step, "grad_norm_spike", float(value), self._norms)]
+        return []
+
+    def _forecast(self, trend: Trend) -> Forecast:
+        row = self.sampler.rows[trend.row]
+        return forecast_of(
+            row,
+            where=self._where(trend.row, row),
+            step=trend.step,
+            value=trend.value,
+            slope=trend.slope,
+            between=(trend.low, trend.left, trend.high),
+            evidence=evidence_of(trend),
+            rank=rank(),
+        )
+
+    def _where(self, number: int, row: Row) -> str:
+        if row.signal == "loss":
+            return "loss"
+        owner = self.sampler.owner(number)
+        if owner is None:
+            return ""
+        names = Names()
+        if isinstance(owner, nn.Module):
+            return names.module(owner)[1]
+        return names.tensor(owner) or ""
+
+    def _spike(self, step: int, signal: Signal, value: float, among: SpikeDetector) -> Forecast:
+        return spike_of(signal, step=step, value=value, detector=among, rank=rank())
+
+
+class _Late:
+    """A number on its way to the host."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._there = number.detach().reshape(()).to("cpu", non_blocking=True)
+        self._event = torch.Event(number.device)
+        self._event.record()
+
+    def is_there(self) -> bool:
+        return bool(self._event.query())
+
+    def value(self) -> float:
+        return float(self._there)

@@ -1,0 +1,544 @@
+"""Trends and spikes in what was measured of training; no torch.
+
+All sizes are on a log scale, in doublings. A trend is the median of the slopes between all pairs of
+samples (Theil-Sen), which neither a spike nor a missing value throws off. Divergence accelerates,
+so the growth of the slope counts too: with slope b, growing by the factor exp(r) in each step, the
+room h is used up after log(1 + r h / b) / r steps. A slope that falls, as that of a power does, is
+taken to fall like 1 / (1 + q t), and the room is used up after (exp(q h / b) - 1) / q steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stayfinite.records import Forecast, Severity, Signal
+
+Array = np.ndarray
+
+_LONG, _SHORT = 16, 12  # samples kept: those of every so many steps, and the last of any kind
+_FEW = 5  # samples that make a trend
+_NEAR = 24  # steps back that the short trend looks
+_QUIET = 0.1  # doublings by which anything varies
+_LEAST = math.log2(2.0**-126)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One signal of one module or parameter; `limit` is the end of its dtype."""
+
+    signal: Signal
+    dtype: str | None = None
+    limit: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """When a trend is told. The figures are from the tuning half of benchmarks/forecast.py."""
+
+    every: int = 16  # steps between two samples while all is quiet
+    dense_early: int = 8  # at first every step is sampled, then every fourth
+    warm_up: int = 64  # steps in which only an extreme trend is told
+    alert: int = 8  # steps that are all sampled when something rises
+    credit: int = 48  # such steps in reserve; one more comes with every 32 steps
+    least_rise: float = 2.0  # doublings
+    rise_share: float = 0.02  # of the room that is left
+    least_z: float = 6.0  # the rise, as a multiple of the noise, before the correction
+    farthest: float = 3.0  # how far a trend reaches, as a multiple of the steps that show it
+    slowest: float = 5.0  # an end is expected within so many times what the slope of now says
+    horizon: int = 400
+    extreme_rise: float = 6.0
+    extreme_left: float = 12.0
+    low: float = 0.3
+    high: float = 2.5
+    calm: int = 64  # steps without a trend after which the next one is a new one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """What a row is heading for: room in doublings, slope in doublings per step, steps left."""
+
+    row: int
+    step: int
+    value: float
+    room: float
+    rise: float
+    slope: float
+    growth: float
+    left: float
+    low: float
+    high: float
+    samples: int
+    span: int
+    z: float
+
+
+def time_left(room: float, slope: float, growth: float) -> float:
+    """Steps until the room is used up, if the slope goes on growing, or falling, as it does.
+
+    >>> time_left(10.0, 1.0, 0.0)
+    10.0
+    >>> time_left(10.0, 1.0, 0.5) < 4 and time_left(10.0, 1.0, -0.5) > 200
+    True
+    """
+    if not slope > 0:
+        return math.inf
+    bend = growth * room / slope
+    if abs(bend) < 1e-3:
+        return room / slope
+    if bend > 0:
+        return math.log1p(bend) / growth
+    return math.expm1(-bend) / -growth if bend > -50 else math.inf
+
+
+def median_slope(steps: Array, values: Array) -> float:
+    """The median of the slopes between all pairs; NaN with fewer than two samples.
+
+    >>> float(median_slope(np.arange(5.0), np.array([0.0, 1.0, 2.0, 99.0, 4.0])))
+    1.0
+    """
+    if len(steps) < 2:
+        return math.nan
+    later, earlier = np.triu_indices(len(steps), 1)[::-1]
+    return float(np.median((values[later] - values[earlier]) / (steps[later] - steps[earlier])))
+
+
+class SpikeDetector:
+    """Whether a number is far above its recent ones, by their median and deviation.
+
+    Non-finite numbers are passed over, so none of them spoils the window. After `shift` spikes in a
+    row the level has changed: the window begins anew with them. One spike is told for one onset.
+
+    >>> detector = SpikeDetector()
+    >>> [detector.add(x) for x in [1.0, 1.1] * 16 + [float("nan"), 9.0, 9.1, 1.0]][-4:]
+    [False, True, False, False]
+    """
+
+    def __init__(
+        self, *, window: int = 64, width: float = 10.0, least: int = 24, shift: int = 8
+    ) -> None:
+        self._values: deque[float] = deque(maxlen=window)
+        self._width, self._least, self._shift = width, least, shift
+        self._above = self._age = 0
+        self.limit = math.inf  # above it is a spike
+        self.raised = math.inf  # above it a closer look is worth it
+        self.usual = math.nan
+        self.spread = math.nan
+
+    def add(self, value: float) -> bool:
+        """Take one more number; whether a spike begins with it."""
+        if value - value != 0:
+            return False
+        self._values.append(value)
+        self._age += 1
+        if value > self.limit:
+            self._above += 1
+            if self._above >= self._shift:
+                kept = list(self._values)[-self._shift :]
+                self._values.clear()
+                self._values.extend(kept)
+                self._above = 0
+                self._least = self._shift
+                self._learn()
+                return False
+            return self._above == 1
+        self._above = max(0, self._above - 1)
+        if self._age % 8 == 0 or self._age == self._least:
+            self._learn()
+        return False
+
+    def _learn(self) -> None:
+        if len(self._values) < self._least:
+            self.limit = self.raised = math.inf
+            return
+        values = sorted(self._values)
+        middle = self.usual = values[len(values) // 2]
+        deviations = sorted(abs(value - middle) for value in values)
+        spread = 1.4826 * deviations[len(deviations) // 2]
+        self.spread = max(spread, 0.02 * abs(middle), 1e-12)
+        self.limit = middle + self._width * self.spread
+        self.raised = middle + 0.4 * self._width * self.spread
+
+
+@dataclass
+class Outlook:
+    """What is known of the rows of one training, and which of them is heading for its limit.
+
+    `learn` takes a sample and gives the trends that are to be told, one for each onset. `saw_loss`
+    takes the loss of a step. `is_due` says whether a step is to be sampled: every so many steps,
+    and all of them for a while when something rises.
+    """
+
+    rows: list[Row]
+    rules: Rules = field(default_factory=Rules)
+    loss_row: int | None = None
+
+    def __post_init__(self) -> None:
+        self._limits = np.zeros(0)
+        self._long = np.zeros((0, _LONG), dtype=np.float32)
+        self._short = np.zeros((0, _SHORT), dtype=np.float32)
+        self._long_steps: deque[int] = deque(maxlen=_LONG)
+        self._short_steps: deque[int] = deque(maxlen=_SHORT)
+        self._base, self._noise = np.zeros(0), np.zeros(0)
+        self._is_bad = np.zeros(0, dtype=bool)
+        self._told_until = -1
+        self._alert_until = -1
+        self._credit = float(self.rules.credit)
+        self._pending: tuple[int, int] | None = None  # of which row a trend was seen, and when
+        self.is_rising = False
+        self.losses = SpikeDetector()
+        self._raised = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is to be sampled."""
+        rules = self.rules
+        if step < rules.warm_up:
+            return step < rules.dense_early or step % 4 == 0 or step < self._alert_until
+        return step % rules.every == 0 or step < self._alert_until
+
+    def _look_closer(self, step: int, *, is_urgent: bool = False) -> None:
+        if (is_urgent or self._credit >= 1) and self._alert_until <= step + 1:
+            self._alert_until = step + 1 + self.rules.alert
+            self._credit -= self.rules.alert
+
+    def saw_loss(self, step: int, loss: float) -> bool:
+        """The loss of a step; whether a spike begins with it."""
+        is_spike = self.losses.add(loss)
+        if loss > self.losses.raised:
+            self._raised += 1
+            is_urgent = loss > self.losses.limit
+            if self._raised >= 2 or is_urgent:
+                self._look_closer(step, is_urgent=is_urgent)
+        else:
+            self._raised = 0
+        return is_spike
+
+    def learn(self, step: int, rows: Array, values: Array) -> Trend | None:
+        """A sample; the trend that is to be told now, if there is one."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            sizes = np.log2(values)
+        self._grow(len(self.rows))
+        bad = rows[~np.isfinite(sizes) & (values != 0)]
+        self._is_bad[bad] = True
+        is_good = np.isfinite(sizes) | (values == 0)
+        rows, sizes = rows[is_good], np.maximum(sizes[is_good], _LEAST)
+        self._add(step, rows, sizes)
+        self._credit = min(float(self.rules.credit), self._credit + self.rules.every / 32)
+        risen = self._short[:, -1] - self._base
+        room = self._limits - self._short[:, -1]
+        rules = self.rules
+        with np.errstate(invalid="ignore"):
+            needed = np.maximum(
+                np.maximum(rules.least_rise, rules.rise_share * room),
+                self._correction() * self._noise,
+            )
+            worth = (risen > 0.5 * needed) & ~self._is_bad & np.isfinite(room)
+            if not worth.any():
+                self.is_rising = False
+                return None
+            if (risen > 0.7 * needed).any():
+                self._look_closer(step)
+        if step <= self._told_until:  # it is the same onset as long as something rises
+            self._told_until = step + rules.calm
+        chosen = np.flatnonzero(worth)
+        if len(chosen) > 8:
+            chosen = chosen[np.argsort(-risen[chosen] / np.maximum(room[chosen], 1.0))[:8]]
+        found = [t for row in chosen for t in self._trends(int(row), step, room)]
+        return self._told(step, found)
+
+    def _correction(self) -> float:
+        """More rows are watched: chance has more tries."""
+        return self.rules.least_z + math.sqrt(2 * math.log(max(1, len(self.rows))))
+
+    def _grow(self, count: int) -> None:
+        more = count - len(self._limits)
+        if more <= 0:
+            return
+        new = self.rows[-more:]
+        limits = [math.log2(row.limit) if row.limit < math.inf else math.inf for row in new]
+        self._limits = np.append(self._limits, limits)
+        self._long = np.vstack([self._long, np.full((more, _LONG), np.nan, dtype=np.float32)])
+        self._short = np.vstack([self._short, np.full((more, _SHORT), np.nan, dtype=np.float32)])
+        self._base = np.append(self._base, np.full(more, np.nan))
+        self._noise = np.append(self._noise, np.full(more, _QUIET))
+        self._is_bad = np.append(self._is_bad, np.zeros(more, dtype=bool))
+
+    def _add(self, step: int, rows: Array, sizes: Array) -> None:
+        self._short_steps.append(step)
+        self._short[:, :-1] = self._short[:, 1:]  # a row that was not measured keeps its last
+        self._short[rows, -1] = sizes
+        is_early = step < self.rules.warm_up
+        if step % (4 if is_early else self.rules.every) == 0:
+            self._long_steps.append(step)
+            self._long[:, :-1] = self._long[:, 1:]
+            self._long[rows, -1] = sizes
+            self._learn_usual()
+
+    def _learn_usual(self) -> None:
+        count = min(len(self._long_steps), _LONG)
+        known = self._long[:, -count:]
+        with np.errstate(all="ignore"):
+            filled = np.where(np.isnan(known), known[:, -1:], known)
+            self._base = np.median(filled[:, : max(1, count - 1)], axis=1)
+            if count >= 4:
+                change = np.diff(filled, axis=1)
+                spread = np.median(
+                    np.abs(change - np.median(change, axis=1, keepdims=True)), axis=1
+                )
+                self._noise = np.maximum(_QUIET, 1.05 * spread)
+
+    def _trends(self, row: int, step: int, room: Array) -> Iterable[Trend]:
+        windows = (
+            (self._short_steps, self._short, step - _NEAR),
+            (self._long_steps, self._long, -1),
+        )
+        for steps, ring, since in windows:
+            at = np.array(steps, dtype=float)
+            values = ring[row, -len(at) :]
+            is_known = ~np.isnan(values) & (at >= since)
+            at, values = at[is_known], values[is_known]
+            trend = self._trend(row, step, at, values, float(room[row]))
+            if trend is not None:
+                yield trend
+
+    def _trend(self, row: int, step: int, at: Array, values: Array, room: float) -> Trend | None:
+        if len(at) < _FEW or at[-1] != step:
+            return None
+        half = len(at) // 2
+        early = median_slope(at[: half + 1], values[: half + 1])
+        late = median_slope(at[half:], values[half:])
+        last = float((values[-1] - values[-3]) / (at[-1] - at[-3]))
+        slope = min(last, 2 * late) if last > late else (late + last) / 2
+        if not slope > 0 or not late > 0:
+            return None
+        noise = float(self._noise[row])
+        growth = 0.0
+        if abs(slope - early) * (at[-1] - at[half]) > 2 * noise:  # else it is not known to change
+            apart = float(np.mean(at[half:]) - np.mean(at[: half + 1]))
+            ratio = slope / early if early > 0 else 4.0
+            growth = math.log(min(max(ratio, 0.25), 4.0)) / max(apart, 1.0)
+        # The end lies between that of the slope of now and that of one which goes on changing.
+        straight, bent = room / slope, time_left(room, slope, growth)
+        rise = float(values[-1] - self._base[row])
+        if growth <= 0:  # what grows as a power does takes longer and longer to double
+            bent = max(bent, time_left(room, slope, -slope / max(rise, 1.0)))
+        sooner, later = sorted((straight, min(bent, self.rules.slowest * straight)))
+        return Trend(
+            row=row,
+            step=step,
+            value=float(2.0 ** min(float(values[-1]), 1023.0)),
+            room=room,
+            rise=rise,
+            slope=slope,
+            growth=growth,
+            left=math.sqrt(sooner * later),
+            low=self.rules.low * sooner,
+            high=self.rules.high * later + 2,
+            samples=len(at),
+            span=int(at[-1] - at[0]),
+            z=rise / noise,
+        )
+
+    def is_telling(self, trend: Trend) -> bool:
+        """Whether a trend is strong enough to be told."""
+        rules = self.rules
+        is_extreme = trend.rise >= rules.extreme_rise and trend.left <= rules.extreme_left
+        if trend.step < rules.warm_up:
+            return is_extreme
+        needed = max(rules.least_rise, rules.rise_share * trend.room)
+        if trend.rise < needed or trend.z < self._correction():
+            return False
+        reach = min(rules.farthest * trend.span, rules.horizon)
+        return is_extreme or trend.left <= reach
+
+    def _told(self, step: int, found: list[Trend]) -> Trend | None:
+        telling = [trend for trend in found if self.is_telling(trend)]
+        if not telling:
+            self.is_rising = bool(found)
+            return None
+        first = min(telling, key=lambda trend: trend.left)
+        is_new = step > self._told_until
+        pending, self._pending = self._pending, (first.row, step)
+        is_confirmed = pending is not None and step - pending[1] <= self.rules.every
+        if is_new and not is_confirmed:
+            self._look_closer(step)
+            return None
+        self.is_rising = True
+        self._told_until = step + self.rules.calm
+        return first if is_new else None
+
+
+class ScaleWatch:
+    """A loss scale that halves and halves is on its way to 1, below which no scaler helps.
+
+    At the beginning a scaler looks for its scale, which is no trend.
+    """
+
+    LAST = 1.0
+
+    def __init__(self) -> None:
+        self._skips: deque[int] = deque(maxlen=32)
+        self._good = 0  # updates in a row
+        self._is_found = False
+        self._told_until = -1
+
+    def stepped(self, step: int, *, skipped: bool, scale: float | None) -> Forecast | None:
+        """An update was made or skipped; the scale needs to be known where it was skipped."""
+        if not skipped:
+            self._good += 1
+            self._is_found = self._is_found or self._good >= 16
+            return None
+        self._good = 0
+        self._skips.append(step)
+        if scale is None or not scale > 0 or step <= self._told_until:
+            return None
+        recent = [at for at in self._skips if at > step - 32]
+        if len(recent) < (4 if self._is_found else 3) or not (self._is_found or scale < 64):
+            return None
+        self._told_until = step + 32
+        per_step = (len(recent) - 1) / max(1, step - recent[0])
+        left = max(0.0, math.log2(scale / self.LAST) / per_step)
+        row = Row(signal="loss_scale", limit=self.LAST)
+        return forecast_of(
+            row,
+            where="",
+            step=step,
+            value=scale,
+            slope=-per_step,
+            between=(0.3 * left, left, 3 * left + 4),
+            evidence=(f"{len(recent)} updates were skipped in the last {step - recent[0] + 1}",),
+        )
+
+
+_SOON = 20  # steps
+
+
+def forecast_of(
+    row: Row,
+    *,
+    where: str,
+    step: int,
+    value: float,
+    slope: float,
+    between: tuple[float, float, float],
+    evidence: tuple[str, ...] = (),
+    rank: int = 0,
+) -> Forecast:
+    """The record; `between` has the fewest, the expected and the most steps that are left."""
+    low, left, high = math.floor(between[0]), round(between[1]), math.ceil(between[2])
+    severity: Severity = "critical" if left <= _SOON else "warning"
+    return Forecast(
+        step=step,
+        signal=row.signal,
+        where=where,
+        dtype=row.dtype,
+        value=value,
+        limit=row.limit,
+        slope=slope,
+        steps_left=left,
+        steps_low=low,
+        steps_high=high,
+        severity=severity,
+        message=f"{_subject(row, where)} in about {left} steps ({low}-{high})",
+        time=time.time(),
+        rank=rank,
+        evidence=evidence,
+    )
+
+
+def _subject(row: Row, where: str) -> str:
+    dtype = row.dtype or "float32"
+    if row.signal == "activation":
+        return f"{where or 'the output of the model'} overflows {dtype}"
+    if row.signal == "gradient":
+        return f"the gradient of {where or 'a parameter'} overflows {dtype}"
+    if row.signal == "attention_logits":
+        return f"the logits of attention overflow {dtype}"
+    if row.signal == "loss_scale":
+        return "the loss scale falls to 1, where no scaler helps,"
+    names = {"grad_norm": "the norm of the gradients", "loss": "the loss"}
+    return f"{names.get(row.signal, row.signal)} overflows {dtype}"
+
+
+def evidence_of(trend: Trend) -> tuple[str, ...]:
+    """What the trend was read from, in sentences."""
+    speed = f"{trend.slope:.2g} doublings a step"
+    grows = (
+        "" if abs(trend.growth) < 1e-3 else f", the slope grows {100 * trend.growth:+.0f}% a step"
+    )
+    return (
+        f"{trend.samples} samples over {trend.span} steps: {speed}{grows}",
+        f"{2.0 ** min(trend.rise, 1000.0):.3g} times its usual size; "
+        f"{trend.room:.1f} doublings are left",
+    )
+
+
+def spike_of(
+    signal: Signal, *, step: int, value: float, detector: SpikeDetector, rank: int = 0
+) -> Forecast:
+    """The record of a jump."""
+    what = "the loss" if signal == "loss_spike" else "the norm of the gradients"
+    return Forecast(
+        step=step,
+        signal=signal,
+        where="loss" if signal == "loss_spike" else "",
+        value=value,
+        limit=detector.limit,
+        severity="info",
+        message=f"{what} jumped to {value:.3g}; {detector.usual:.3g} is usual",
+        time=time.time(),
+        rank=rank,
+    )
+
+
+def foretold(
+    losses: Iterable[tuple[int, float | None]],
+    samples: Mapping[int, Sequence[tuple[str, float]]],
+    rules: Rules | None = None,
+) -> list[Forecast]:
+    """What could have been known of a recorded run: from its losses, step by step, and samples.
+
+    A sample has the headroom of each gradient, in doublings; what a run directory keeps.
+    """
+    largest = float(np.finfo("f4").max)
+    rows = [Row(signal="loss", limit=largest)]
+    outlook, numbers, names = Outlook(rows, rules or Rules()), dict[str, int](), ["loss"]
+    told = []
+    for step, loss in losses:
+        if loss is not None and outlook.saw_loss(step, loss):
+            told.append(spike_of("loss_spike", step=step, value=loss, detector=outlook.losses))
+        at, values = [], []
+        if loss is not None:
+            at.append(0)
+            values.append(size_of_loss(loss, outlook.losses))
+        for name, room in samples.get(step, ()):
+            if name not in numbers:
+                numbers[name] = len(rows)
+                names.append(name)
+                rows.append(Row(signal="gradient", limit=1.0))  # sizes as a part of the limit
+            at.append(numbers[name])
+            values.append(2.0 ** -min(room, 1000.0))
+        trend = outlook.learn(step, np.array(at, dtype=np.int64), np.array(values))
+        if trend is not None:
+            told.append(
+                forecast_of(
+                    rows[trend.row],
+                    where=names[trend.row],
+                    step=step,
+                    value=trend.value,
+                    slope=trend.slope,
+                    between=(trend.low, trend.left, trend.high),
+                    evidence=evidence_of(trend),
+                )
+            )
+    return told
+
+
+def size_of_loss(loss: float, usual: SpikeDetector) -> float:
+    """Its magnitude; below what is usual it counts as usual, since it may be near 0."""
+    return max(abs(loss), 0.0 if math.isnan(usual.usual) else abs(usual.usual), 1e-6)

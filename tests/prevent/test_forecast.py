@@ -1,0 +1,355 @@
+"""Forecasts: trends and spikes as properties, a training that is watched, and what is done."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.modules.module as torch_module
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stayfinite
+from stayfinite.cli import main
+from stayfinite.errors import ConfigError
+from stayfinite.guard.guard import with_announcement
+from stayfinite.prevent.forecast.forecaster import Forecaster
+from stayfinite.prevent.forecast.outlook import (
+    Outlook,
+    Row,
+    ScaleWatch,
+    SpikeDetector,
+    Trend,
+    foretold,
+    median_slope,
+    time_left,
+)
+from stayfinite.records import Diagnosis
+from stayfinite.recover.config import RecoveryConfig
+
+HALF_MAX = 65504.0
+slopes = st.floats(0.01, 4.0)
+rooms = st.floats(1.0, 128.0)
+growths = st.floats(-0.2, 1.0)
+
+
+@given(rooms, slopes, growths)
+def test_time_left_is_when_the_room_is_used_up(room: float, slope: float, growth: float) -> None:
+    left = time_left(room, slope, growth)
+    if not math.isfinite(left) or left > 1e6:
+        return
+    if abs(growth) * room < 1e-3 * slope:
+        used = slope * left
+    elif growth > 0:
+        used = slope * math.expm1(growth * left) / growth
+    else:
+        used = slope / -growth * math.log1p(-growth * left)
+    assert used == pytest.approx(room, rel=1e-2)
+
+
+@given(rooms, slopes, st.floats(0.0, 0.5), st.floats(0.01, 0.5))
+def test_faster_growth_leaves_less_time(
+    room: float, slope: float, growth: float, more: float
+) -> None:
+    assert time_left(room, slope, growth + more) <= time_left(room, slope, growth) * 1.001
+
+
+@given(slopes, st.integers(5, 16), st.data())
+def test_a_spike_does_not_throw_off_the_slope(slope: float, count: int, data: Any) -> None:
+    at = np.arange(float(count))
+    values = slope * at
+    values[data.draw(st.integers(0, count - 1))] = data.draw(st.floats(-1e3, 1e3))
+    clean = median_slope(at, slope * at)
+    assert median_slope(at, values) == pytest.approx(clean, abs=slope)
+    assert math.copysign(1, median_slope(at, values)) == 1.0 or count < 6
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=40, max_size=80), st.data())
+def test_spike_is_found_whatever_was_not_finite_before(usual: list[float], data: Any) -> None:
+    detector = SpikeDetector()
+    bad = st.sampled_from([math.nan, math.inf, -math.inf])
+    for value in usual:
+        if data.draw(st.booleans()):
+            assert not detector.add(data.draw(bad))
+        detector.add(value)
+    assert math.isfinite(detector.limit)
+    assert detector.add(1e6)
+    assert not detector.add(1e6), "one onset is told once"
+
+
+def test_a_new_level_is_no_spike_for_long() -> None:
+    detector = SpikeDetector()
+    noise = random.Random(0)
+    found = [detector.add(1 + 0.1 * noise.random()) for _ in range(64)]
+    found += [detector.add(50 + noise.random()) for _ in range(200)]
+    assert sum(found) == 1
+    assert detector.usual > 40, "the window has begun anew"
+
+
+def outlooks(sizes: list[float], *, limit: float = HALF_MAX, rows: int = 1) -> list[Trend]:
+    """What is told of a row with these sizes (in doublings), when its samples are asked for."""
+    outlook = Outlook([Row(signal="activation", dtype="float16", limit=limit)] * rows)
+    told = []
+    for step, size in enumerate(sizes):
+        if outlook.is_due(step):
+            values = np.full(rows, 2.0**size if math.isfinite(size) else math.nan)
+            trend = outlook.learn(step, np.arange(rows), values)
+            if trend is not None:
+                told.append(trend)
+    return told
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.05, 0.1])
+def test_steady_growth_is_told_once_with_the_true_end_in_its_interval(slope: float) -> None:
+    noise = random.Random(1)
+    flat = [2.0 + 0.05 * noise.random() for _ in range(200)]
+    rise = [2.0 + slope * n + 0.05 * noise.random() for n in range(int(13.9 / slope))]
+    end = 200 + 14.0 / slope
+    (trend,) = outlooks(flat + rise)
+    assert trend.step < end - 20
+    assert trend.step + trend.low <= end <= trend.step + trend.high
+
+
+@given(st.integers(0, 2**32))
+def test_noise_is_never_told(seed: int) -> None:
+    noise = np.random.default_rng(seed)
+    assert outlooks(list(noise.normal(0.0, 0.5, 400)), rows=3) == []
+
+
+def test_one_spike_and_one_nan_are_no_trend() -> None:
+    sizes = [1.0] * 300
+    sizes[160], sizes[176] = 12.0, math.nan
+    assert outlooks(sizes) == []
+
+
+def test_growth_that_ends_long_before_the_limit_is_not_told() -> None:
+    sizes = [2 * (1 - math.exp(-n / 60)) for n in range(400)]
+    assert outlooks(sizes) == []
+
+
+def test_loss_scale_that_halves_on_and_on_is_told_but_not_its_search_at_the_beginning() -> None:
+    watch, told = ScaleWatch(), []
+    scale = 2.0**16
+    for step in range(6):  # it looks for its scale
+        told.append(watch.stepped(step, skipped=True, scale=scale))
+        scale /= 2
+    for step in range(6, 60):
+        told.append(watch.stepped(step, skipped=False, scale=None))
+    assert told == [None] * 60
+    for step in range(60, 69):
+        skipped = step % 2 == 0
+        told.append(watch.stepped(step, skipped=skipped, scale=scale))
+        scale = scale / 2 if skipped else scale
+    (forecast,) = [each for each in told if each is not None]
+    assert forecast.signal == "loss_scale"
+    assert forecast.steps_low is not None
+    assert forecast.steps_high is not None
+    assert forecast.steps_low <= 2 * math.log2(forecast.value or 0.0) <= forecast.steps_high
+
+
+class Pulled(nn.Module):
+    """An embedding that a loss without a bound makes larger and larger, in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(24, 16)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.words(a) @ self.words(b).T
+
+
+def pull(model: Pulled, generator: torch.Generator) -> Tensor:
+    a = torch.randint(24, (32,), generator=generator)
+    return -model(a, (a + 1) % 24).diagonal().float().mean()
+
+
+def train(
+    *, steps: int = 300, rate: float = 0.3, config: RecoveryConfig | None = None, **more: Any
+) -> tuple[Pulled, stayfinite.Guard]:
+    torch.manual_seed(0)
+    model, generator = Pulled(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with stayfinite.watch(
+        model,
+        optimizer,
+        sinks=[],
+        on_nan="warn" if config is None else "recover",
+        config=config,
+        again="never",
+        **more,
+    ) as guard:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            pull(model, generator).backward()
+            optimizer.step()
+            if guard.incidents:
+                break
+    return model, guard
+
+
+def test_overflow_is_foretold_with_module_dtype_and_time_and_the_incident_says_so() -> None:
+    _, guard = train(forecast=True)
+    forecast = next(each for each in guard.forecasts if not each.is_spike)
+    (incident,) = guard.incidents
+    assert (forecast.dtype, forecast.limit) == ("float16", HALF_MAX)
+    assert forecast.steps_low is not None
+    assert forecast.steps_high is not None
+    ahead = incident.step - forecast.step
+    assert ahead >= 5
+    assert forecast.steps_low <= ahead <= forecast.steps_high
+    assert "float16 in about" in forecast.message
+    known = Diagnosis(cause="low_precision_overflow", why="", fix="", evidence=("older",))
+    explained = with_announcement(dataclasses.replace(incident, diagnosis=known), guard.forecasts)
+    assert explained.diagnosis is not None
+    assert f"announced {ahead} steps before" in explained.diagnosis.evidence[0]
+    assert explained.diagnosis.evidence[1:] == ("older",)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 4))
+
+
+def healthy(model: nn.Module, *, forecast: bool) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(5)
+    with stayfinite.watch(model, optimizer, sinks=[], on_nan="warn", forecast=forecast) as guard:
+        for _ in range(100):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(torch.randn(16, 8)), torch.zeros(16, 4)).backward()
+            optimizer.step()
+    assert guard.forecasts == []
+    return {**model.state_dict(), "random": torch.get_rng_state()}
+
+
+def test_healthy_training_is_bit_identical_and_no_hook_is_left() -> None:
+    without, with_it = (healthy(small(), forecast=which) for which in (False, True))
+    assert without.keys() == with_it.keys()
+    assert all(torch.equal(without[key], with_it[key]) for key in without)
+    assert not torch_module._global_forward_hooks
+
+
+class HostReads(TorchDispatchMode):
+    READS = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.item.default,
+        torch.ops.aten.is_nonzero.default,
+    )
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self.READS
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_read_in_a_step_because_of_a_forecast() -> None:
+    counts = []
+    for is_forecast in (False, True):
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        forecaster = Forecaster(model)
+        x = torch.randn(16, 8)
+        with HostReads() as reads:
+            for _ in range(40):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                if is_forecast:
+                    forecaster.stepped(optimizer, loss=1.0)
+        forecaster.close()
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
+
+
+def test_what_is_kept_of_a_module_is_less_than_a_kilobyte() -> None:
+    outlook = Outlook([Row(signal="activation", limit=HALF_MAX) for _ in range(1000)])
+    for step in range(64):
+        outlook.learn(step, np.arange(1000), np.ones(1000))
+    kept = [value for value in vars(outlook).values() if isinstance(value, np.ndarray)]
+    rows = 3  # its output, and the gradients of a weight and a bias
+    assert rows * sum(array.nbytes for array in kept) / 1000 < 1024
+
+
+def test_lowering_the_rate_before_keeps_training_finite() -> None:
+    config = RecoveryConfig(on_forecast="lower_lr")
+    _, guard = train(steps=260, config=config, forecast=True)
+    done = [each.outcome for each in guard.forecasts if each.outcome is not None]
+    assert done[0].strategy == "lower_lr"
+    assert "learning rate went from 0.3" in done[0].detail
+    assert guard.incidents == []
+
+
+def test_spike_is_skipped_where_that_is_asked_for_and_only_there() -> None:
+    moved = {}
+    for on_spike in (None, "skip"):
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        config = RecoveryConfig(on_spike=on_spike)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(0)
+        with stayfinite.watch(model, optimizer, sinks=[], config=config, forecast=True) as guard:
+            for step in range(60):
+                before = copy.deepcopy(model.state_dict())
+                optimizer.zero_grad()
+                x = torch.randn(16, 8, generator=generator)
+                (model(x).square().mean() * (1000 if step == 50 else 1)).backward()
+                optimizer.step()
+                if step == 50:
+                    after = model.state_dict()
+                    moved[on_spike] = any(not torch.equal(before[k], after[k]) for k in before)
+        assert [f.step for f in guard.forecasts if f.signal == "loss_spike"] == [50]
+        assert guard.incidents == []
+    assert moved == {None: True, "skip": False}
+
+
+@pytest.mark.parametrize("name", ["on_forecast", "on_spike"])
+def test_unknown_answer_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="'lower_lr'"):
+        RecoveryConfig(**{name: "pray"})
+
+
+def test_recorded_run_tells_afterwards_what_could_have_been_known() -> None:
+    losses = [(step, 1.0 + 0.01 * (step % 7)) for step in range(100)]
+    losses += [(100 + n, 1.05 * 2.0 ** (0.5 * n)) for n in range(200)]
+    told = [forecast for forecast in foretold(losses, {}) if not forecast.is_spike]
+    assert told[0].signal == "loss"
+    assert 100 < told[0].step < 300
+
+
+def test_command_shows_the_forecasts_of_a_run(tmp_path: Path) -> None:
+    _, guard = train(forecast=True, run_dir=tmp_path / "run")
+    shown = CliRunner().invoke(main, ["forecast", str(tmp_path / "run")])
+    assert shown.exit_code == 0, shown.output
+    first = next(each for each in guard.forecasts if not each.is_spike)
+    assert first.message in shown.output
+    assert f"{guard.incidents[0].step - first.step} steps before the incident" in shown.output
+    as_json = CliRunner().invoke(main, ["forecast", "--json", str(tmp_path / "run")])
+    assert len(json.loads(as_json.output)) == len(guard.forecasts)
+
+
+def test_benchmark_runs_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed slice: one divergence each of three kinds is told before, a healthy run is quiet."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import forecast as benchmark
+
+    kinds = ("growing_embedding", "value_function", "scale_collapse")
+    chosen = [s for s in benchmark.scenes() if s.make.__name__ in kinds and s.seed == 0]
+    for scene in chosen:
+        trace = benchmark.record(scene, benchmark.MOST)
+        lead, _ = benchmark.lead_of(trace, benchmark.forecasts(trace))
+        assert (lead or 0) >= 5, trace.name
+    (quiet,) = [s for s in benchmark.scenes() if s.name == "restarts-0-0"]
+    assert benchmark.forecasts(benchmark.record(quiet, 400)) == []
+    sys.modules.pop("forecast", None)

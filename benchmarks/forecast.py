@@ -1,13 +1,13 @@
 """How long before the first non-finite value a forecast comes, and how often one is false.
 
     python benchmarks/forecast.py [--half tuning|held-out] [--traces FOLDER] [--only NAME ...]
-        [--saves] [--cost] [--pictures FOLDER] [--json]
+        [--json]
 
-60 trainings that diverge by themselves and 40 healthy ones (forecast_runs.py) are recorded once,
-every signal in every step. Forecaster's own rules are then run over what was recorded, with the
-samples that they would have asked for. Seeds that are even were there for tuning; those that are
-odd are set aside, and their figures are the ones in the docs. Beside it are rules of others, on the
-same losses, gradient norms and loss scales.
+60 trainings, most of which diverge by themselves, and 40 healthy ones (forecast_runs.py) are
+recorded once, every signal in every step. Forecaster's own rules are then run over what was
+recorded, with the samples that they would have asked for. Seeds that are even were there for
+tuning; those that are odd are set aside. Beside it are rules of others, on the same losses,
+gradient norms and loss scales.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stayfinite.prevent.forecast.signals import SignalSampler
 
 MOST = 250  # steps of a divergence
 FIVE = 5
-EARLY = 150  # an alarm longer before than that is none that helps, and counts as false
+EARLY = 150  # an alarm longer before, whose interval does not hold the end, is passed over
 
 
 @dataclass

@@ -447,8 +447,8 @@ class TestHarm:
             "transformers.WatchedTrainer._begin",
             "transformers.WatchedTrainer.end_step",
             "transformers.WatchedTrainer.may_save",
-            "transformers.Losses.add",
-            "transformers.Losses.completed_log",
+            "transformers.LoggedLosses.add",
+            "transformers.LoggedLosses.completed_log",
         ],
     )
     def test_error_of_ours_is_only_logged(

@@ -11,6 +11,10 @@ from typing import Any
 
 import forks
 import pytest
+from hypothesis import settings
+
+IS_PROOF = settings.default.max_examples >= 5_000
+WATCH = Path(__file__).parent / "support" / "watch_around.py"
 
 PROJECTS = Path(__file__).parent / "projects"
 ALL = sorted(path.parent for path in PROJECTS.glob("*/truth.json"))
@@ -74,6 +78,24 @@ def test_files_are_those_of_a_run_in_which_nothing_is_run_again(
 ) -> None:
     run(PROJECTS / name, tmp_path / "project", "--again", "never")
     assert files_in(ran(PROJECTS / name)[0]) == files_in(tmp_path / "project")
+
+
+# One of them has no optimizer to be watched, one is watched twice, as two optimizers.
+WATCHED = [path for path in ALL if path.name not in ("private-rec", "road-sam")]
+SOME = [path for path in ALL if path.name in ("house-mlp", "fcos-tiny", "retro-lm")]
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "recover"])
+@pytest.mark.parametrize("project", WATCHED if IS_PROOF else SOME, ids=lambda path: path.name)
+def test_watch_around_it_gives_the_same_line(project: Path, on_nan: str, tmp_path: Path) -> None:
+    truth = json.loads((project / "truth.json").read_text())
+    folder, result = tmp_path / "project", tmp_path / "found.json"
+    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("fixed", "truth.json"))
+    forks.run([str(WATCH), on_nan, str(result), "train.py"], cwd=folder)
+    origin = json.loads(result.read_text())[0]["origin"]
+    assert origin["exact"]
+    span = range(origin["line"], (origin["end_line"] or origin["line"]) + 1)
+    assert places(truth) & {f"{origin['file']}:{line}" for line in span}, origin
 
 
 def test_there_are_ten_projects() -> None:

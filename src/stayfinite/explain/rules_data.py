@@ -109,8 +109,9 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
     if clue.origin.phase == "init":
         return diagnosis(
             "bad_init",
-            "A parameter was not finite before the first step.",
-            "Look at how it is initialised; use one of torch.nn.init.",
+            "A parameter was not finite before the first step: it was initialised so, or loaded.",
+            "Look at how it is initialised, and use one of torch.nn.init; of a checkpoint, ask "
+            "`stayfinite check FILE`.",
             sure="possible",
         )
     return diagnosis(

@@ -282,7 +282,7 @@ class Guard(StepListener):
             return
         with self.past.aside:
             did = "the script did not train on this loss"
-            finding = BadValues([("loss", tensor)], did=did, was_read=True)
+            finding = self._with_harm(BadValues([("loss", tensor)], did=did, was_read=True))
             incident = incident_of(finding, self.past.evidence, strategy="script")
             self._pending = self._run_again(incident, finding, frame)
 
@@ -312,6 +312,13 @@ class Guard(StepListener):
         elif statistics := bad_statistics(evidence.statistics()):
             found = bad_running_statistics(statistics, evidence.at_work())
             self._harmed(dataclasses.replace(found, is_in_turn=True))
+
+    def _with_harm(self, finding: BadValues) -> BadValues:
+        """A bad loss; or the weights, if the last update of an optimizer has made them bad."""
+        for optimizer in self.past.evidence.optimizers():
+            if self.past.evidence.count(optimizer) and not all_finite(params_of(optimizer)):
+                return dataclasses.replace(bad_parameters(optimizer), did=finding.did)
+        return finding
 
     def record_unused_loss(self) -> None:
         """If the script read a bad loss and will not train on it, make it an incident."""
@@ -441,7 +448,8 @@ class Guard(StepListener):
             if bad and (not past.tracing.is_on or past.tracing.was_computed(bad[0][1])):
                 past.crashed = True
                 did = f"the script ended itself with {type(error).__name__}"
-                self.tell(BadValues(bad, did=did, error=error), strategy="none")
+                finding = self._with_harm(BadValues(bad, did=did, error=error))
+                self.tell(finding, strategy="none")
 
     def judge_every_backward(self) -> None:
         """Look at all gradients after each backward pass, not only those an optimizer gets."""

@@ -32,7 +32,7 @@ from forecast_runs import STEPS, Scene, scenes
 from rich.console import Console
 from rich.table import Table
 
-from stayfinite.prevent.forecast.outlook import Outlook, Row, Rules, ScaleWatch, size_of_loss
+from stayfinite.prevent.forecast.outlook import Outlook, Row, ScaleWatch, TrendRules, size_of_loss
 from stayfinite.prevent.forecast.signals import SignalSampler
 
 MOST = 250  # steps of a divergence
@@ -132,12 +132,12 @@ class Alarm:
 Rule = Callable[[Trace], list[Alarm]]
 
 
-def forecasts(trace: Trace, rules: Rules | None = None) -> list[Alarm]:
+def forecasts(trace: Trace, rules: TrendRules | None = None) -> list[Alarm]:
     """Ours, from the samples that it asks for; loss and loss scale are known in every step."""
     rows = [*trace.rows]
     loss_row = len(rows)
     rows.append(Row(signal="loss", limit=float(np.finfo("f4").max)))
-    outlook, scale = Outlook(rows, rules or Rules()), ScaleWatch()
+    outlook, scale = Outlook(rows, rules or TrendRules()), ScaleWatch()
     alarms = []
     for step, (at, values) in enumerate(trace.readings):
         if step == trace.end:

@@ -32,7 +32,7 @@ LAYERS = (
     {"clip", "snapshot"},
     {"detect"},
     {"distributed", "living", "nested", "training"},
-    {"causes", "domains", "files", "safely", "syntax", "text"},
+    {"budget", "causes", "domains", "files", "safely", "syntax", "text"},
     {"records", "settings"},
     {"errors"},
 )

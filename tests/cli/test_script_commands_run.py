@@ -51,6 +51,7 @@ def test_surface_is_frozen():
         "--on-nan": ("stop", "warn", "recover"),
         "--second-run": ("auto", "always", "never"),
         "--again": ("auto", "never"),
+        "--forecast": "boolean",
         "--trace": "boolean",
         "--max-scaler-skips": "integer",
         "--prove": "integer",

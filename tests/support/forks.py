@@ -302,8 +302,9 @@ def _run(order: dict[str, Any]) -> None:
     finally:
         # Nothing is destroyed: that would take longer than the run, and a process group may wait
         # there for ever, for a thread of its own that wants the lock which the main thread has.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError, OSError):  # the script may have closed it
+                stream.flush()
         _leave(code)
 
 

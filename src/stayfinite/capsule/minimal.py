@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stayfinite.budget import Budget
 from stayfinite.capsule.file import Birth, Capsule, Operation
 from stayfinite.checkpoint.values import dtype_named
 from stayfinite.detect.finite import classify
 from stayfinite.errors import CapsuleError
-from stayfinite.explain.experiments import Budget
 from stayfinite.records import NaNType, TensorSummary
 
 GRADIENT = "gradient"

@@ -14,26 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
+from stayfinite.budget import Budget
 from stayfinite.causes import cause_of
 from stayfinite.domains import HALVES
 from stayfinite.records import REPEATED, Diagnosis, Incident, NaNType, Origin
 from stayfinite.text import count, in_words
-
-
-@dataclass
-class Budget:
-    """Seconds that may be spent in all, from the first time that it is asked."""
-
-    seconds: float
-    clock: Callable[[], float] = time.monotonic
-    _end: float | None = None
-
-    @property
-    def left(self) -> float:
-        if self._end is None:
-            self._end = self.clock() + self.seconds
-        return self._end - self.clock()
-
 
 Precision = Literal["float32", "float64"]
 

@@ -227,7 +227,7 @@ class Recover:
         incident = guard.incident(finding, strategy="recover")
         incident = guard.shared(incident, finding.optimizer)
         random = RandomState.capture()
-        done = job.roll_back() or job.initialise_anew()
+        done = job.roll_back(is_in_step=guard.own_step is None) or job.initialise_anew()
         recovery = job.respond(incident)
         random.restore()
         has_loaded = recovery.checkpoint is not None

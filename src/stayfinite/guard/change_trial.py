@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stayfinite.explain.experiments import IN_PLACE, Budget, Trial, is_proven
+from stayfinite.budget import Budget
+from stayfinite.explain.experiments import IN_PLACE, Trial, is_proven
 from stayfinite.patch.candidates import patches_for
 from stayfinite.patch.edit import Patch
 from stayfinite.records import Incident

@@ -1189,6 +1189,8 @@ def bad_values_of(error: BaseException) -> list[Named]:
     """
     left = isinstance(error, SystemExit)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    if left:  # trackers put a function of theirs in the place of sys.exit
+        frames = [frame for frame in frames if frame.f_code.co_name != "exit"]
     for frame in frames[:_FRAMES]:
         if losses := bad_losses_in(frame):
             return losses

@@ -201,7 +201,7 @@ class Job:
     def forget_held(self) -> None:
         self._held = None
 
-    def roll_back(self) -> str | None:
+    def roll_back(self, *, is_in_step: bool = False) -> str | None:
         """Put the newest snapshot back; what was done, or None without one that is good."""
         if not len(self.ring):
             return None
@@ -218,7 +218,7 @@ class Job:
         if scale is not None and scaler._scale is None:
             # Private: before its first loss a scaler has no scale, but its update() comes next.
             scaler._lazy_init_scale_growth_tracker(scale.device)
-        if noted:  # in this very step, and the scaler's update asks for it
+        if noted and is_in_step:  # in this very step, and the scaler's update asks for it
             scaler._per_optimizer_states.update(noted)
         if called:  # a mark of LRScheduler's own; else that of a loop that has called it warns
             optimizer._opt_called = called

@@ -635,14 +635,16 @@ def _hooks_aside() -> Iterator[None]:
 
     Private: torch calls what is in this dictionary, and gives up if it changes meanwhile.
     """
-    kept = [(optimizer, optimizer._optimizer_step_pre_hooks) for optimizer in living(Optimizer)]
-    for optimizer, hooks in kept:
-        optimizer._optimizer_step_pre_hooks = hooks.copy()
+    name = "_optimizer_step_pre_hooks"
+    # A wrapper, as Accelerate's, has none of its own.
+    kept = [(held, held[name]) for each in living(Optimizer) if name in (held := vars(each))]
+    for held, hooks in kept:
+        held[name] = hooks.copy()
     try:
         yield
     finally:
-        for optimizer, hooks in kept:
-            optimizer._optimizer_step_pre_hooks = hooks
+        for held, hooks in kept:
+            held[name] = hooks
 
 
 Path = list[tuple[CodeType, int]]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stayfinite.detect.hooks import run_again
-from stayfinite.explain.experiments import alike
 from stayfinite.guard.evidence import BadValues
 from stayfinite.guard.job import Job, finding_of
 from stayfinite.living import one_look
@@ -215,6 +214,8 @@ class GuardedStep:
     def _locate(self, noticed: Incident) -> Incident:
         """The incident with origin and diagnosis, by running the calls again under the tracer."""
         if self._traces >= _MOST_TRACES:
+            from stayfinite.explain.experiments import alike
+
             return noticed if self._known is None else alike(noticed, *self._known)
         self._traces += 1
         first = self._run.values

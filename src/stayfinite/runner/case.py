@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from stayfinite.budget import Budget
 from stayfinite.errors import SandboxError
-from stayfinite.explain.experiments import Budget
 from stayfinite.records import Incident, RunResult
 from stayfinite.runner.options import Scene
 from stayfinite.runner.plan import (

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from stayfinite.budget import Budget
 from stayfinite.errors import ConfigError, SandboxError
-from stayfinite.explain.experiments import Budget
 from stayfinite.records import Exit, Incident, RunResult, to_json
 from stayfinite.report.sinks import rank_here as rank
 from stayfinite.report.store.writer import RESULT

@@ -19,10 +19,10 @@ from stayfinite.living import Names
 from stayfinite.prevent.forecast.outlook import (
     Outlook,
     Row,
-    Rules,
     ScaleWatch,
     SpikeDetector,
     Trend,
+    TrendRules,
     evidence_of,
     forecast_of,
     size_of_loss,
@@ -62,11 +62,11 @@ class Forecaster:
         optimizer: Optimizer | None = None,
         *,
         on_forecast: Callable[[Forecast], None] | None = None,
-        rules: Rules | None = None,
+        rules: TrendRules | None = None,
     ) -> None:
         self.forecasts: list[Forecast] = []
         self._model, self._optimizer, self._on_forecast = model, optimizer, on_forecast
-        self._rules = rules or Rules()
+        self._rules = rules or TrendRules()
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._failures = Safely("stayfinite makes no more forecasts in this run")
@@ -152,7 +152,7 @@ class Forecaster:
 class _Watched:
     """One optimizer's training."""
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None, rules: Rules) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None, rules: TrendRules) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.sampler = SignalSampler(model)
         self.outlook = Outlook(self.sampler.rows, rules)

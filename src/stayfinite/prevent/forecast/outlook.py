@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class TrendRules:
     """When a trend is told. The figures are from the tuning half of benchmarks/forecast.py."""
 
     every: int = 16  # steps between two samples while all is quiet
@@ -175,7 +175,7 @@ class Outlook:
     """
 
     rows: list[Row]
-    rules: Rules = field(default_factory=Rules)
+    rules: TrendRules = field(default_factory=TrendRules)
     loss_row: int | None = None
 
     def __post_init__(self) -> None:
@@ -499,7 +499,7 @@ def spike_of(
 def foretold(
     losses: Iterable[tuple[int, float | None]],
     samples: Mapping[int, Sequence[tuple[str, float]]],
-    rules: Rules | None = None,
+    rules: TrendRules | None = None,
 ) -> list[Forecast]:
     """What could have been known of a recorded run: from its losses, step by step, and samples.
 
@@ -507,7 +507,7 @@ def foretold(
     """
     largest = float(np.finfo("f4").max)
     rows = [Row(signal="loss", limit=largest)]
-    outlook, numbers, names = Outlook(rows, rules or Rules()), dict[str, int](), ["loss"]
+    outlook, numbers, names = Outlook(rows, rules or TrendRules()), dict[str, int](), ["loss"]
     told = []
     for step, loss in losses:
         if loss is not None and outlook.saw_loss(step, loss):

@@ -28,7 +28,7 @@ _MOST_CALLS = 64  # of one module in one step, as a cell of an RNN is called
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class SampledStep:
     """One sampled step: the numbers of rows and their values, once they are on the host."""
 
     step: int
@@ -148,7 +148,7 @@ class SignalSampler:
             for bound, dtype in self._attention
         ]
 
-    def ready(self, *, wait: bool = False) -> list[Reading]:
+    def ready(self, *, wait: bool = False) -> list[SampledStep]:
         """What has come to the host since; with `wait`, all of it."""
         found = []
         while self._waiting and (wait or self._waiting[0].is_there()):
@@ -263,7 +263,7 @@ class _Copy:
     def is_there(self) -> bool:
         return all(event.query() for event in self._events)
 
-    def reading(self) -> Reading:
+    def reading(self) -> SampledStep:
         for event in self._events:
             event.synchronize()  # host sync, where the caller wants to wait
         largest = dict(self._known)
@@ -274,4 +274,4 @@ class _Copy:
                 if not size <= before:  # a NaN stays
                     largest[number] = size if before == before else before
         rows = np.fromiter(largest, dtype=np.int64, count=len(largest))
-        return Reading(step=self._step, rows=rows, values=np.array(list(largest.values())))
+        return SampledStep(step=self._step, rows=rows, values=np.array(list(largest.values())))

@@ -1,0 +1,24 @@
+import torch
+import torch.nn as nn
+
+
+class RunningNorm(nn.Module):
+    """Normalises observations with statistics of everything seen so far."""
+
+    def __init__(self, dim, clip=8.0):
+        super().__init__()
+        self.clip = clip
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(dim))
+        self.register_buffer("total_sq", torch.zeros(dim))
+
+    @torch.no_grad()
+    def update(self, obs):
+        self.count += obs.shape[0]
+        self.total += obs.sum(0)
+        self.total_sq += obs.square().sum(0)
+
+    def forward(self, obs):
+        mean = self.total / self.count
+        std = torch.sqrt(self.total_sq / self.count - mean * mean)
+        return ((obs - mean) / (std + 1e-4)).clamp(-self.clip, self.clip)

@@ -16,11 +16,13 @@ from stayfinite.errors import InputError
 from stayfinite.guard.guard import Guard, GuardPast
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.recorder import recorder_in
+from stayfinite.nested import as_tuple
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink, forecasts_told_to, told_to
 from stayfinite.settings import GuardSettings
+from stayfinite.training import require_module
 
 
 def watch(
@@ -92,9 +94,9 @@ def watch(
         parts = Parts(
             optimizer=optimizer,
             modules=(model,),
-            schedulers=_several(scheduler),
+            schedulers=as_tuple(scheduler),
             scaler=scaler,
-            emas=_several(ema),
+            emas=as_tuple(ema),
             loader=loader,
         )
         guard.add(Job(parts, config, NaNRecoveryManager(config)))
@@ -124,15 +126,8 @@ def _watch_errors(guard: Guard) -> Attachment:
 
 
 def _check(model: Any, optimizer: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    require_module(model)
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
         )
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)

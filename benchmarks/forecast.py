@@ -1,13 +1,14 @@
 """How long before the first non-finite value a forecast comes, and how often one is false.
 
     python benchmarks/forecast.py [--half tuning|held-out] [--traces FOLDER] [--only NAME ...]
-        [--json]
+        [--every STEPS] [--saves] [--cost] [--pictures FOLDER] [--json]
 
-60 trainings, most of which diverge by themselves, and 40 healthy ones (forecast_runs.py) are
-recorded once, every signal in every step. Forecaster's own rules are then run over what was
-recorded, with the samples that they would have asked for. Seeds that are even were there for
-tuning; those that are odd are set aside. Beside it are rules of others, on the same losses,
-gradient norms and loss scales.
+Trainings that diverge by themselves, and healthy ones, are recorded once, every signal in every
+step. Forecaster's own rules are then run over what was recorded, with the samples that they would
+have asked for. The rules were tuned on forecast_runs.py; forecast_unseen.py was written by somebody
+who did not know them, and was run once, when tuning had ended. Beside it are rules of others, on
+the same losses, gradient norms and loss scales. `--saves` runs the divergences once more with
+`on_forecast="lower_lr"`, `--cost` times a step with and without, `--pictures` draws some runs.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forecast_runs
 import numpy as np
 import torch
-from forecast_runs import STEPS, Scene, scenes
+from forecast_runs import STEPS
 from rich.console import Console
 from rich.table import Table
+from workloads import workload
 
+import stayfinite
+from stayfinite.prevent.forecast.forecaster import Forecaster
 from stayfinite.prevent.forecast.outlook import Outlook, Row, ScaleWatch, TrendRules, size_of_loss
 from stayfinite.prevent.forecast.signals import SignalSampler
 
 MOST = 250  # steps of a divergence
+AFTER = 100  # steps after the end of a divergence that a saved one must stay finite for
+BARS = {"gpt": 0.5, "cnn": 0.5, "mlp": 3.0}  # percent of a step
 FIVE = 5
 EARLY = 150  # an alarm longer before, whose interval does not hold the end, is passed over
 
@@ -46,7 +53,6 @@ class Trace:
 
     name: str
     is_healthy: bool
-    is_held_out: bool
     rows: list[Row]
     names: list[str]
     readings: list[tuple[np.ndarray, np.ndarray]]
@@ -63,7 +69,7 @@ class Trace:
         ]
 
 
-def record(scene: Scene, most: int) -> Trace:
+def record(scene: Any, most: int) -> Trace:
     """Run it, and note every signal in every step until something is not finite.
 
     What a GradScaler skips is no end, but a scale below 1 is.
@@ -94,7 +100,6 @@ def record(scene: Scene, most: int) -> Trace:
     return Trace(
         name=scene.name,
         is_healthy=scene.is_healthy,
-        is_held_out=scene.is_held_out,
         rows=sampler.rows,
         names=names,
         readings=readings,
@@ -104,7 +109,14 @@ def record(scene: Scene, most: int) -> Trace:
     )
 
 
-def traces(folder: Path, chosen: list[Scene]) -> Iterator[Trace]:
+def steps_of(scene: Any) -> int:
+    """How long it runs unless it ends by itself."""
+    if scene.make.__module__ != forecast_runs.__name__:
+        return int(sys.modules[scene.make.__module__].STEPS)
+    return STEPS if scene.is_healthy else MOST
+
+
+def traces(folder: Path, chosen: list[Any]) -> Iterator[Trace]:
     """Those that are recorded already, and the others as they are recorded."""
     folder.mkdir(parents=True, exist_ok=True)
     for scene in chosen:
@@ -112,7 +124,7 @@ def traces(folder: Path, chosen: list[Scene]) -> Iterator[Trace]:
         if path.exists():
             yield Trace(**pickle.loads(path.read_bytes()))
             continue
-        trace = record(scene, STEPS if scene.is_healthy else MOST)
+        trace = record(scene, steps_of(scene))
         path.write_bytes(pickle.dumps(vars(trace)))
         print(f"recorded {trace.name}: {len(trace.losses)} steps, end {trace.end}", file=sys.stderr)
         yield trace
@@ -311,9 +323,221 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     return shown
 
 
-def chosen_scenes(half: str | None, only: list[str]) -> list[Scene]:
-    found = [scene for scene in scenes() if not only or scene.make.__name__ in only]
-    return [each for each in found if half is None or each.is_held_out == (half == "held-out")]
+def scenes_of(half: str, only: list[str]) -> list[Any]:
+    """The runs of one half; each has a name, is_healthy, and training()."""
+    if half == "tuning":
+        found: list[Any] = list(forecast_runs.scenes())
+    else:
+        import forecast_unseen
+
+        found = list(forecast_unseen.scenes())
+    return [scene for scene in found if not only or scene.name.split("-")[0] in only]
+
+
+def saved(scene: Any, end: int) -> dict[str, Any]:
+    """The same run with `on_forecast="lower_lr"`: whether it stays finite for longer, and learns.
+
+    It learns if its last losses are below that of the first step.
+    """
+    training = scene.training()
+    scaler, losses = training.scaler, list[float]()
+    config = stayfinite.RecoveryConfig(on_forecast="lower_lr")
+    with stayfinite.watch(
+        training.model,
+        training.optimizer,
+        scheduler=training.scheduler,
+        scaler=scaler,
+        config=config,
+        sinks=[],
+        again="never",
+        forecast=True,
+    ) as guard:
+        for step in range(end + AFTER):
+            try:
+                losses.append(float(training.step(step)))
+            except stayfinite.TrainingAbortedError:
+                break
+            is_out = scaler is not None and scaler.get_scale() < 1
+            if guard.incidents or not math.isfinite(losses[-1]) or is_out:
+                break
+        told = [each for each in guard.forecasts if not each.is_spike]
+    is_finite = len(losses) == end + AFTER and not guard.incidents
+    first, last = losses[0], statistics.median(losses[-20:])
+    return {
+        "name": scene.name,
+        "is_seen": bool(told),
+        "is_finite": is_finite,
+        "learns": is_finite and last < first,
+        "steps": len(losses),
+    }
+
+
+def savings(all_scenes: list[Any], found: list[Trace]) -> dict[str, Any]:
+    """Of the divergences that a forecast was made of: how many were saved."""
+    ends = {trace.name: trace.end for trace in found if not trace.is_healthy}
+    runs = [saved(each, end) for each in all_scenes if (end := ends.get(each.name)) is not None]
+    seen = [run for run in runs if run["is_seen"]]
+    good = [run for run in seen if run["learns"]]
+    return {
+        "seen": len(seen),
+        "saved": len(good) / max(1, len(seen)),
+        "not_saved": [run for run in seen if not run["learns"]],
+        "not_seen": [run["name"] for run in runs if not run["is_seen"]],
+    }
+
+
+def cost(name: str, rounds: int) -> dict[str, float]:
+    """What forecasting adds to a step: low quantiles of steps without it, quiet and sampled ones.
+
+    They take turns, since the machine may have other things to do; of all that is timed the
+    shortest tenth tells.
+    """
+    work = workload(name)
+    forecaster = Forecaster(work.model)
+    for _ in range(20):
+        work.step()
+        forecaster.stepped(work.optimizer, loss=1.0)
+    (watched,) = forecaster._watched.values()
+    times: dict[str, list[float]] = {"bare": [], "quiet": [], "sampled": [], "call": []}
+    for turn in range(rounds):
+        for kind in ("bare", "quiet", "bare", "sampled"):
+            watched.sampler.close()
+            watched._is_open = kind == "sampled"
+            watched._step = 64 * (turn + 10) + (0 if kind == "sampled" else 1)
+            if kind == "sampled":
+                watched.sampler.open(work.optimizer)
+            began = time.perf_counter()
+            work.step()
+            called = time.perf_counter()
+            if kind != "bare":
+                forecaster.stepped(work.optimizer, loss=1.0 + 0.01 * (turn % 7))
+            ended = time.perf_counter()
+            times[kind].append(ended - began)
+            if kind == "quiet":
+                times["call"].append(ended - called)
+    forecaster.close()
+    low = {kind: sorted(taken)[len(taken) // 10] for kind, taken in times.items()}
+    every = watched.outlook.pace.every
+    added = low["call"] + max(0.0, low["sampled"] - low["bare"]) / every
+    return {
+        "step_us": 1e6 * low["bare"],
+        "quiet_us": 1e6 * low["call"],
+        "sampled_us": 1e6 * (low["sampled"] - low["bare"]),
+        "every": every,
+        "percent": 100 * added / low["bare"],
+        "bar_percent": BARS[name],
+    }
+
+
+def cost_table(costs: dict[str, dict[str, float]]) -> Table:
+    shown = Table(title="added to a step, amortised")
+    for column in ("", "step, us", "quiet, us", "sampled, us", "every", "added", "bar"):
+        shown.add_column(column, justify="left" if not column else "right")
+    for name, each in costs.items():
+        cells = [f"{each[key]:,.1f}" for key in ("step_us", "quiet_us", "sampled_us")]
+        added = f"{each['percent']:.2f}%"
+        shown.add_row(name, *cells, f"{each['every']:.0f}", added, f"{each['bar_percent']}%")
+    return shown
+
+
+# Pictures of runs: the size of what is going to overflow, the forecast, and what came.
+
+LEFT, TOP, WIDTH, HEIGHT = 56, 34, 560, 190
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"
+ aria-label="{title}" font-family="sans-serif" font-size="12">
+<style>
+text {{ fill: #333 }} .line {{ stroke: #ccc }} .size {{ stroke: #456; fill: none }}
+.band {{ fill: #0a7d52; opacity: 0.18 }} .told {{ stroke: #0a7d52 }} .end {{ stroke: #c22 }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #ddd }} .line {{ stroke: #555 }} .size {{ stroke: #abc }} .band {{ fill: #3ecf95 }}
+.told {{ stroke: #3ecf95 }} .end {{ stroke: #f66 }} }}
+</style>
+"""
+
+
+def picture(trace: Trace, title: str) -> str | None:
+    """One run as SVG: the row that was told, when and what; None if nothing was told."""
+    lead, alarm = lead_of(trace, forecasts(trace)) if trace.end is not None else (None, None)
+    if lead is None or alarm is None or alarm.low is None or alarm.high is None:
+        return None
+    assert trace.end is not None
+    kind, _, where = alarm.what.partition(" ")
+    numbers = [
+        number
+        for number, (row, name) in enumerate(zip(trace.rows, trace.names, strict=True))
+        if row.signal == kind and name == where
+    ]
+    limit, sizes = math.log2(float(np.finfo("f4").max)), [abs(loss) for loss in trace.losses]
+    if numbers:
+        limit = math.log2(trace.rows[numbers[0]].limit)
+        sizes = [
+            float(values[rows == numbers[0]][0]) if (rows == numbers[0]).any() else math.nan
+            for rows, values in trace.readings
+        ]
+    points = [(n, math.log2(x)) for n, x in enumerate(sizes) if 0 < x < math.inf]
+    low, high = min(y for _, y in points), limit
+    last = max(trace.end + 10, min(alarm.high, trace.end + 60))
+
+    def x(step: float) -> float:
+        return LEFT + WIDTH * min(step, last) / last
+
+    def y(size: float) -> float:
+        return TOP + HEIGHT * (high - size) / (high - low)
+
+    line = " ".join(f"{x(n):.1f},{y(size):.1f}" for n, size in points)
+    bottom = TOP + HEIGHT
+    said = f"told at step {alarm.step}: about {alarm.step + (alarm.left or 0):.0f}"
+    parts = [
+        HEAD.format(width=LEFT + WIDTH + 24, height=bottom + 44, title=title),
+        f'<text x="{LEFT}" y="16">{title}</text>\n',
+        f'<rect class="band" x="{x(alarm.low):.1f}" y="{TOP}" '
+        f'width="{x(alarm.high) - x(alarm.low):.1f}" height="{HEIGHT}"/>\n',
+        f'<line class="line" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{TOP}" y2="{TOP}"/>\n',
+        f'<line class="line" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{bottom}" y2="{bottom}"/>\n',
+        f'<polyline class="size" stroke-width="1.5" points="{line}"/>\n',
+        f'<line class="told" stroke-width="2" x1="{x(alarm.step):.1f}" x2="{x(alarm.step):.1f}" '
+        f'y1="{TOP}" y2="{bottom}"/>\n',
+        f'<line class="end" stroke-width="2" x1="{x(trace.end):.1f}" x2="{x(trace.end):.1f}" '
+        f'y1="{TOP}" y2="{bottom}"/>\n',
+        f'<text x="{LEFT - 6}" y="{TOP + 4}" text-anchor="end">2^{high:.0f}</text>\n',
+        f'<text x="{LEFT - 6}" y="{bottom + 4}" text-anchor="end">2^{low:.0f}</text>\n',
+        f'<text x="{LEFT}" y="{bottom + 18}">0</text>\n',
+        f'<text x="{LEFT + WIDTH}" y="{bottom + 18}" text-anchor="end">step {last:.0f}</text>\n',
+        f'<text x="{LEFT}" y="{bottom + 36}">{said} ({alarm.low:.0f}-{alarm.high:.0f}); '
+        f"not finite at step {trace.end}, {lead} steps later</text>\n",
+        "</svg>\n",
+    ]
+    return "".join(parts)
+
+
+PICTURES = {
+    "half_creep-0-0": "A residual stream in float16: the output of one module",
+    "value_function-0-0": "A value function that learns from itself: its loss",
+    "growing_embedding-1-2": "An embedding that grows in float16",
+}
+
+
+def draw(found: list[Trace], folder: Path) -> None:
+    for trace in found:
+        if trace.name in PICTURES and (drawn := picture(trace, PICTURES[trace.name])):
+            (folder / f"forecast-{trace.name.split('-')[0]}.svg").write_text(drawn)
+
+
+def tell(half: str, scores: dict[str, dict[str, Any]]) -> None:
+    """The table of one half, and what of ours went wrong by name."""
+    ours = scores["stayfinite"]
+    count, steps = ours["divergences"], ours["healthy_steps"]
+    Console().print(table(f"{half}: {count} divergences, {steps:,} healthy steps", scores))
+    for key in ("missed", "late", "false"):
+        if ours[key]:
+            Console().print(f"{key}: {', '.join(map(str, ours[key]))}")
+
+
+def tell_savings(half: str, result: dict[str, Any]) -> None:
+    print(f'{half}: on_forecast="lower_lr" saved {result["saved"]:.0%} of {result["seen"]} seen')
+    for run in result["not_saved"]:
+        why = "finite, but learns nothing" if run["is_finite"] else f"until step {run['steps']}"
+        print(f"  not saved: {run['name']}, {why}")
 
 
 def main() -> None:
@@ -321,34 +545,43 @@ def main() -> None:
     parser.add_argument("--half", choices=["tuning", "held-out"])
     parser.add_argument("--traces", type=Path, default=Path("build/forecast"))
     parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--every", type=int, default=TrendRules.every, help="steps between samples")
+    parser.add_argument("--saves", action="store_true", help="run divergences with lower_lr")
+    parser.add_argument("--cost", action="store_true", help="time steps, and nothing else")
+    parser.add_argument("--pictures", type=Path, help="draw some runs into this folder")
     parser.add_argument("--json", action="store_true", help="for machines")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     began = time.process_time()
-    found = list(traces(options.traces, chosen_scenes(options.half, options.only)))
-    for trace in found:
-        if not trace.is_healthy and trace.end is None:
-            print(f"{trace.name} did not diverge", file=sys.stderr)
-    halves = {"tuning": False, "held-out": True}
-    results = {
-        half: {
-            name: score(rule, [trace for trace in found if trace.is_held_out == is_held_out])
-            for name, rule in RULES.items()
-        }
-        for half, is_held_out in halves.items()
-        if options.half in (None, half)
-    }
+    if options.cost:
+        costs = {name: cost(name, {"mlp": 600, "cnn": 40, "gpt": 15}[name]) for name in BARS}
+        print(json.dumps(costs)) if options.json else Console().print(cost_table(costs))
+        return
+    rules: dict[str, Rule] = {**RULES}
+    if options.every != TrendRules.every:
+        rules["stayfinite"] = lambda trace: forecasts(trace, TrendRules(every=options.every))
+    results: dict[str, Any] = {}
+    for half in ("tuning", "held-out"):
+        if options.half not in (None, half):
+            continue
+        chosen = scenes_of(half, options.only)
+        found = list(traces(options.traces, chosen))
+        if options.pictures is not None:
+            draw(found, options.pictures)
+        for trace in found:
+            if not trace.is_healthy and trace.end is None:
+                print(f"{trace.name} did not diverge", file=sys.stderr)
+        scores = {name: score(rule, found) for name, rule in rules.items()}
+        results[half] = {"rules": scores}
+        if options.saves:
+            results[half]["saves"] = savings(chosen, found)
+        if not options.json:
+            tell(half, scores)
+            if options.saves:
+                tell_savings(half, results[half]["saves"])
     if options.json:
         json.dump(results, sys.stdout)
-        return
-    for half, scores in results.items():
-        ours = scores["stayfinite"]
-        count, steps = ours["divergences"], ours["healthy_steps"]
-        Console().print(table(f"{half}: {count} divergences, {steps:,} healthy steps", scores))
-        for key in ("missed", "late", "false"):
-            if ours[key]:
-                Console().print(f"{key}: {', '.join(map(str, ours[key]))}")
     print(f"{time.process_time() - began:.0f} s of processor time", file=sys.stderr)
 
 

@@ -466,7 +466,7 @@ HEALTHY: tuple[Callable[[int, torch.Generator], Training], ...] = (
 
 @dataclass(frozen=True)
 class Scene:
-    """One run of the benchmark; those of odd seeds are set aside."""
+    """One run of the benchmark: a kind, how bad the choice is, and a seed."""
 
     make: Callable[[int, torch.Generator], Training]
     severity: int
@@ -476,10 +476,6 @@ class Scene:
     @property
     def name(self) -> str:
         return f"{self.make.__name__}-{self.severity}-{self.seed}"
-
-    @property
-    def is_held_out(self) -> bool:
-        return self.seed % 2 == 1
 
     def training(self) -> Training:
         """The model, its optimizer and its data, all from the seed."""

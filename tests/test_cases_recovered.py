@@ -53,7 +53,8 @@ def test_the_weights_are_finite_at_the_end(case: Case, recovered: Run) -> None:
 @pytest.mark.parametrize("case", GROUPED)
 def test_training_goes_on_or_stops_with_a_reason(case: Case, recovered: Run) -> None:
     ended = recovered(case)
-    assert ended.code == 0 or ended.gave_up, ended
+    said_so = ended.code == 3 and "recovery failed: " in ended.last_words
+    assert ended.code == 0 or ended.gave_up or said_so, ended
 
 
 def test_training_goes_on_usefully_in_most(recovered: Run) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal["data", "domain", "precision", "dynamics", "init", "other"]
+Sort = Literal["sample", "precision", "divergence", "unknown"]
+"""What a recovery has to deal with: a sample or a singular value that the next batch does not
+have, a range that is too narrow, training that runs away, or nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,20 @@ class Cause:
     """The steps before it may decide, so that they are replayed in gentler ways."""
     due_to_samples: bool = False
     """Which samples of the batch it came from is worth saying."""
+    recovered_as: Sort | None = None
+    """The sort of trouble, where the rest does not say it."""
+
+    @property
+    def sort(self) -> Sort:
+        """What a recovery has to deal with."""
+        if self.recovered_as is not None:
+            return self.recovered_as
+        if self.cured_by_smaller_steps or self.kind == "dynamics":
+            return "divergence"
+        if self.kind == "precision":
+            return "precision"
+        is_passing = self.kind in ("data", "domain", "init") or self.due_to_samples
+        return "sample" if is_passing else "unknown"
 
     @property
     def page(self) -> str:

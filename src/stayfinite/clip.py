@@ -48,7 +48,7 @@ def clip_gradients(
     The target is a module, an optimizer, a parameter or several. NaN and Inf are set to 0 first,
     or with drop="tensors" each whole gradient that has one; the norm is that of the rest, and
     `max_norm` inf drops without clipping. With drop="nothing", gradients with something bad in
-    them stay as they are, all of them, for whoever judges them next. Gradients are named as in
+    them stay as they are, all of them, for whatever checks them next. Gradients are named as in
     the module or the optimizer, by `names` (one for each parameter), or else by their number.
     Costs one pass and one host read when there is nothing to do.
 

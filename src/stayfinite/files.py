@@ -81,7 +81,7 @@ class Background:
         try:
             self._waiting.put_nowait(job)
         except queue.Full:
-            self._complain("too much is waiting to be told to %s; the rest is dropped")
+            self._complain("too many messages are waiting for %s; the rest are dropped")
 
     def flush(self, timeout: float = _PATIENCE_AT_EXIT) -> bool:
         """Wait until all is done, at most so many seconds; whether it is."""
@@ -105,7 +105,7 @@ class Background:
                 return
             except Exception:
                 if pause is None:
-                    self._complain("%s could not be told of an incident", trace=True)
+                    self._complain("%s could not be notified of an incident", trace=True)
                 else:
                     time.sleep(pause)
 

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import gc
 import io
+import sys
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from itertools import compress
@@ -143,3 +144,22 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     """Every leaf that requires a gradient behind the roots; walks the whole graph."""
     leaves = [getattr(node, "variable", None) for node in nodes_of(roots)]
     return [leaf for leaf in leaves if leaf is not None]
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has been at work in this process."""
+    # It takes seconds to import and is not imported to ask. Private: torch does not tell in public.
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters.get("frames"))
+
+
+def has_compiled_module() -> bool:
+    """Whether one of the modules that are alive was compiled."""
+    # Both are private: torch has no public way to tell.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    return any(
+        isinstance(module, dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        for module in living(nn.Module)
+    )

@@ -116,7 +116,7 @@ class NaNReport:
     `has_nan` is true for Inf too. `location` is "loss", "gradients.<param>",
     "parameters.<param>", "buffers.<buffer>", "inputs.<path>" or "optimizer.<param>.<key>".
     `tensor_stats` has the keys of TensorSummary less `name` and `shape`. It, the shape and the
-    suggested action are None where nobody described the tensor; a scalar has the shape ().
+    suggested action are None where the tensor was not described; a scalar has the shape ().
 
     >>> NaNReport(True, NaNType.NAN, "loss").suggested_action is None
     True
@@ -147,7 +147,7 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a non-finite value was born.
+    """Where a non-finite value first appeared.
 
     >>> origin = Origin(phase="forward", op="aten.log.default", file="train.py", line=46)
     """
@@ -177,7 +177,7 @@ REPEATED = "the same step, run twice more, went bad the same way"
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Why it happened, and what to change. What a patch's trial showed is the last evidence.
+    """Why it happened, and what to change.
 
     >>> why = Diagnosis(cause="log_of_zero", why="log(0) is -Inf", fix="use log_softmax")
     """
@@ -290,7 +290,8 @@ class Aftermath:
     `updates` and `bad_updates` are those of the optimizer with the largest share of bad ones;
     without an optimizer they are backward passes. `loss_before` is from before the first incident,
     `loss_after` the last finite one. `bad_at_end` names what was not finite when the script had
-    ended, `unseen` says why that could not be looked at.
+    ended, `unseen` says why that could not be looked at. `has_failed`: an error of ours came in a
+    step, so that not all may have been looked at.
     """
 
     updates: int = 0
@@ -301,6 +302,7 @@ class Aftermath:
     read: tuple[ReadValue, ...] = ()
     bad_at_end: tuple[str, ...] = ()
     unseen: str | None = None
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

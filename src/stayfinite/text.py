@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Callable
 
 from stayfinite.records import (
+    Diagnosis,
     Forecast,
     Hop,
     Incident,
@@ -85,6 +86,30 @@ def source_line(origin: Origin | None) -> str:
     return f"{origin.file}:{origin.line}" if origin is not None and origin.file else ""
 
 
+def library_line(origin: Origin | None) -> str:
+    """File and line of the installed package in which the operation ran; empty if there is none.
+
+    The file is written from the package on: `gpytorch/distributions/multivariate_normal.py:233`.
+    """
+    found = origin.facts.get("library") if origin is not None else None
+    if not found:
+        return ""
+    parts = plain(found["file"]).replace("\\", "/").split("/")
+    folders = [at for at, part in enumerate(parts) if part.endswith("-packages")]
+    return f"{'/'.join(parts[folders[-1] + 1 :] if folders else parts)}:{found['line']}"
+
+
+def library(origin: Origin | None) -> str:
+    """`in pkg/module.py:233 (function), called from train.py:41`; empty outside of packages."""
+    line = library_line(origin)
+    if origin is None or not line:
+        return ""
+    function = plain(str(origin.facts["library"].get("function") or ""))
+    inside = f" ({function})" if function and function != "<module>" else ""
+    caller = source_line(origin)
+    return f"in {line}{inside}" + (f", called from {plain(caller)}" if caller else "")
+
+
 def one_line(incident: Incident) -> str:
     """The incident in one line: which step and rank, what was seen, and where if that is known."""
     is_one_of_many = incident.rank > 0 or (incident.rank == 0 and incident.world > 1)
@@ -95,6 +120,8 @@ def one_line(incident: Incident) -> str:
     more = f" and {count(others, 'more tensor')} {are} not finite" if others > 0 else ""
     place = source_line(incident.origin)
     at = f", at {place}" if place else ""
+    inner = library_line(incident.origin)
+    at += f" (in {inner})" if inner else ""
     return f"step {incident.step}{rank}: {seen or 'a value is not finite'}{more}{at}"
 
 
@@ -105,6 +132,15 @@ def what_was_done(incident: Incident) -> str:
         return "nothing was done"
     strategy = "" if outcome.strategy in ("none", "script") else outcome.strategy
     return ": ".join(filter(None, (strategy, outcome.detail))) or "nothing was done"
+
+
+_TRIED = "With this change"  # so begins the evidence that a patch was tried
+
+
+def trial_of(diagnosis: Diagnosis) -> str:
+    """What came of the patch when it was tried; empty if there is no patch."""
+    tried = [said for said in diagnosis.evidence if said.startswith(_TRIED)]
+    return (tried or ["", *diagnosis.evidence])[-1] if diagnosis.patch else ""
 
 
 _MENDS_NOTHING = {"stop", "abort", "warn", "none"}
@@ -164,7 +200,7 @@ def headline(incident: Incident) -> str:
 
 
 def seen_kind(incident: Incident) -> str:
-    """Which kind was noticed; if that is not known, which was born."""
+    """Which kind was noticed; if that is not known, which was made first."""
     bad = [report for report in incident.reports if report.has_nan]
     return KINDS[bad[0].nan_type] if bad else made_kind(incident)
 
@@ -199,7 +235,7 @@ def on_rank(incident: Incident) -> str:
 def spot(origin: Origin | None) -> str:
     """File, line and column, function and module, as far as each is known."""
     if origin is None:
-        return "where it was born is not known"
+        return "the line was not found"
     where = plain(origin.file or "")
     if origin.file is not None and origin.line is not None:
         where += f":{origin.line}" + (f":{origin.columns[0] + 1}" if origin.columns else "")
@@ -214,7 +250,7 @@ def spot(origin: Origin | None) -> str:
 
 
 def made_kind(incident: Incident) -> str:
-    """Which kind was born: from the outputs, else the first hop, else what was noticed."""
+    """Which kind was made first: from the outputs, else the first hop, else what was noticed."""
     origin = incident.origin
     kinds = [out.nan_type for out in origin.outputs if out.bad_count] if origin else []
     kinds += [hop.nan_type for hop in origin.lineage[:1]] if origin else []
@@ -223,7 +259,7 @@ def made_kind(incident: Incident) -> str:
 
 
 def birth(incident: Incident, origin: Origin) -> str:
-    """What happened on the guilty line, for the place under it."""
+    """What happened on the line that is shown, for the place under it."""
     kind, op = made_kind(incident), short_op(origin.op)
     adverb = "" if origin.exact else "probably "
     if op:
@@ -236,8 +272,9 @@ def birth(incident: Incident, origin: Origin) -> str:
         forward = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node).lower() or "this line"
         return f"{made} in the backward pass of {forward}"
     if origin.phase in ("forward", "distributed"):
-        is_born = origin.inputs and not any(each.bad_count for each in origin.inputs)
-        return f"{made} here" + (" from finite inputs" if is_born else "")
+        is_first = origin.inputs and not any(each.bad_count for each in origin.inputs)
+        here = f"in {inner}" if (inner := library_line(origin)) else "here"
+        return f"{made} {here}" + (" from finite inputs" if is_first else "")
     if (buffer := origin.facts.get("buffer")) is not None:
         return f"{made} in buffer {plain(buffer['name'])} of {plain(buffer['module'])}"
     if (name := origin.facts.get("carried")) is not None:
@@ -263,7 +300,7 @@ def full_op(origin: Origin) -> str:
 
 
 def way(incident: Incident) -> str:
-    """The way from birth to what was noticed: first, conversions, last; the rest counted."""
+    """The way to what was noticed: the first bad value, conversions, the last; others counted."""
     hops = incident.origin.lineage if incident.origin else ()
     if not hops:
         return ""
@@ -276,13 +313,13 @@ def way(incident: Incident) -> str:
 
 
 def hop_words(hop: Hop, *, first: bool = False) -> str:
-    """`-Inf born at train.py:46 (log)`, `became NaN at ...`, `still NaN at ...`."""
+    """`-Inf first appeared at train.py:46 (log)`, `became NaN at ...`, `still NaN at ...`."""
     kind, where = KINDS[hop.nan_type], hop_line(hop) or "no line"
     said = [short_op(hop.op)] if hop.op else []
     said += [hop.phase] if hop.phase != "forward" else []
     where += f" ({', '.join(said)})" if said else ""
     if first:
-        verb = {"birth": "born", "foreign": "came in"}.get(hop.kind, "began")
+        verb = {"birth": "first appeared", "foreign": "came in"}.get(hop.kind, "began")
         return f"{kind} {verb} at {where}"
     return f"{'became' if hop.kind == 'conversion' else 'still'} {kind} at {where}"
 

@@ -67,6 +67,6 @@ class trace:  # noqa: N801  (reads like torch.no_grad)
             ) from None
 
     def look_at(self, values: Mapping[str, Any]) -> None:
-        """Judge these values now, by their names; those that begin with _ are left out."""
+        """Judge these values now, by their names; those that begin with _ are skipped."""
         held = {name: value for name, value in values.items() if not name.startswith("_")}
         self._guard.judge_values(list(named_tensors(held, "")))

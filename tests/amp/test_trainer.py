@@ -27,6 +27,8 @@ from training import (
 from stayfinite.amp.config import AMPConfig
 from stayfinite.amp.trainer import AMPTrainer
 from stayfinite.errors import ConfigError, InputError
+from stayfinite.records import Forecast
+from stayfinite.report.alerts import Alert, AlertRule
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -312,3 +314,42 @@ def test_batch_of_nested_tensors_is_moved() -> None:
     x, y = batches(1)[0]
     with trainer_of(config(device="cpu"), Named()) as trainer:
         assert trainer.training_step(({"both": [x, x]}, y)) is not None
+
+
+class Pulled(nn.Module):
+    """Words that a loss without a bound makes larger and larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(24, 16)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return -(self.words(a) @ self.words((a + 1) % 24).T).diagonal().mean()
+
+
+def test_alerts_and_callbacks_are_told_of_forecasts_and_of_the_incident() -> None:
+    heard: list[Forecast] = []
+
+    class Listener:
+        def on_forecast(self, forecast: Forecast) -> None:
+            heard.append(forecast)
+
+    torch.manual_seed(0)
+    torch._dynamo.utils.counters.clear()  # activations are not measured beside what is compiled
+    model, generator = Pulled(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    told: list[Alert] = []
+    with AMPTrainer(
+        AMPConfig(precision="fp16"),
+        model,
+        optimizer,
+        callbacks=[Listener()],
+        alerts=[AlertRule(told.append, cooldown=0)],
+        forecast=True,
+    ) as trainer:
+        while not trainer.incidents and trainer.step < 400:
+            trainer.training_step((torch.randint(24, (32,), generator=generator),))
+    about = [each for each in told if each.forecast is not None]
+    assert about[0].forecast is heard[0]
+    assert "overflows float16 in about" in about[0].title
+    assert [each.incident.step for each in told if each.incident] == [trainer.incidents[0].step]

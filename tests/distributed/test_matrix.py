@@ -1,4 +1,7 @@
-"""Every kind of parallelism: a healthy run stays as it is, a bad step is left out by all ranks."""
+"""Every kind of parallelism: a healthy run stays as it is, a bad step is left out by all ranks.
+
+All cells are run by `make prove`; without it some kinds have a part of the faults.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from parallel import BACKWARD_LINE, FORWARD_LINE
 from ranks import answers
 
 pytestmark = pytest.mark.xdist_group("matrix")  # each scene is run once
+IS_PROOF = settings.default.max_examples >= 5_000
 SUPPORT = str(Path(__file__).parents[1] / "support")
 BODY = """
 sys.path.insert(0, {support!r})
@@ -30,31 +35,57 @@ def of(found: dict[str, list[Any]], kind: str, **how: Any) -> list[Any]:
     return found[str((kind, how))]
 
 
-HEALTHY = [
-    *("ddp", "ddp-view", "fsdp2", "fsdp2-keep", "fsdp2-bf16", "fsdp2-fp16"),
-    *("fsdp1", "fsdp1-orig", "tp", "pipeline"),
-]
-ACCUMULATING = ("ddp", "fsdp2", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "tp")
+KINDS = (
+    *("ddp", "fsdp2", "fsdp2-keep", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "fsdp1-orig"),
+    *("tp", "pipeline"),
+)
+FOUR = ("fsdp2-hsdp", "tp-fsdp2")  # of which a mesh has two dimensions
+FAULTS = ("data", "forward", "backward", "flip", "optimizer")
+SOME: dict[str, tuple[str, ...]] = {
+    "fsdp2-keep": ("backward", "flip"),
+    "fsdp2-bf16": ("forward", "optimizer"),
+    "fsdp2-fp16": ("forward", "backward", "flip"),
+    "fsdp1": ("forward", "backward", "flip", "optimizer"),
+    "fsdp1-orig": ("data", "flip"),
+    "tp": ("data", "forward", "flip", "optimizer"),
+    "fsdp2-hsdp": ("backward", "flip"),
+    "tp-fsdp2": ("forward", "flip", "optimizer"),
+}
+SCALED = ("fsdp2-fp16", "backward")  # the scaler skips it by itself
+
+
+def cells(kinds: Iterable[str], *faults: str) -> list[tuple[str, str]]:
+    """Those that are run, of these faults."""
+    chosen = {} if IS_PROOF else SOME
+    pairs = [(kind, fault) for kind in kinds for fault in faults]
+    return [(kind, fault) for kind, fault in pairs if fault in chosen.get(kind, FAULTS)]
+
+
+HEALTHY = [*KINDS, "ddp-view"]
+STEPS = 6
 MORE = {"accumulate": 2, "also": ["checkpointing", "optimizers", "uneven"]}
-COMPILED = ("ddp", "fsdp2", "fsdp1")
-FOUR = ("fsdp2-hsdp", "tp-fsdp2")
+RICHER = KINDS if IS_PROOF else ("ddp", "fsdp2", "fsdp2-fp16", "fsdp1", "tp", "pipeline")
+COMPILED = ("ddp", "fsdp2", "fsdp1", "tp", "pipeline") if IS_PROOF else ("fsdp2",)
+
+
+def richer(kinds: Iterable[str], compiled: Iterable[str] = ()) -> list[Scene]:
+    """Trainings with all that a real one may have besides."""
+    return [(kind, MORE) for kind in kinds] + [(kind, {"also": ["compile"]}) for kind in compiled]
+
+
+def healthy_scenes(kinds: Iterable[str], more: list[Scene]) -> list[Scene]:
+    """Each twice, watched and not."""
+    found: list[Scene] = [(kind, {}) for kind in kinds] + more
+    scenes: list[Scene] = [(kind, {"steps": 3, **how}) for kind, how in found]
+    return scenes + [(kind, {**how, "on_nan": "recover"}) for kind, how in scenes]
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    scenes: list[Scene] = [(kind, {"steps": 3}) for kind in HEALTHY]
-    scenes += [(kind, {"steps": 3, "on_nan": "recover"}) for kind in HEALTHY]
-    scenes += [(kind, {"steps": 3, "on_nan": "stop"}) for kind in ("ddp", "fsdp2", "pipeline")]
-    scenes += [("ddp", {"steps": 3, "joins": True})]
-    scenes += [("ddp", {"steps": 3, "joins": True, "on_nan": "recover"})]
-    for kind, how in richer(ACCUMULATING, COMPILED):
-        scenes += [(kind, {"steps": 3, **how}), (kind, {"steps": 3, **how, "on_nan": "recover"})]
+    more = [*richer(RICHER, COMPILED), ("ddp", {"joins": True})]
+    scenes = healthy_scenes(HEALTHY, more)
+    scenes += [(kind, {"steps": 3, "on_nan": "stop"}) for kind in ("fsdp2", "pipeline")]
     return run(tmp_path_factory.mktemp("healthy"), scenes, world=2)
-
-
-def richer(kinds: Iterable[str], compiled: Iterable[str] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """Trainings with all that a real one may have besides."""
-    return [(kind, MORE) for kind in kinds] + [(kind, {"also": ["compile"]}) for kind in compiled]
 
 
 def same_training(one: list[Any], two: list[Any]) -> bool:
@@ -62,33 +93,34 @@ def same_training(one: list[Any], two: list[Any]) -> bool:
     return [[each[k] for k in keys] for each in one] == [[each[k] for k in keys] for each in two]
 
 
+def assert_byte_identical(found: dict[str, list[Any]], kind: str, **how: Any) -> None:
+    plain = of(found, kind, steps=3, **how)
+    assert [each["error"] for each in plain] == [None] * len(plain)
+    for on_nan in ("recover", "stop"):
+        watched = found.get(str((kind, {"steps": 3, **how, "on_nan": on_nan})))
+        assert watched is not None or on_nan == "stop"
+        if watched is not None:
+            assert same_training(plain, watched)
+            assert [each["incidents"] for each in watched] == [[]] * len(plain)
+
+
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_run_is_byte_identical(healthy: dict[str, list[Any]], kind: str) -> None:
-    plain = of(healthy, kind, steps=3)
-    ours = [name for name in healthy if name.startswith(f"('{kind}', ") and "on_nan" in name]
-    others = ("accumulate", "also", "joins")
-    for watched in (healthy[n] for n in ours if not any(word in n for word in others)):
-        assert same_training(plain, watched)
-        assert [each["incidents"] for each in watched] == [[], []]
+    assert_byte_identical(healthy, kind)
 
 
-@pytest.mark.parametrize(("kind", "how"), richer(ACCUMULATING, COMPILED))
+@pytest.mark.parametrize(("kind", "how"), richer(RICHER, COMPILED))
 def test_accumulation_checkpointing_and_the_like_are_byte_identical(
     healthy: dict[str, list[Any]], kind: str, how: dict[str, Any]
 ) -> None:
     """With no_sync() or set_requires_gradient_sync(), two optimizers, and uneven batches."""
-    plain = of(healthy, kind, steps=3, **how)
-    watched = of(healthy, kind, steps=3, **how, on_nan="recover")
-    assert [each["error"] for each in plain] == [None, None]
-    assert same_training(plain, watched)
-    assert [each["incidents"] for each in watched] == [[], []]
+    assert_byte_identical(healthy, kind, **how)
 
 
 def test_a_rank_that_ends_early_is_not_waited_for(healthy: dict[str, list[Any]]) -> None:
     """Inside DDP's join() the others go on without it."""
-    plain = of(healthy, "ddp", steps=3, joins=True)
-    assert same_training(plain, of(healthy, "ddp", steps=3, joins=True, on_nan="recover"))
-    assert [each["updates"] for each in plain] == [[3], [2]]
+    assert_byte_identical(healthy, "ddp", joins=True)
+    assert [each["updates"] for each in of(healthy, "ddp", steps=3, joins=True)] == [[3], [2]]
 
 
 COUNTED = ("ddp", "fsdp2", "tp")
@@ -113,70 +145,94 @@ def test_one_small_collective_for_each_update_and_no_other(
         assert {name: n for name, n in more.items() if n} == {"allreduce_": 3}
 
 
-KINDS = (
-    *("ddp", "fsdp2", "fsdp2-keep", "fsdp2-bf16", "fsdp2-fp16", "fsdp1", "fsdp1-orig"),
-    *("tp", "pipeline"),
-)
-FAULTS = ("data", "forward", "backward", "flip")
-SCALED = ("fsdp2-fp16", "backward")  # the scaler skips it by itself
-CELLS = [(kind, fault) for kind in KINDS for fault in FAULTS if (kind, fault) != SCALED]
-CELLS_OF_FOUR = [(kind, fault) for kind in FOUR for fault in FAULTS]
-STEPS = 6
 AFTERWARDS = {"skips": list(range(STEPS))}  # 8 steps in all, and step 5 tells of step 4
+
+
+def broken_scenes(kinds: Iterable[str]) -> list[Scene]:
+    """Each cell, and what it is to be compared with."""
+    ways: dict[str, dict[str, Any]] = {"flip": {"steps": STEPS}, "optimizer": AFTERWARDS}
+    scenes: list[Scene] = []
+    for kind, fault in cells(kinds, *FAULTS):
+        reference = (kind, ways.get(fault, {"steps": STEPS, "skips": True}))
+        scenes += [] if reference in scenes else [reference]
+        long = {} if fault == "optimizer" else {"steps": STEPS}
+        scenes.append((kind, {**long, "fault": fault, "on_nan": "recover"}))
+    return scenes
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for kinds in (KINDS[:3], KINDS[3:6], KINDS[6:]):
-        scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in kinds]
-        cells = [cell for cell in (*CELLS, SCALED) if cell[0] in kinds]
-        scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in cells]
-        found |= run(tmp_path_factory.mktemp("broken"), scenes + harmed_scenes(kinds), world=2)
+        scenes = broken_scenes(kinds)
+        found |= run(tmp_path_factory.mktemp("broken"), scenes, world=2)
     return found
-
-
-def harmed_scenes(kinds: Iterable[str]) -> list[Scene]:
-    """An update that makes weights bad; and a run that has only the steps after it."""
-    ways: list[dict[str, Any]] = [{"fault": "optimizer", "on_nan": "recover"}, AFTERWARDS]
-    return [(kind, how) for kind in kinds for how in ways]
 
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    scenes: list[Scene] = [(kind, {"steps": STEPS, "skips": True}) for kind in FOUR]
-    scenes += [(kind, {"steps": 3}) for kind in FOUR]
-    scenes += [(kind, {"steps": 3, "on_nan": "recover"}) for kind in FOUR]
-    scenes += [(kind, {"steps": 3, **MORE}) for kind in FOUR]
-    scenes += [(kind, {"steps": 3, **MORE, "on_nan": "recover"}) for kind in FOUR]
-    scenes += [(k, {"steps": STEPS, "fault": f, "on_nan": "recover"}) for k, f in CELLS_OF_FOUR]
-    scenes += harmed_scenes(FOUR)
-    return run(tmp_path_factory.mktemp("four"), scenes, world=4)
+    found: dict[str, list[Any]] = {}
+    for kind in FOUR:
+        more = richer([kind], [kind] if IS_PROOF else ())
+        found |= run(tmp_path_factory.mktemp("four"), broken_scenes([kind]), world=4)
+        healthy = healthy_scenes([kind] if IS_PROOF else (), more)
+        found |= run(tmp_path_factory.mktemp("four"), healthy, world=4)
+    return found
+
+
+def found_in(request: pytest.FixtureRequest, kind: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = request.getfixturevalue("of_four" if kind in FOUR else "broken")
+    return found
+
+
+def told_together(ranks: list[Any], *, step: int = 4) -> dict[str, Any]:
+    """The one incident, which is the same on all ranks."""
+    assert [each["error"] for each in ranks] == [None] * len(ranks)
+    first = ranks[0]["incidents"]
+    assert all(each["incidents"] == first for each in ranks)
+    assert len(first) == 1
+    incident: dict[str, Any] = first[0]
+    assert incident["step"] == step
+    return incident
 
 
 def left_out_together(found: dict[str, list[Any]], kind: str, fault: str) -> dict[str, Any]:
     """The one incident, after a look at everything else."""
     reference = of(found, kind, steps=STEPS, skips=True)
     ranks = of(found, kind, steps=STEPS, fault=fault, on_nan="recover")
-    assert [each["error"] for each in ranks] == [None] * len(ranks)
+    incident = told_together(ranks)
     assert [each["weights"] for each in ranks] == [each["weights"] for each in reference]
     assert [each["updates"] for each in ranks] == [[STEPS - 1]] * len(ranks)
-    first = ranks[0]["incidents"]
-    assert all(each["incidents"] == first for each in ranks)
-    assert len(first) == 1
-    incident: dict[str, Any] = first[0]
-    assert incident["step"] == 4
     return incident
 
 
-@pytest.mark.parametrize(("kind", "fault"), CELLS)
-def test_all_ranks_leave_the_same_step_out(
-    broken: dict[str, list[Any]], kind: str, fault: str
+LINES = {
+    "forward": (FORWARD_LINE, "embed", "cosine_zero_vector"),
+    "backward": (BACKWARD_LINE, "gate", "sqrt_grad_at_zero"),
+}
+
+
+def named_for(kind: str, fault: str) -> tuple[int, ...]:
+    """Those of which one is to be named."""
+    if kind == "tp-fsdp2":
+        return (0, 1)  # they have the same batch
+    # The bad target of a pipeline is the last stage's.
+    return (0,) if kind == "tp" or (kind == "pipeline" and fault in LINES) else (1,)
+
+
+BORN = [cell for cell in cells((*KINDS, *FOUR), *LINES) if cell != SCALED]
+
+
+@pytest.mark.parametrize(("kind", "fault"), BORN)
+def test_all_ranks_leave_the_same_step_out_and_name_its_line(
+    request: pytest.FixtureRequest, kind: str, fault: str
 ) -> None:
-    incident = left_out_together(broken, kind, fault)
-    is_same_batch = kind == "tp" and fault != "flip"
-    is_first_stage = kind == "pipeline" and fault in LINES  # the bad target is the last one's
-    assert incident["rank"] == (0 if is_same_batch or is_first_stage else 1)
+    incident = left_out_together(found_in(request, kind), kind, fault)
+    assert incident["rank"] in named_for(kind, fault)
+    line, module, cause = LINES[fault]
+    module = f"0.{module}" if kind == "pipeline" else module  # of its stage
+    assert (incident["code"], incident["module"]) == (line, module)
+    assert incident["cause"] == ("low_precision_underflow" if "fp16" in kind else cause)
 
 
 def test_a_scaler_that_skips_by_itself_is_left_to_it(broken: dict[str, list[Any]]) -> None:
@@ -187,80 +243,67 @@ def test_a_scaler_that_skips_by_itself_is_left_to_it(broken: dict[str, list[Any]
     assert [each["incidents"] for each in ranks] == [[], []]
 
 
-@pytest.mark.parametrize(("kind", "fault"), CELLS_OF_FOUR)
-def test_four_ranks_leave_the_same_step_out(
-    of_four: dict[str, list[Any]], kind: str, fault: str
+@pytest.mark.parametrize("kind", [kind for kind, _ in cells((*KINDS, *FOUR), "data")])
+def test_an_input_that_is_bad_already_is_called_so(
+    request: pytest.FixtureRequest, kind: str
 ) -> None:
-    incident = left_out_together(of_four, kind, fault)
-    same_batch = (0, 1) if kind == "tp-fsdp2" and fault != "flip" else (1,)
-    assert incident["rank"] in same_batch
+    incident = left_out_together(found_in(request, kind), kind, "data")
+    assert incident["cause"] == "bad_input_data"
+    assert incident["rank"] in named_for(kind, "data")
 
 
-@pytest.mark.parametrize("kind", FOUR)
-def test_a_healthy_run_of_four_is_byte_identical(of_four: dict[str, list[Any]], kind: str) -> None:
-    for how in ({}, MORE):
-        plain = of(of_four, kind, steps=3, **how)
-        watched = of(of_four, kind, steps=3, **how, on_nan="recover")
-        assert [each["error"] for each in plain] == [None] * 4
-        assert same_training(plain, watched)
-        assert [each["incidents"] for each in watched] == [[]] * 4
-
-
-LINES = {
-    "forward": (FORWARD_LINE, "embed", "cosine_zero_vector"),
-    "backward": (BACKWARD_LINE, "gate", "sqrt_grad_at_zero"),
-}
-
-
-@pytest.mark.parametrize(("kind", "fault"), [cell for cell in CELLS if cell[1] in LINES])
-def test_the_line_is_found_where_it_stands_whatever_the_reduction(
-    broken: dict[str, list[Any]], kind: str, fault: str
+@pytest.mark.parametrize("kind", [kind for kind, _ in cells((*KINDS, *FOUR), "flip")])
+def test_a_step_with_a_flipped_bit_is_computed_again(
+    request: pytest.FixtureRequest, kind: str
 ) -> None:
-    incident = left_out_together(broken, kind, fault)
-    line, module, cause = LINES[fault]
-    module = f"0.{module}" if kind == "pipeline" else module  # of its stage
-    assert (incident["code"], incident["module"]) == (line, module)
-    assert incident["cause"] == ("low_precision_underflow" if "fp16" in kind else cause)
+    """In place, by all ranks: the weights are those of a run without it."""
+    found = found_in(request, kind)
+    ranks, clean = (
+        of(found, kind, steps=STEPS, **how) for how in ({"fault": "flip", "on_nan": "recover"}, {})
+    )
+    incident = told_together(ranks)
+    assert [each["weights"] for each in ranks] == [each["weights"] for each in clean]
+    assert [each["updates"] for each in ranks] == [[STEPS]] * len(ranks)
+    assert (incident["rank"], incident["cause"]) == (1, "transient_fault")
+    assert incident["did"] == "the step was computed again"
 
 
-@pytest.mark.parametrize("fault", LINES)
-@pytest.mark.parametrize("kind", FOUR)
-def test_four_ranks_find_the_line(of_four: dict[str, list[Any]], kind: str, fault: str) -> None:
-    incident = left_out_together(of_four, kind, fault)
-    assert (incident["code"], incident["module"], incident["cause"]) == LINES[fault]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_input_that_is_bad_already_is_called_so(broken: dict[str, list[Any]], kind: str) -> None:
-    assert left_out_together(broken, kind, "data")["cause"] == "bad_input_data"
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *FOUR])
+@pytest.mark.parametrize("kind", [kind for kind, _ in cells((*KINDS, *FOUR), "optimizer")])
 def test_an_update_that_harms_one_rank_is_undone_on_all(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
     """All are as if they had begun after it: the only snapshot is that of the beginning."""
-    found = request.getfixturevalue("of_four" if kind in FOUR else "broken")
+    found = found_in(request, kind)
     ranks = of(found, kind, fault="optimizer", on_nan="recover")
     reference = of(found, kind, **AFTERWARDS)
+    incident = told_together(ranks)
     assert [each["weights"] for each in ranks] == [each["weights"] for each in reference]
     assert [each["updates"] for each in ranks] == [[2]] * len(ranks)
-    (incident,) = ranks[0]["incidents"]
-    assert all(each["incidents"] == [incident] for each in ranks)
-    assert (incident["step"], incident["rank"]) == (4, 1)
+    assert incident["rank"] == 1
     assert incident["did"].startswith("the state of 5 good steps before was put back")
 
 
-STOPPED = [("ddp", "forward"), ("fsdp2", "forward"), ("fsdp2", "flip"), ("pipeline", "forward")]
+@pytest.mark.parametrize(("kind", "how"), richer(FOUR, FOUR if IS_PROOF else ()))
+def test_a_healthy_run_of_four_is_byte_identical(
+    of_four: dict[str, list[Any]], kind: str, how: dict[str, Any]
+) -> None:
+    assert_byte_identical(of_four, kind, **how)
+    if IS_PROOF:
+        assert_byte_identical(of_four, kind)
+
+
+STOPPED = cells(("ddp", "fsdp2", "pipeline"), "forward") + [("fsdp2", "stuck")]
+OURS = {"on_nan": "recover", "ours": True}
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes: list[Scene] = [(k, {"steps": STEPS, "fault": f, "on_nan": "stop"}) for k, f in STOPPED]
     scenes += [("fsdp2", {"steps": STEPS, "fault": "forward", "on_nan": "warn"})]
-    for fault in ("forward", "backward"):
-        scenes += [("fsdp2", {"steps": STEPS, "fault": fault, "on_nan": "recover", "ours": True})]
-    scenes += [("fsdp2", {"steps": STEPS, "skips": True})]
+    for kind, fault in (("fsdp2", "backward"), ("fsdp2", "flip"), ("fsdp2-fp16", "flip")):
+        scenes += [(kind, {"steps": STEPS, "fault": fault, **OURS})]
+    scenes += [("fsdp2", {"steps": STEPS, "skips": True}), ("fsdp2", {"steps": STEPS})]
+    scenes += [("fsdp2-fp16", {"steps": STEPS})]
     return run(tmp_path_factory.mktemp("more"), scenes, world=2)
 
 
@@ -283,16 +326,20 @@ def test_all_ranks_warn_of_the_same_incident(more: dict[str, list[Any]]) -> None
     assert first["updates"] == second["updates"] == [STEPS]
 
 
-@pytest.mark.parametrize(
-    ("fault", "line", "module"),
-    [("forward", FORWARD_LINE, "embed"), ("backward", BACKWARD_LINE, "gate")],
-)
-def test_a_step_of_ours_finds_the_line_beyond_the_reduction(
-    more: dict[str, list[Any]], fault: str, line: str, module: str
-) -> None:
-    ranks = of(more, "fsdp2", steps=STEPS, fault=fault, on_nan="recover", ours=True)
+def test_a_step_of_ours_finds_the_line_beyond_the_reduction(more: dict[str, list[Any]]) -> None:
+    ranks = of(more, "fsdp2", steps=STEPS, fault="backward", **OURS)
     reference = of(more, "fsdp2", steps=STEPS, skips=True)
     assert [each["weights"] for each in ranks] == [each["weights"] for each in reference]
-    (incident,) = ranks[0]["incidents"]
-    assert ranks[1]["incidents"] == [incident]
-    assert (incident["rank"], incident["code"], incident["module"]) == (1, line, module)
+    incident = told_together(ranks)
+    assert (incident["rank"], incident["code"], incident["module"]) == (1, BACKWARD_LINE, "gate")
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-fp16"])
+def test_a_step_of_ours_with_a_flipped_bit_is_computed_again(
+    more: dict[str, list[Any]], kind: str
+) -> None:
+    ranks = of(more, kind, steps=STEPS, fault="flip", **OURS)
+    clean = of(more, kind, steps=STEPS)
+    assert [each["weights"] for each in ranks] == [each["weights"] for each in clean]
+    incident = told_together(ranks)
+    assert (incident["rank"], incident["cause"]) == (1, "transient_fault")

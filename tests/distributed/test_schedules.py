@@ -22,8 +22,8 @@ IS_PROOF = settings.default.max_examples >= 5_000
 COUNT = 500 if IS_PROOF else 30
 KINDS = ("ddp", "fsdp2", "fsdp2-bf16", "fsdp1", "tp", "pipeline", "fsdp2-hsdp", "tp-fsdp2")
 OF_FOUR = ("fsdp2-hsdp", "tp-fsdp2")
-WHATS = ("data", "forward", "backward", "optimizer", "flip", *LETHAL)
-STEPS = 7
+WHATS = ("data", "forward", "backward", "optimizer", "flip", "stuck", *LETHAL)
+STEPS = 5
 PATIENCE = 30  # seconds that a rank waits for another one in a collective
 BODY = """
 sys.path.insert(0, {support!r})
@@ -38,8 +38,9 @@ LEFT_OUT = """
 def left_out(said):
     if said["error"] is not None and not said["error"].startswith("TrainingAbortedError: stopped"):
         return None
-    steps = [each["step"] for each in said["incidents"]]
-    how = [each["strategy"] for each in said["incidents"]]
+    answered = [each for each in said["incidents"] if each["did"] != "the step was computed again"]
+    steps = [each["step"] for each in answered]
+    how = [each["strategy"] for each in answered]
     if HAS_HARM:  # it goes back to a snapshot, or was told after an update
         return None
     if how == ["stop"]:
@@ -145,7 +146,7 @@ def problems(schedule: Schedule, codes: list[int], ranks: list[dict[str, Any]]) 
         if is_ours_to_answer and not stopped and not ranks[r]["is_finite"]:
             found.append(f"rank {r} has bad weights")
     # What is not undone: an update that was made before it was told of, or all with "warn".
-    kept = {"recover": set(), "stop": {"optimizer"}, "warn": {"flip", "optimizer"}}
+    kept = {"recover": set(), "stop": {"optimizer"}, "warn": {"flip", "stuck", "optimizer"}}
     may_differ = bool(kept[schedule.on_nan] & schedule.whats) or is_unheard
     if not may_differ and any(len(each) > 1 for each in by_replica.values()):
         found.append("replicas differ")

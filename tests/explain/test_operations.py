@@ -81,6 +81,8 @@ shows("low_precision_overflow")(lambda: torch.full((2,), 1e5).half())
 shows("low_precision_underflow")(lambda: ONE.half() / (ONE * 1e-9).half())
 shows("mask_value_overflow")(lambda: torch.tensor([1.0, 0.0]).half() * -1e9)
 shows("mask_value_overflow")(lambda: torch.tensor([-1e9, 0.0]).half())
+LOWEST = torch.finfo(torch.float32).min
+shows("mask_value_overflow")(lambda: ONE * LOWEST + ONE * LOWEST)
 shows("bad_input_data")(lambda: fed(torch.tensor([[1.0, math.nan, 0.0]])))
 shows("bad_input_data")(lambda: fed(torch.tensor([[1.0, 1e30, 0.0]]).square()))
 shows("weight_norm_of_zero")(lambda: zero_weight_norm())

@@ -177,7 +177,7 @@ def test_a_fault_in_every_window_leaves_no_trace(combination: Combination) -> No
 
 @pytest.mark.parametrize("combination", SOME, ids=str)
 def test_a_fault_that_stays_costs_one_window(combination: Combination) -> None:
-    """Tried again in vain, the batches are left out, as if they had never been."""
+    """Tried again in vain, the batches are skipped, as if they had never been."""
     training = Training(combination)
     window = step_of_the_fault(combination)
     for batch in training.batches(BATCHES):

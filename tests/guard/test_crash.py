@@ -83,3 +83,71 @@ def test_crash_is_an_incident_that_stops_nothing_more():
     assert incident.diagnosis.cause == "log_of_negative"
     assert incident.outcome.strategy == "none"
     assert not guard.stopped
+
+
+def in_shape(x):
+    assert not torch.isnan(x).any()
+    return x
+
+
+def test_assert_without_words_that_asks_for_a_nan_has_the_tensor():
+    error = error_of(lambda: in_shape(torch.full((2, 3), float("nan"))))
+    assert [name for name, _ in bad_values_of(error)] == ["x"]
+
+
+def test_assert_that_a_nan_fails_has_the_tensor():
+    def check():
+        density = torch.tensor([0.5, float("nan")])
+        assert (density >= 0).all(), "a density is wrong"
+
+    assert [name for name, _ in bad_values_of(error_of(check))] == ["density"]
+
+
+def test_raise_after_a_question_about_an_infinite_value_has_it():
+    def check(state):
+        if not torch.isfinite(state).all():
+            raise RuntimeError("stopped")
+
+    error = error_of(lambda: check(torch.tensor([1.0, float("inf")])))
+    assert [name for name, _ in bad_values_of(error)] == ["state"]
+
+
+def test_exit_in_a_helper_that_asks_for_a_nan_has_the_tensor_of_its_caller():
+    def leave(is_nan):
+        if is_nan:
+            sys.exit(2)
+
+    def train():
+        weights = torch.full((3,), float("nan"))
+        leave(bool(torch.isnan(weights).any()))
+
+    assert [name for name, _ in bad_values_of(error_of(train))] == ["weights"]
+
+
+def test_solver_that_speaks_of_an_underflow_has_the_state():
+    def solve(y, dt):
+        assert dt > 0, f"underflow in dt {dt}"
+
+    error = error_of(lambda: solve(torch.tensor([float("nan")]), 0.0))
+    assert [name for name, _ in bad_values_of(error)] == ["y"]
+
+
+def test_question_about_the_shape_of_padded_data_is_no_nan():
+    def check():
+        padded = torch.full((3,), float("nan"))
+        if padded.shape[0] != 4 or len(padded) != 4 or padded.dim() != 2:
+            raise ValueError("four rows are needed")
+
+    assert bad_values_of(error_of(check)) == []
+
+
+def test_without_a_replay_the_line_is_that_of_the_error():
+    guard = Guard(GuardSettings(again="never"))
+    guard.attach()
+    try:
+        guard.script_crashed(error_of(nan_scale))
+    finally:
+        guard.close()
+    (incident,) = guard.incidents
+    assert incident.origin.code.strip().startswith("return Normal(")
+    assert not incident.origin.exact

@@ -56,7 +56,7 @@ def run(*, bad, ours=True, fault=None, run_dir=None):
         "code": first.origin and first.origin.code,
         "why": first.diagnosis and first.diagnosis.why,
         "head": as_text(first).splitlines()[0],
-        "again": _again(first),
+        "again": _again(first, 2),
         "weights": model.module.weight.tolist(),
     }
 """
@@ -113,7 +113,7 @@ def test_all_ranks_tell_what_the_guilty_one_has_found(scenes: dict[str, list[Any
     assert first["causes"] == ["log_of_negative"] * 2
     assert "torch.log(x)" in first["code"]
     assert " at step 3 on rank 1 in the loss" in first["head"]
-    assert first["again"].startswith("stayfinite: step 3 on rank 1: log_of_negative again")
+    assert first["again"].startswith("stayfinite: step 3 on rank 1: log_of_negative at rank.py:")
 
 
 def test_of_a_bug_of_all_ranks_the_first_is_named_by_each(scenes: dict[str, list[Any]]) -> None:

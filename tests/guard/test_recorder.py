@@ -161,3 +161,50 @@ def test_run_records_where_it_is_told_or_not_at_all(tmp_path: Path) -> None:
     assert (code, found) == (3, [])
     assert read_run(tmp_path / "here").steps == 12
     assert run_script(tmp_path, "--run-dir", "here")[0] == 2
+
+
+HEALTHY = SCRIPT.replace("step == 12", "step == 99")
+BY_HAND = """
+import torch
+weight = torch.ones(2, requires_grad=True)
+for step in range(30):
+    loss = (weight * torch.rand(4, 2)).sum().square()
+    loss.backward()
+    with torch.no_grad():
+        weight -= 0.001 * weight.grad
+    weight.grad = None
+"""
+
+
+def run_of(folder: Path, script: str, *options: str) -> str:
+    (folder / "train.py").write_text(script)
+    done = forks.run_text(
+        ["-m", "stayfinite", "run", "--prove", "0", *options, "train.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    assert done.returncode == 0, done.stderr
+    return str(done.stderr)
+
+
+def test_a_short_healthy_run_leaves_nothing(tmp_path: Path) -> None:
+    run_of(tmp_path, HEALTHY)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]
+
+
+def test_a_run_that_is_asked_for_is_kept(tmp_path: Path) -> None:
+    run_of(tmp_path, HEALTHY, "--run-dir", "kept")
+    assert read_run(tmp_path / "kept").steps == 20
+    assert not (tmp_path / "kept" / ".gitignore").exists()
+
+
+def test_the_folder_of_runs_is_ignored_by_git(tmp_path: Path) -> None:
+    run_script(tmp_path)
+    assert (tmp_path / "stayfinite-runs" / ".gitignore").read_text() == "*\n"
+
+
+def test_a_loop_without_an_optimizer_is_recorded(tmp_path: Path) -> None:
+    run_of(tmp_path, BY_HAND, "--run-dir", "kept")
+    series = read_run(tmp_path / "kept").series
+    assert series["step"] == list(range(30))
+    assert all(loss is not None for loss in series["loss"])

@@ -190,7 +190,7 @@ def test_nested_batches_are_split(wrap: Callable[[Tensor], Any]) -> None:
 def test_a_batch_that_cannot_be_split_is_said_to_be_so() -> None:
     batches = [(x, torch.zeros(3)) for x in tensors({2: [5]})]
     found = first(Training().run(batches))
-    assert any("not searched for a guilty sample" in said for said in found.evidence)
+    assert any("not searched for a bad sample" in said for said in found.evidence)
     assert found.confidence == "likely"
 
 

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import stayfinite
 
@@ -121,3 +122,22 @@ def test_a_learning_rate_that_is_nan_has_the_line_of_its_update(on_nan):
     origin = guard.incidents[0].origin
     assert origin is not None
     assert origin.code.strip() == "optimizer.step()"
+
+
+def test_a_bad_loss_is_told_once_where_the_loader_reads_ahead():
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(7, 2))
+    loader = accelerate.Accelerator(cpu=True).prepare(DataLoader(data, batch_size=2))
+    losses = []
+    with stayfinite.watch(net, optimizer, sinks=[]) as guard:
+        for _ in range(3):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                loss = (net(x) / (len(x) - 1)).mean() * 0.0  # of one sample it is NaN
+                (loss / 1).backward()
+                optimizer.step()
+                losses.append(loss.item())
+    assert [each.outcome.strategy for each in guard.incidents] == ["skip"] * 3

@@ -69,12 +69,7 @@ def test_same_bad_batch_of_every_epoch_is_explained_once(
     fit(made_net(), batches(3, bad=[1]), callback(sinks=None), max_epochs=3)
     lines = capsys.readouterr().err.splitlines()
     assert len([line for line in lines if line.startswith("error[log_of_negative]")]) == 1
-    again = [line for line in lines if line.startswith("stayfinite: step")]
-    assert [line.split(",")[0] for line in again] == [
-        "stayfinite: step 4: log_of_negative again",
-        "stayfinite: step 7: log_of_negative again",
-    ]
-    assert again[1].endswith("; skip: the step was skipped (epoch 2, batch 1)")
+    assert [line for line in lines if line.startswith("stayfinite: step")] == []
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch"])

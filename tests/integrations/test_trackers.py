@@ -171,7 +171,7 @@ def test_mlflow_server_that_is_gone_keeps_nobody_waiting(
         sink.flush()
     finally:
         mlflow.set_tracking_uri(before)
-    assert "MLflow could not be told" in caplog.text
+    assert "MLflow could not be notified" in caplog.text
 
 
 def test_prometheus() -> None:
@@ -268,7 +268,7 @@ def test_webhook_that_nobody_hears_is_logged_once(caplog: pytest.LogCaptureFixtu
     assert len(train([sink])) == 1
     assert len(train([sink])) == 1
     assert sink.flush(20)
-    assert caplog.text.count("the webhook could not be told") == 1
+    assert caplog.text.count("the webhook could not be notified") == 1
 
 
 def test_webhook_needs_a_url() -> None:
@@ -289,7 +289,7 @@ def test_background_drops_what_it_cannot_keep(caplog: pytest.LogCaptureFixture) 
     background = Background("nobody")
     for _ in range(150):
         background.run(lambda: gate.wait(20) and None)
-    assert "too much is waiting" in caplog.text
+    assert "too many messages are waiting" in caplog.text
     assert not background.flush(0.0)
     gate.set()
     assert background.flush(20)
@@ -305,7 +305,7 @@ def test_found_tracker_that_fails_is_logged_once(
     monkeypatch.setattr("stayfinite.integrations.prometheus.running", broken)
     assert len(train(None)) == 1
     assert len(train(None)) == 1
-    assert caplog.text.count("prometheus_client could not be told") == 1
+    assert caplog.text.count("prometheus_client could not be notified") == 1
 
 
 SOON = Forecast(

@@ -99,7 +99,7 @@ snippet(
 )
 snippet(
     "two-sided cross entropy of a sigmoid",
-    "F.logsigmoid(-x)",
+    "F.binary_cross_entropy_with_logits(x, y)",
     """
     def run(bad):
         x = torch.tensor([60.0 if bad else 1.0, -0.5], requires_grad=True)
@@ -676,6 +676,73 @@ def patches(text: str, folder: Path) -> list[Patch]:
     return patches_for(incident, folder=str(folder), files=[str(folder / "train.py")])
 
 
+snippet(
+    "two-sided cross entropy of probabilities",
+    "F.binary_cross_entropy(p, y)",
+    """
+    def run(bad):
+        p = torch.tensor([1.0 if bad else 0.7, 0.4], requires_grad=True)
+        y = torch.tensor([0.0, 1.0])
+        loss = -torch.mean(y * torch.log(p) + (1 - y) * torch.log(1 - p))
+        return gradient(loss, p)
+    """,
+)
+snippet(
+    "two-sided cross entropy, each element",
+    'F.binary_cross_entropy(p, y, reduction="none")',
+    """
+    def run(bad):
+        p = torch.tensor([1.0 if bad else 0.7, 0.4], requires_grad=True)
+        y = torch.tensor([0.0, 1.0])
+        each = -y * p.log() - (1 - y) * (1 - p).log()
+        return gradient(each.sum(), p)
+    """,
+)
+snippet(
+    "logarithms of both sides",
+    "torch.log(a.clamp_min(1e-8)) - torch.log(b.clamp_min(1e-8))",
+    """
+    def run(bad):
+        a = torch.tensor([0.0 if bad else 1.0, 2.0], requires_grad=True)
+        b = torch.tensor([3.0, 2.0])
+        ratio = torch.log(a) - torch.log(b)
+        return gradient(ratio.sum(), a)
+    """,
+)
+snippet(
+    "ratios of both boxes",
+    "torch.atan(w_t / h_t.clamp_min(1e-6)) - torch.atan(w_p / h_p.clamp_min(1e-6))",
+    """
+    def run(bad):
+        w_t, h_t = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+        w_p = torch.tensor([1.0, 3.0], requires_grad=True)
+        h_p = torch.tensor([0.0 if bad else 1.0, 2.0])
+        loss = (torch.atan(w_t / h_t) - torch.atan(w_p / h_p)).pow(2).sum()
+        return gradient(loss, w_p)
+    """,
+)
+snippet(
+    "cosine of two vectors that are divided by their norms",
+    "(F.normalize(a, dim=-1, eps=1e-6) * F.normalize(b, dim=-1, eps=1e-6)).sum(-1)",
+    """
+    def run(bad):
+        a = torch.tensor([[0.0 if bad else 1.0, 0.0], [1.0, 2.0]])
+        b = torch.tensor([[1.0, 2.0], [3.0, 1.0]])
+        cosine = (a / a.norm(dim=-1, keepdim=True) * (b / b.norm(dim=-1, keepdim=True))).sum(-1)
+        return [cosine]
+    """,
+)
+snippet(
+    "vectors divided by a norm that is written out",
+    "F.normalize(a, dim=1, eps=1e-6)",
+    """
+    def run(bad):
+        a = torch.tensor([[0.0 if bad else 1.0, 0.0], [1.0, 2.0]])
+        return [a / torch.sqrt((a ** 2).sum(1, keepdim=True))]
+    """,
+)
+
+
 def test_later_patches_guard_a_name_for_all_its_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -721,3 +788,63 @@ def check_each_is_another_change(found: list[Patch], text: str) -> None:
         compile(patch.after, "patched.py", "exec")
         assert patch.before == text != patch.after
         assert "nan_to_num" not in patch.after
+
+
+HIDDEN = {
+    "a variance by a difference": (
+        """
+        def run(bad):
+            x = torch.tensor([1e4, 1e4 + 1e-3 if bad else 2e4])
+            return [torch.sqrt((x ** 2).mean() - x.mean() ** 2 - (40.0 if bad else 0.0))]
+        """,
+        "the formula should",
+    ),
+    "a logarithm of a negative number": (
+        """
+        def run(bad):
+            gain = torch.tensor([-0.5 if bad else 0.5, 1.0])
+            return [torch.log(gain)]
+        """,
+        "This hides that the argument is negative, down to -0.5; the formula should",
+    ),
+    "a cosine that is none": (
+        """
+        def run(bad):
+            dot = torch.tensor([7.0 if bad else 0.5])
+            return [torch.acos(dot)]
+        """,
+        "This hides that the argument reaches 7; the formula should give a cosine",
+    ),
+    "an exponent without bound": (
+        """
+        def run(bad):
+            score = torch.tensor([900.0 if bad else 1.0])
+            return [torch.exp(score)]
+        """,
+        "This hides that the exponent reaches 900; the formula should",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_change_that_only_hides_a_wrong_formula_says_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    body, said = HIDDEN[name]
+    text = HEAD + GRADIENT + "\n\n" + textwrap.dedent(body).strip() + "\n"
+    found = patches(text, tmp_path)
+    assert any(said in patch.what for patch in found), [patch.what for patch in found]
+
+
+def test_a_clamp_of_what_is_0_by_rounding_is_not_called_hiding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    body = """
+    def run(bad):
+        p = torch.tensor([0.0 if bad else 0.5, 1.0])
+        return [torch.log(p)]
+    """
+    text = HEAD + GRADIENT + "\n\n" + textwrap.dedent(body).strip() + "\n"
+    assert not any("hides" in patch.what for patch in patches(text, tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -25,19 +26,24 @@ import stayfinite
 from stayfinite.cli import main
 from stayfinite.errors import ConfigError
 from stayfinite.guard.guard import with_announcement
+from stayfinite.guard.job import Job, Parts
 from stayfinite.prevent.forecast.forecaster import Forecaster
 from stayfinite.prevent.forecast.outlook import (
     Outlook,
+    Pace,
     Row,
     ScaleWatch,
     SpikeDetector,
     Trend,
+    TrendRules,
     foretold,
     median_slope,
     time_left,
 )
-from stayfinite.records import Diagnosis
+from stayfinite.prevent.forecast.signals import SignalSampler
+from stayfinite.records import Diagnosis, Forecast
 from stayfinite.recover.config import RecoveryConfig
+from stayfinite.recover.manager import NaNRecoveryManager
 
 HALF_MAX = 65504.0
 slopes = st.floats(0.01, 4.0)
@@ -281,6 +287,103 @@ def test_no_number_is_read_in_a_step_because_of_a_forecast() -> None:
     assert counts[0] == counts[1]
 
 
+class Attending(nn.Module):
+    """Attention by torch's own function, or by hand with a mask and a softmax."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.by_hand = nn.Linear(4, 4), nn.Linear(4, 4), by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x), self.k(x)
+        if not self.by_hand:
+            return nn.functional.scaled_dot_product_attention(q, k, x)
+        self.logits = q @ k.transpose(-2, -1)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return nn.functional.softmax(self.logits.masked_fill(hidden, -math.inf), dim=-1) @ x
+
+
+def sampled(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> dict[str, float]:
+    """What one sampled step of a training measures, by signal; the largest of each."""
+    sampler = SignalSampler(model)
+    sampler.open(optimizer)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    sampler.take(optimizer, step=0)
+    (reading,) = sampler.ready()
+    found: dict[str, float] = {}
+    for row, value in zip(reading.rows, reading.values, strict=True):
+        signal = sampler.rows[row].signal
+        found[signal] = max(found.get(signal, 0.0), float(value))
+    return found
+
+
+def test_update_is_measured_against_the_weights() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
+    before = model.weight.detach().clone()
+    found = sampled(model, torch.optim.SGD(model.parameters(), lr=0.5), x)
+    moved = (model.weight.detach() - before).norm() / before.norm()
+    assert found["update_ratio"] == pytest.approx(float(moved), rel=1e-5)
+    assert "adam_denominator" not in found
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-2])
+def test_denominator_of_adam_is_measured_against_eps(eps: float) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=eps)
+    found = sampled(model, optimizer, x)
+    usual = optimizer.state[model.weight]["exp_avg_sq"].sqrt().median()
+    assert found["adam_denominator"] == pytest.approx(float(eps / (usual + eps)), rel=1e-5)
+
+
+def test_logits_of_attention_are_measured_whoever_computes_them() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 4)
+    for by_hand in (False, True):
+        torch.manual_seed(1)
+        model = Attending(by_hand=by_hand)
+        with torch.no_grad():
+            logits = model.q(x) @ model.k(x).transpose(-2, -1)
+        found = sampled(model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+        if by_hand:
+            seen = logits.tril().amax()  # what the mask hides is not looked at
+            assert found["attention_logits"] == pytest.approx(float(seen), rel=1e-5)
+        else:
+            assert found["attention_logits"] >= float(logits.abs().amax()) / 2  # the root of 4
+    assert not hasattr(nn.functional.softmax, "__wrapped__")
+
+
+def test_forecast_says_what_else_has_grown() -> None:
+    rows = [Row(signal="gradient", limit=HALF_MAX), Row(signal="adam_denominator")]
+    outlook = Outlook(rows)
+    for step in range(0, 200, 4):
+        outlook.learn(step, np.arange(2), np.array([1.0, 1e-4]))
+    outlook.learn(200, np.arange(2), np.array([1.0, 0.5]))
+    assert list(outlook.beside()) == ["of Adam's denominators eps is 0.5; 0.0001 is usual"]
+
+
+def test_samples_keep_to_their_share_of_the_time() -> None:
+    rules = TrendRules(every=16, most_every=64, share=0.01)
+    for taken, every in ((0.0001, 16), (0.0003, 32), (0.0006, 64), (9.0, 64)):
+        pace = Pace(rules)
+        pace.steps.extend([0.5, *[0.001] * 7])  # one that something else has held up
+        pace.sampled(taken)
+        assert pace.every == every
+
+
+def test_forecast_whose_time_has_passed_is_made_anew_while_it_still_rises() -> None:
+    noise = random.Random(2)
+    flat = [1.0 + 0.05 * noise.random() for _ in range(128)]
+    quick = [1.0 + 0.4 * n for n in range(24)]
+    slow = [quick[-1] + 0.01 * n for n in range(400)]
+    told = outlooks(flat + quick + slow)
+    assert told[0].step + told[0].high < len(flat + quick + slow)
+    assert all(b.step > a.step + a.high for a, b in itertools.pairwise(told))
+
+
 def test_what_is_kept_of_a_module_is_less_than_a_kilobyte() -> None:
     outlook = Outlook([Row(signal="activation", limit=HALF_MAX) for _ in range(1000)])
     for step in range(64):
@@ -321,6 +424,117 @@ def test_spike_is_skipped_where_that_is_asked_for_and_only_there() -> None:
     assert moved == {None: True, "skip": False}
 
 
+def job_of(model: nn.Module, **config: Any) -> Job:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    chosen = RecoveryConfig(**config)
+    parts = Parts(optimizer=optimizer, modules=(model,))
+    return Job(parts, chosen, NaNRecoveryManager(chosen))
+
+
+def told_of(where: str = "", *, severity: str = "warning") -> Forecast:
+    return Forecast(
+        step=0,
+        signal="activation",
+        where=where,
+        dtype="float16",
+        severity=severity,  # type: ignore[arg-type]
+    )
+
+
+def rate(job: Job) -> float:
+    return float(job.parts.optimizer.param_groups[0]["lr"])
+
+
+def test_rate_is_lowered_while_the_room_shrinks_and_given_back_in_parts() -> None:
+    job = job_of(small(), on_forecast="lower_lr")
+    precaution = job.precaution
+    assert not precaution.is_at_work
+    answer = precaution.answered(told_of())
+    assert answer.outcome is not None
+    assert rate(job) == 0.25
+    assert precaution.stepped(1, room=10.0) is None
+    assert precaution.stepped(6, room=9.9) is None, "it hardly rises"
+    more = precaution.stepped(8, room=9.0)
+    assert more is not None
+    assert more.outcome is not None
+    assert more.outcome.strategy == "lower_lr"
+    assert rate(job) == 0.25 / 8
+    later = [(step, precaution.stepped(step, room=9.0)) for step in range(9, 1000)]
+    undone = [(step, rate) for step, rate in later if rate is not None]
+    assert [each.outcome.strategy for _, each in undone if each.outcome] == ["undo"] * 5
+    assert all(b - a >= 64 for (a, _), (b, _) in itertools.pairwise(undone))
+    assert rate(job) == 1.0
+    assert not precaution.is_at_work
+
+
+def test_gradients_are_clipped_until_the_trend_is_gone() -> None:
+    model = small()
+    job = job_of(model, on_forecast="clip", grad_clip_value=0.5)
+    optimizer, precaution = job.parts.optimizer, job.precaution
+    hooks = dict(optimizer._optimizer_step_pre_hooks)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        (1e3 * model(torch.ones(4, 8)).square().mean()).backward()
+        optimizer.step()
+        norms = [param.grad.norm() for param in model.parameters() if param.grad is not None]
+        return float(torch.stack(norms).norm())
+
+    answer = precaution.answered(told_of())
+    assert answer.outcome is not None
+    assert answer.outcome.detail == "gradients are clipped to a norm of 0.5"
+    assert step() == pytest.approx(0.5, rel=1e-3)
+    undone = [each for n in range(1, 400) if (each := precaution.stepped(n, room=5.0))]
+    assert [each.outcome.strategy for each in undone if each.outcome] == ["undo"]
+    assert optimizer._optimizer_step_pre_hooks == hooks
+    assert step() > 1.0
+
+
+def test_module_that_is_going_to_overflow_runs_in_float32_until_the_trend_is_gone() -> None:
+    model = small()
+    precaution = job_of(model, on_forecast="raise_precision").precaution
+
+    def dtype() -> torch.dtype:
+        seen: list[torch.dtype] = []
+        handle = model[3].register_forward_hook(lambda *call: seen.append(call[2].dtype))
+        with torch.autocast("cpu", dtype=torch.float16):
+            model(torch.ones(2, 8))
+        handle.remove()
+        return seen[0]
+
+    assert dtype() is torch.float16
+    answer = precaution.answered(told_of("3"))
+    assert answer.outcome is not None
+    assert answer.outcome.strategy == "raise_precision"
+    assert dtype() is torch.float32, answer.outcome.detail
+    undone = [each for n in range(1, 400) if (each := precaution.stepped(n, room=5.0))]
+    assert len(undone) == 1
+    assert dtype() is torch.float16
+
+
+def test_spike_is_answered_by_going_back_where_that_is_asked_for() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    config = RecoveryConfig(
+        on_spike="rewind", snapshot_every=10, rewind_snapshots=0, rewind_skip_batches=0
+    )
+    generator, kept = torch.Generator().manual_seed(0), list[dict[str, Tensor]]()
+    with stayfinite.watch(model, optimizer, sinks=[], config=config, forecast=True) as guard:
+        for step in range(56):
+            kept.append(copy.deepcopy(model.state_dict()))
+            optimizer.zero_grad()
+            x = torch.randn(16, 8, generator=generator)
+            (model(x).square().mean() * (1000 if step == 55 else 1)).backward()
+            optimizer.step()
+    (spike,) = [each for each in guard.forecasts if each.signal == "loss_spike"]
+    assert spike.outcome is not None
+    assert spike.outcome.strategy == "rewind"
+    after = model.state_dict()
+    same = [n for n, old in enumerate(kept) if all(torch.equal(old[k], after[k]) for k in old)]
+    assert same, spike.outcome.detail
+    assert same[0] < 55
+
+
 @pytest.mark.parametrize("name", ["on_forecast", "on_spike"])
 def test_unknown_answer_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'lower_lr'"):
@@ -352,11 +566,12 @@ def test_benchmark_runs_are_as_they_were(tmp_path: Path, monkeypatch: pytest.Mon
     import forecast as benchmark
 
     kinds = ("growing_embedding", "value_function", "scale_collapse")
-    chosen = [s for s in benchmark.scenes() if s.make.__name__ in kinds and s.seed == 0]
+    scenes = list(benchmark.forecast_runs.scenes())
+    chosen = [s for s in scenes if s.make.__name__ in kinds and s.seed == 0]
     for scene in chosen:
         trace = benchmark.record(scene, benchmark.MOST)
         lead, _ = benchmark.lead_of(trace, benchmark.forecasts(trace))
         assert (lead or 0) >= 3, trace.name
-    (quiet,) = [s for s in benchmark.scenes() if s.name == "restarts-0-0"]
+    (quiet,) = [s for s in scenes if s.name == "restarts-0-0"]
     assert benchmark.forecasts(benchmark.record(quiet, 400)) == []
     sys.modules.pop("forecast", None)

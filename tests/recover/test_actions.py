@@ -290,7 +290,7 @@ def test_rewind_goes_back_so_many_snapshots() -> None:
     answer = tried(REWIND, job, snapshots=ring, options=options)
     assert isinstance(answer, Done)
     assert answer.went_back_to == 10
-    assert "the next 7 batches are left out" in answer.detail
+    assert "the next 7 batches are skipped" in answer.detail
     assert job.state() == states[1]
     assert len(ring) == 1
 
@@ -334,7 +334,7 @@ def test_what_leaves_the_weights_alone_cannot_mend_them(
         job.optimizer.state[job.model[0].weight]["exp_avg"][0, 0] = INF
     answer = tried(strategy, job, module="0", location="loss")
     assert isinstance(answer, Cannot)
-    assert "only a good snapshot mends that" in answer.reason
+    assert "only a good snapshot can restore it" in answer.reason
     assert job.gradients() != []
 
 
@@ -457,7 +457,7 @@ def test_precision_is_raised_once_and_can_be_taken_back() -> None:
 @pytest.mark.parametrize("name", [None, "nothing.here"])
 def test_precision_cannot_be_raised_of_an_unknown_module(name: str | None) -> None:
     job = SmallJob(dtype=torch.bfloat16)
-    expected = Cannot("it is not known which module is to blame")
+    expected = Cannot("the module that made the bad value was not found")
     assert tried(RAISE, job, module=name) == expected
 
 

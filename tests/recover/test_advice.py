@@ -151,9 +151,7 @@ def test_warm_up_is_for_early_trouble(steps: list[int], length: int | None) -> N
 
 def test_data_is_named_with_its_steps() -> None:
     said = advice(bad(7, "inputs.image"), bad(9, "inputs.image"), bad(9, "inputs.image"))
-    assert said[0] == (
-        "Look at the data: inputs.image was bad at steps 7, 9; leave those samples out."
-    )
+    assert said[0] == ("Look at the data: inputs.image was bad at steps 7, 9; skip those samples.")
 
 
 def test_loss_term_is_named() -> None:

@@ -322,3 +322,60 @@ def test_graph_of_a_recorded_loss_is_not_kept_alive() -> None:
     loss = job.model(torch.ones(1, 3)).sum()
     manager.record_good_step(loss=loss, grad_norm=torch.tensor(2.0), lr=0.1)
     assert all(value.grad_fn is None for value in manager._losses)
+
+
+def diverging(manager: NaNRecoveryManager, job: SmallJob, cause: str = "lr_too_high") -> Recovery:
+    job.backward(NAN)
+    situation = Situation(model=job.model, optimizer=job.optimizer)
+    return manager.respond([report("loss")], situation, step=0, cause=cause)
+
+
+def test_a_rate_that_was_set_back_is_noticed_and_not_lowered_again() -> None:
+    ladder = (Rung(LOWER, 6), Rung(SKIP, 50))
+    job = SmallJob()
+    manager = NaNRecoveryManager(RecoveryConfig(ladder=ladder, max_consecutive_nans=99))
+    assert diverging(manager, job).strategy is LOWER
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+    job.optimizer.param_groups[0]["lr"] = 0.0099  # as a library does before each update
+    manager.record_good_step()
+    second = diverging(manager, job)
+    assert second.strategy is SKIP
+    said = "lower_lr is not repeated, because the script or its scheduler has set the learning rate"
+    assert said in second.detail
+    manager.record_good_step()
+    third = diverging(manager, job)
+    assert third.strategy is SKIP
+    assert "not repeated" not in third.detail  # it is said once
+
+
+def test_a_rate_that_a_schedule_goes_on_from_is_lowered_again() -> None:
+    job = SmallJob()
+    manager = NaNRecoveryManager(RecoveryConfig(ladder=(Rung(LOWER, 6),), max_consecutive_nans=99))
+    diverging(manager, job)
+    manager.record_good_step()
+    job.optimizer.param_groups[0]["lr"] *= 1.1  # warm-up
+    assert diverging(manager, job).strategy is LOWER
+
+
+def test_what_did_not_help_the_same_step_is_not_repeated_until_one_is_good() -> None:
+    ladder = (Rung(LOWER, 6), Rung(SKIP, 50))
+    job = SmallJob()
+    manager = NaNRecoveryManager(
+        RecoveryConfig(ladder=ladder, max_consecutive_nans=99, deescalate_after=1)
+    )
+    assert diverging(manager, job).strategy is LOWER
+    again = diverging(manager, job)
+    assert again.strategy is SKIP
+    assert "lower_lr is not repeated, because the same step was bad again" in again.detail
+    manager.record_good_step()
+    assert diverging(manager, job).strategy is LOWER
+
+
+def test_giving_up_has_the_share_the_cause_and_what_to_do_next() -> None:
+    job, manager = SmallJob(), manager_with(SKIP, max_consecutive_nans=3)
+    for _ in range(5):
+        manager.record_good_step()
+    last = [diverging(manager, job, "log_of_zero") for _ in range(3)][-1]
+    assert last.strategy is ABORT
+    assert "3 of 8 steps (38%) were bad, 3 of them by log_of_zero" in last.detail
+    assert "next: Logarithm of zero" in last.detail

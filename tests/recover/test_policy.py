@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Set
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
+from stayfinite.causes import Sort
+from stayfinite.recover.config import UNATTENDED, RecoveryConfig, RecoveryStrategy, Rung
 from stayfinite.recover.policy import PolicyState, choose
 
 SKIP, SCALE = RecoveryStrategy.SKIP_STEP, RecoveryStrategy.REDUCE_SCALE
@@ -110,6 +112,73 @@ def test_same_strategy_on_two_rungs_has_two_budgets() -> None:
     assert played(config, "bbbb") == [SKIP, CLIP, SKIP, SKIP]
 
 
+BY_CAUSE = RecoveryConfig(
+    ladder=(
+        Rung(SKIP, 9, in_a_row=2),
+        Rung(LOWER, 2, against="divergence"),
+        Rung(SKIP, 3, share=0.5),
+    ),
+    deescalate_after=3,
+    max_consecutive_nans=1000,
+)
+SORTS: dict[str, Sort] = {"s": "sample", "d": "divergence", "p": "precision", "u": "unknown"}
+
+
+def played_by_cause(config: RecoveryConfig, events: str) -> list[RecoveryStrategy]:
+    """What is chosen at each bad step, a letter for the sort of its cause; "g" is a good one."""
+    history, chosen = PolicyState(), []
+    for event in events:
+        if event == "g":
+            history = history.after_good_steps(config)
+        else:
+            history = history.after_bad_step()
+            chosen.append(choose(config, history, sort=SORTS[event]))
+            history = history.after_use(config, chosen[-1], sort=SORTS[event])
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("sss", [SKIP, SKIP, SKIP]),
+        ("ddd", [SKIP, SKIP, LOWER]),
+        ("ggddddd", [SKIP, SKIP, LOWER, LOWER, SKIP]),
+        ("dddgs", [SKIP, SKIP, LOWER, SKIP]),
+        ("dddsd", [SKIP, SKIP, LOWER, SKIP, LOWER]),  # a sample in between does not climb for it
+        ("gggggsssss", [SKIP] * 5),
+        ("sssss" + "s", [SKIP] * 5 + [ABORT]),  # three more than the first two, all steps bad
+    ],
+)
+def test_rungs_follow_the_cause(events: str, expected: list[RecoveryStrategy]) -> None:
+    assert played_by_cause(BY_CAUSE, events) == expected
+
+
+@given(st.text("sg", max_size=300))
+def test_samples_are_skipped_however_often_within_the_share(events: str) -> None:
+    chosen = played_by_cause(UNATTENDED, events)
+    assert set(chosen) <= {SKIP, CLIP}  # neither back nor slower, and fewer than 200 are no reason
+
+
+def test_the_share_of_bad_steps_is_the_budget_beyond_the_number() -> None:
+    assert ABORT not in played_by_cause(UNATTENDED, "gs" * 3000)
+    cannot_clip = dataclasses.replace(
+        UNATTENDED, ladder=tuple(r for r in UNATTENDED.ladder if r.strategy is not CLIP)
+    )
+    chosen = played_by_cause(cannot_clip, "ss" * 1000)
+    assert chosen.index(ABORT) == 202
+
+
+@pytest.mark.parametrize("sort", "sdpu")
+def test_unattended_keeps_on_through_a_long_streak(sort: str) -> None:
+    assert ABORT not in played_by_cause(UNATTENDED, sort * 150 + "g" * 10 + sort * 30)
+
+
+def test_unattended_answers_each_sort_in_its_own_way() -> None:
+    assert played_by_cause(UNATTENDED, "p")[0] is RecoveryStrategy.RAISE_PRECISION
+    assert played_by_cause(UNATTENDED, "ddd")[2] is LOWER
+    assert played_by_cause(UNATTENDED, "sss")[2] is CLIP
+
+
 def test_abort_can_be_chosen() -> None:
     assert played(RecoveryConfig(primary_strategy=ABORT), "b") == [ABORT]
 
@@ -131,7 +200,7 @@ def test_many_good_steps_at_once_are_the_same_as_one_by_one(
     every: int, counts: list[int], rung: int
 ) -> None:
     config = RecoveryConfig(ladder=(Rung(SKIP), Rung(CLIP), Rung(LOWER)), deescalate_after=every)
-    at_once = one_by_one = PolicyState(rung=rung, uses=1, bad_in_a_row=2)
+    at_once = one_by_one = PolicyState(places={"unknown": (rung, 1)}, bad_in_a_row=2)
     for count in counts:
         at_once = at_once.after_good_steps(config, count) if count else at_once
         for _ in range(count):

@@ -234,3 +234,18 @@ def test_a_deadline_and_a_profiler_get_on_with_each_other():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert ended.stdout.strip() == b"45", ended.stderr
+
+
+def test_archives_can_be_written_and_leave_nothing(tmp_path):
+    path = tmp_path / "rollout.npz"
+    np.savez(path, first=np.ones(3))
+    before = path.read_bytes()
+    with protected(here()):
+        np.savez(path, first=np.zeros(5), second=np.ones(2))
+        np.savez_compressed(tmp_path / "other.npz", first=np.zeros(5))
+        with open(tmp_path / "log.txt", "w+", encoding="utf-8") as log:
+            print("step", file=log)
+            assert log.tell() == 5
+            os.fsync(log.fileno())
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["rollout.npz"]

@@ -159,7 +159,7 @@ def data() -> Incident:
             fix="Drop or repair it in the dataset: assert torch.isfinite(image).all(), path.",
             confidence="proven",
         ),
-        outcome=Outcome(strategy="skip", detail="the batch was left out"),
+        outcome=Outcome(strategy="skip", detail="the batch was skipped"),
     )
 
 

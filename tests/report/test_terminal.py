@@ -77,11 +77,12 @@ def test_expression_over_several_lines_is_marked_on_each(
 
 @pytest.mark.parametrize("width", [20, 40, 80, 100, 200])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_line_but_code_to_copy_is_wider_than_the_terminal(
+def test_no_line_but_what_is_to_be_copied_is_wider_than_the_terminal(
     width: int, kind: str, incidents: Incidents, folder: Path
 ) -> None:
     lines = text_of(incidents[kind], folder, width=width).splitlines()
-    assert max(len(line) for line in lines if not CHANGE.match(line)) <= width
+    prose = [line for line in lines if not CHANGE.match(line) and ".py:" not in line]
+    assert max(map(len, prose)) <= width
 
 
 @pytest.mark.parametrize("verbose", [False, True], ids=["brief", "verbose"])
@@ -311,5 +312,5 @@ def test_columns_outside_the_line_mark_nothing(
 def test_the_smallest_incident_has_a_report(folder: Path) -> None:
     text = text_of(Incident(step=0), folder)
     assert text.startswith("error: NaN at step 0")
-    assert "not known" in text
+    assert "the line was not found" in text
     assert text_of(Incident(step=0, origin=Origin(phase="init")), folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 SCRIPT = """
 import torch
 from torch.distributions import Normal
@@ -28,3 +30,96 @@ def test_crash_by_a_nan_is_explained(scripts):
     (incident,) = result["incidents"]
     assert incident["origin"]["line"] == 8
     assert incident["diagnosis"]["cause"] in ("log_of_negative", "log_of_zero")
+
+
+LOADED = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        row = torch.full((3,), float(index != 9))
+        return row / row.norm()
+
+
+def collate(rows):
+    batch = torch.stack(rows)
+    if not torch.isfinite(batch).all():
+        raise ValueError("a batch has a NaN")
+    return batch
+
+
+def main():
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for batch in DataLoader(Rows(), batch_size=2, collate_fn=collate, num_workers=WORKERS):
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_error_of_a_collate_function_is_explained_by_the_sample(scripts, workers):
+    scripts.write(LOADED.replace("WORKERS", str(workers)))
+    done = scripts.warm("train.py", options=("--json", "out.json", "--second-run", "never"))
+    assert done.code == 1
+    (incident,) = scripts.result()["incidents"]
+    assert (incident["step"], incident["origin"]["line"]) == (4, 12)
+    said = "Sample 9 of Rows was read again"
+    assert any(said in each for each in incident["diagnosis"]["evidence"])
+
+
+SOLVER = """
+def integrate(field, state):
+    for _ in range(8):
+        state = state + 0.1 * field(state)
+    for _ in range(8):
+        assert not (state != state).any(), "underflow in dt 0.0"
+        state = state * 0.5
+    return state
+"""
+
+SOLVED = """
+import sys
+sys.path.insert(0, "site-packages")
+import torch
+from solver import integrate
+
+torch.manual_seed(0)
+net = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def field(state):
+    return net(state) / state.norm(dim=-1, keepdim=True)
+
+
+for step in range(8):
+    start = torch.randn(4, 3)
+    if step == 5:
+        start[2] = 0.0
+    end = integrate(field, start)
+    optimizer.zero_grad()
+    end.square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_assert_of_a_solver_several_frames_deep_is_explained(scripts):
+    scripts.write(SOLVER, "site-packages/solver.py")
+    scripts.write(SOLVED)
+    options = ("--json", "out.json", "--second-run", "never")
+    done = scripts.warm("train.py", options=options)
+    assert done.code == 1
+    (incident,) = scripts.result()["incidents"]
+    assert (incident["step"], incident["origin"]["file"]) == (5, "train.py")
+    assert "state.norm(" in incident["origin"]["code"]

@@ -51,13 +51,13 @@ LINE = 10
 def test_forked_ranks_are_stopped_together_and_traced_again(scripts):
     scripts.write(GROUP)
     options = ["--json", "out.json", "--again", "never"]
-    done = scripts.watched("train.py", "fork", options=options)
+    done = scripts.warm("train.py", "fork", options=options)
     assert (done.code, done.out) == (3, b"[-15, 3]\n"), done.err.decode()
     assert b"Traceback" not in done.err
     assert done.ours[0].startswith("step 2, rank 1: loss is NaN")
     assert done.ours[0].endswith("ending the run.")
     assert done.ours[1].startswith("running the script again")
-    assert done.ours[2] == "the script was ended at step 2; exit code 3."
+    assert done.ours[2] == "the script was stopped at step 2; exit code 3."
     (incident,) = scripts.result()["incidents"]
     assert (incident["step"], incident["rank"]) == (2, 1)
     assert (incident["origin"]["exact"], incident["origin"]["line"]) == (True, LINE)
@@ -80,7 +80,7 @@ def test_ranks_of_torchrun_are_watched(scripts):
     done = scripts.warm(*words, options=options)
     assert (done.code, done.out) == (3, b""), done.err.decode()
     assert b"ChildFailedError" not in done.err
-    assert done.ours[-1] == "the script was ended at step 2; exit code 3."
+    assert done.ours[-1] == "the script was stopped at step 2; exit code 3."
     (incident,) = scripts.result()["incidents"]
     assert (incident["rank"], incident["origin"] and incident["origin"]["file"]) in [
         (1, "train.py"),
@@ -93,7 +93,7 @@ def test_torchrun_of_watched_ranks_speaks_once(scripts):
     run = ["-m", "stayfinite", "run", "--json", "out.json", "--trace", "train.py", "torchrun"]
     done = scripts.alone("-m", "torch.distributed.run", "--nproc-per-node", "2", *run)
     assert done.code == 1
-    assert done.ours == ["the script was ended at step 2; exit code 3."]
+    assert done.ours == ["the script was stopped at step 2; exit code 3."]
     (incident,) = scripts.result()["incidents"]
     assert (incident["rank"], incident["origin"]["line"]) == (1, LINE)
 

@@ -81,7 +81,9 @@ def test_the_sample_and_its_value_are_found(scripts: Any, how: str) -> None:
     found = diagnosed(scripts, ONE_BAD_SAMPLE.format(how=how))
     said = "\n".join(found["evidence"])
     assert (found["cause"], found["confidence"]) == ("log_of_zero", "proven")
-    assert "with that operation kept inside its domain, the same step is finite" in said
+    assert (
+        "with the inputs of that operation kept inside its domain, the same step is finite" in said
+    )
     assert "row 5 of the batch goes bad alone, and the other 7 rows together are finite" in said
     assert "sample 37 of the dataset TensorDataset" in said
     assert "with value 2 of row 5 taken from row 0, the batch is finite" in said

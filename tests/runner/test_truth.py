@@ -68,7 +68,7 @@ def run(scripts, source, *args, on_nan):
 def test_recover_without_an_optimizer_warns_says_so_and_fails(scripts):
     done = run(scripts, BY_HAND, on_nan="recover")
     assert done.code == 3
-    assert "no torch optimizer makes this update, so it cannot be left out" in done.ours[0]
+    assert "no torch optimizer makes this update, so it cannot be skipped" in done.ours[0]
     assert done.ours[-1].startswith("5 incidents in 8 steps; nothing was recovered: only 3 of 8")
     assert not any("all finite" in line for line in done.ours)
     result = scripts.result()

@@ -98,6 +98,8 @@ def test_a_recovery_fails_when_the_loss_in_evaluation_is_bad_at_the_end(
          "the last time after 60 steps (train.py:9)"),
         ({"read": (read(in_evaluation=False),)}, "in the script a value was NaN, the last time "
          "after 60 steps (train.py:9)"),
+        ({"has_failed": True}, "stayfinite failed inside a step, "
+         "so not every step was checked"),
         ({"bad_at_end": ("ema.weight", "ema.bias")}, "at the end ema.weight and 1 more tensor are "
          "not finite"),
         ({"is_last_loss_bad": True}, "the last loss is not finite"),
@@ -121,11 +123,13 @@ def test_all_finite_is_not_said_when_a_process_was_not_heard_to_its_end() -> Non
     well = record()
     lost = record(pid=pid, born="1", ended=None, rank=1, steps=0)
     line = said(well, lost)
-    assert line == f"60 steps checked and finite, but process {pid} (rank 1) ended without a word."
+    assert (
+        line == f"60 steps checked and finite, but process {pid} (rank 1) ended without reporting."
+    )
     failed = record(pid=pid, ended=1)
     assert said(well, failed).endswith(f"but process {pid} ended with exit code 1.")
     assert said(well, deaths={7: "SIGKILL"}).endswith("but process 7 was killed by SIGKILL.")
-    assert said(lost).startswith("training began, but what became of it was not heard; process")
+    assert said(lost).startswith("training started, but its process did not report back; process")
 
 
 def test_a_rank_that_still_runs_beside_this_one_is_no_remark() -> None:

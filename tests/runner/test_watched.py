@@ -78,7 +78,7 @@ def test_incident_is_stopped_run_again_and_explained(scripts):
     assert done.out == b""
     assert b"Traceback" not in done.err
     assert done.ours[0].startswith("running the script again")
-    assert done.ours[-1] == "the script was ended at step 3; exit code 3."
+    assert done.ours[-1] == "the script was stopped at step 3; exit code 3."
     assert b"train.py:20" in done.err
     result = scripts.result()
     assert result["exit"] == "incident"
@@ -205,3 +205,37 @@ def test_trackers_that_the_script_uses_are_told(scripts):
     )
     done = scripts.warm("train.py", options=["--on-nan", "recover"])
     assert done.out.decode().split() == ["1.0"]
+
+
+def test_trackers_are_told_of_forecasts_and_the_report_says_how_long_before(scripts):
+    scripts.write(
+        """
+        import prometheus_client, torch
+
+        class Score(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.words = torch.nn.Embedding(24, 16)
+
+            def forward(self, a, b):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    return self.words(a) @ self.words(b).T
+
+        torch.manual_seed(0)
+        model = Score()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        for step in range(300):
+            optimizer.zero_grad()
+            a = torch.randint(24, (32,))
+            loss = -model(a, (a + 1) % 24).diagonal().float().mean()
+            if not torch.isfinite(loss):
+                names = [m.name for m in prometheus_client.REGISTRY.collect() if m.samples]
+                print("stayfinite_forecasts" in names)
+            loss.backward()
+            optimizer.step()
+        """
+    )
+    done = scripts.warm("train.py", options=["--forecast", "--second-run", "never"])
+    assert done.code == 3
+    assert done.out.decode().split() == ["True"]
+    assert "steps before:" in done.err.decode()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from stayfinite.snapshot.copies import Kind, is_constant, is_state, kind_of
+from stayfinite.snapshot.copies import BoxCell, Kind, is_constant, is_state, kind_of
 
 
 class Color(enum.Enum):
@@ -98,3 +98,26 @@ def test_tuples_are_constant_when_all_in_them_is() -> None:
     assert is_constant((1, (2, "a")))
     assert not is_constant((1, [2]))
     assert not is_constant([1])
+
+
+class Frozen(dict[str, Any]):
+    """Refuses changes, but not `clear`: so is the configuration of a model of diffusers."""
+
+    def update(self, *args: Any, **values: Any) -> None:
+        raise TypeError("You cannot change this.")
+
+
+def test_a_box_that_refuses_changes_keeps_what_is_in_it() -> None:
+    box = Frozen(width=8)
+    cell = BoxCell(box, "config", "model")
+    cell.put_back(cell.content())
+    assert box == {"width": 8}
+
+
+@pytest.mark.parametrize("box", [{"a": 1}, OrderedDict(a=1), [1], deque([1]), {1}])
+def test_a_box_that_has_changed_is_put_back(box: Any) -> None:
+    cell = BoxCell(box, "box", "model")
+    before = cell.content()
+    box.clear()
+    cell.put_back(before)
+    assert cell.content() == before != cell.content_type()

@@ -133,7 +133,7 @@ def test_large_buffer_that_does_not_change_is_not_copied_each_time() -> None:
     net.register_buffer("mask", torch.full((SMALL,), -math.inf))
     state = TrainingState(net)
     marks = [state.mark() for _ in range(6)]
-    memories = {id(mark._tensors._large[0][1]) for mark in marks if mark._tensors}
+    memories = {id(mark._tensors._single[0][1]) for mark in marks if mark._tensors}
     assert len(memories) == 1
     net.mask[0] = 1.0
     state.go_back(marks[-1])
@@ -296,7 +296,7 @@ def test_large_tensors_that_each_step_replaces_are_not_copied() -> None:
         mark = state.mark()
         kept = mark._tensors
         assert kept is not None
-        assert bool(kept._large[0][1]) == (number == 0)
+        assert bool(kept._single[0][1]) == (number == 0)
         net.map = torch.full((SMALL,), float(number))
     state.go_back(mark)
     assert net.map[0] == 2.0

@@ -10,7 +10,8 @@ import pytest
 import torch
 from moments import random_bytes
 
-from stayfinite.snapshot.rng import global_cells
+from stayfinite.snapshot.copies import FunctionsCell
+from stayfinite.snapshot.rng import SeldomReadCell, global_cells
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +48,25 @@ def test_another_bit_generator_of_numpy_goes_back_too() -> None:
     for cell, content in kept:
         cell.put_back(content)
     assert draws() == first
+
+
+def test_a_generator_that_nobody_uses_is_read_seldom_and_never_put_back_wrongly() -> None:
+    reads: list[int] = []
+    state = [0]
+
+    def read() -> int:
+        reads.append(state[0])
+        return state[0]
+
+    cell = SeldomReadCell(
+        FunctionsCell("x", "random", read, lambda value: state.__setitem__(0, value))
+    )
+    kept = [cell.content() for _ in range(20)]
+    assert len(reads) == 8
+    state[0] = 5  # drawn from for the first time
+    cell.put_back(kept[-1])
+    assert state == [5]  # when that was is not known, so it stays
+    assert cell.content() == (5, True)  # from now on it is read each time
+    state[0] = 9
+    cell.put_back((5, True))
+    assert state == [5]

@@ -20,10 +20,10 @@ from stayfinite.amp.update import BatchLosses, BatchResult, Update
 from stayfinite.detect.detector import bad_reports, report_on
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.nested import named_tensors
-from stayfinite.records import Incident, NaNReport
+from stayfinite.records import Forecast, Incident, NaNReport
 from stayfinite.report.sinks import unchanged_random
 from stayfinite.safely import Safely
-from stayfinite.text import one_line, what_was_done
+from stayfinite.text import forecast_words, one_line, what_was_done
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -253,6 +253,12 @@ class Teller:
             log(incident.reports[0], incident.step)
         self.tell("on_nan", incident)
 
+    def on_forecast(self, forecast: Forecast) -> None:
+        """Something is going to overflow, or has jumped."""
+        level = logging.INFO if forecast.severity == "info" else logging.WARNING
+        logger.log(level, "step %d: %s", forecast.step, forecast_words(forecast))
+        self.tell("on_forecast", forecast)
+
     def incident_of(self, report: NaNReport, step: int) -> Incident:
         """The incident of this step that the report is about; one of its own where there is none.
 
@@ -367,8 +373,8 @@ class Followers:
         """ConfigError if a warm-up is asked for that nobody knows the length of."""
         if self.warmup is not None and self.warmup.length is None:
             raise ConfigError(
-                f"warmup_epochs is {self._config.warmup_epochs:g}, but it is not known how long "
-                "an epoch is: give batches_per_epoch."
+                f"warmup_epochs is {self._config.warmup_epochs:g}, but the length of an "
+                "epoch is unknown: give batches_per_epoch."
             )
 
     def after_update(self) -> None:

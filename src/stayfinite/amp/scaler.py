@@ -54,7 +54,7 @@ class DynamicLossScaler(GradScaler):
     DeepSpeed's consecutive_hysteresis).
 
     After `floor_patience` overflows in a row at min_scale, and again after as many more, the
-    scale cannot be to blame: "warn" logs it (in a long row each time after twice as many),
+    scale cannot be the cause: "warn" logs it (in a long row each time after twice as many),
     "abort" lets update() raise TrainingAbortedError, and a callable is called with the scaler.
     `overflows_at_floor` is the count. On an accelerator it is read one update late, so that
     nothing waits.

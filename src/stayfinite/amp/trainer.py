@@ -47,6 +47,8 @@ from stayfinite.guard.job import Job, Parts
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, NaNReport
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.report.alerts import AlertRule
+from stayfinite.report.sinks import forecasts_told_to, told_to
 from stayfinite.settings import GuardSettings
 
 logger = logging.getLogger("stayfinite")
@@ -63,7 +65,8 @@ class AMPTrainer:
     `ema` is torch's AveragedModel, or has update(). `batches_per_epoch` is needed only for a
     warm-up without `fit` or with a loader that has no length. `incidents` has every bad step, with
     its cause and what was done about it; `nan_recovery` does it, and `nan_detector` counts what
-    was checked and found.
+    was checked and found. Each of `alerts` tells one more receiver of incidents and, with
+    `forecast`, of what is going to overflow, which is logged too.
 
     It watches torch until `close()`, the end of a `with` block, or until it is garbage.
 
@@ -90,6 +93,8 @@ class AMPTrainer:
         callbacks: Sequence[Any] = (),
         scheduler_every: SchedulerEvery = "update",
         batches_per_epoch: int | None = None,
+        alerts: Iterable[AlertRule] = (),
+        forecast: bool = False,
     ) -> None:
         require_kinds(config, model, optimizer)
         self.config, self.model, self.optimizer = config, model, optimizer
@@ -132,6 +137,7 @@ class AMPTrainer:
         if (limit := config.clamp_activations) is not None:
             self.clamp = clamp_activations(model, -limit, limit)
             self._endings.append(weakref.finalize(self, self.clamp.remove))
+        self._alerts, self._forecasts = list(alerts), forecast
         self._watch()
         if batches_per_epoch is not None:
             self._followers.begin_warmup(batches_per_epoch)
@@ -339,9 +345,15 @@ class AMPTrainer:
             scaler=self.scaler,
             emas=() if ema is None else (ema,),
         )
+        add, alerts = self._teller.add_incident, self._alerts
         self.guard = guard = Guard(
-            settings, on_incident=self._teller.add_incident, only=self.optimizer
+            settings, on_incident=told_to([add], *alerts) if alerts else add, only=self.optimizer
         )
+        if self._forecasts:
+            from stayfinite.prevent.forecast.forecaster import Forecaster
+
+            guard.past.forecaster = Forecaster(self.model)
+            guard.past.on_forecast = forecasts_told_to([self._teller], *alerts)
         guard.add(Job(parts, checks.recovery, NaNRecoveryManager(checks.recovery)))
         guard.attach()
         self.nan_recovery = guard.manager

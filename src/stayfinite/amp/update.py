@@ -204,7 +204,7 @@ def losses_of(batch: Any, *, model: nn.Module, loss_fn: LossFunction | None) -> 
             size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise InputError(
                 f"the batch is a {type(batch).__name__}{size}; with a loss_fn it must be "
-                "(inputs, targets). Leave loss_fn out if the model computes its own loss."
+                "(inputs, targets). Do not pass loss_fn if the model computes its own loss."
             )
         inputs, targets = batch
         return _losses_in(loss_fn(model(inputs), targets), "loss_fn")
@@ -304,7 +304,7 @@ def require_ready(model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool
 def _problems(model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool) -> Iterator[str]:
     for bad, where, remedy in (
         (bad_weights(model), "is in the model", "Load a good checkpoint, or initialise it."),
-        (bad_states(optimizer), "is in the optimizer", "Load a good one, or make it anew."),
+        (bad_states(optimizer), "is in the optimizer", "Load a good one, or create a new one."),
     ):
         for report in bad[:_MOST_NAMED]:
             yield f"{report.location}, which {where}, holds {report.nan_type.word}. {remedy}"

@@ -242,7 +242,9 @@ def own_code(root: str, *extra: str) -> OwnCode:
             continue
         size += len(text)
         found[place] = SourceFile(name=place[1], text=text, root=place[0])
-    notes = (f"too large or unreadable, left out: {', '.join(left_out[:20])}",) if left_out else ()
+    notes = (
+        (f"too large or unreadable, not included: {', '.join(left_out[:20])}",) if left_out else ()
+    )
     return OwnCode(sources=tuple(found.values()), paths=_paths(root), notes=notes)
 
 

@@ -70,7 +70,7 @@ def minimise(capsule: Capsule) -> Repro:
     birth, origin = capsule.birth, capsule.incident.origin
     if birth is None and (origin is None or not origin.exact):
         raise CapsuleError(
-            "nobody has traced its step; make it anew with `stayfinite run --trace --capsule`."
+            "its step was not traced; make it again with `stayfinite run --trace --capsule`."
         )
     if birth is None:
         where = "" if origin is None or origin.op else f" The value came in as {origin.phase}."

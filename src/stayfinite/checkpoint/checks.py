@@ -201,7 +201,7 @@ def _missing_problems(
             elif place.kind == "attribute":
                 message = (
                     "is not in the file: the model holds it as a plain attribute, which "
-                    "state_dict() leaves out, so it would start again from its default. Use "
+                    "state_dict() does not contain, so it would start again from its default. Use "
                     "register_buffer(), or save with save_checkpoint()."
                 )
             yield error("missing", key, message)
@@ -437,8 +437,8 @@ def _rate_problems(rates: Any, key: str) -> Iterator[Problem]:
             yield error("learning_rate", key, message)
         elif rate > _ABSURD_RATE:
             message = (
-                f"the learning rate is {rate:.3g}, which is absurd: training that goes on with it "
-                "diverges. Set it anew after loading."
+                f"the learning rate is {rate:.3g}, which is far too large: training that "
+                "continues with it diverges. Set it again after loading."
             )
             yield warning("learning_rate", key, message)
 
@@ -498,7 +498,7 @@ def _optimizer_misfits(
         message = (
             f"{others} saved as {name_of(held.dtype)} for a {name_of(param.dtype)} parameter: "
             "small squares of gradients become 0, and the next update divides by eps alone. Save "
-            "optimizer state as it is, or leave it out and warm up again."
+            "optimizer state as it is, or do not save it and warm up again."
         )
         yield error("narrowed", key, message)
 

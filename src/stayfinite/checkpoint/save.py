@@ -278,8 +278,8 @@ def _require_all_of_state_dict(
             continue
         raise CheckpointError(
             f"{part}.{name} is in the state_dict, but no module has a parameter, buffer or "
-            "attribute of that name, so it could not be put back. Save it in `extra`, or leave it "
-            "out with `ignore`."
+            "attribute of that name, so it could not be put back. Save it in `extra`, or "
+            "exclude it with `ignore`."
         )
 
 
@@ -298,7 +298,7 @@ def plain(tensor: Tensor, key: str) -> Tensor:
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise CheckpointError(
-            f"{key} is not a dense tensor, and cannot be stored. Leave it out with `ignore`."
+            f"{key} is not a dense tensor, and cannot be stored. Exclude it with `ignore`."
         )
     return tensor.detach()
 

@@ -11,13 +11,11 @@ import click
 from stayfinite.cli import PATH, Refused, json_option, refuse_on, run_argument, run_at
 from stayfinite.errors import ConfigError, PackageError, PatchError, RecordError
 from stayfinite.records import to_json
-from stayfinite.text import plain, source_line, visible
+from stayfinite.text import plain, source_line, trial_of, visible
 
 if TYPE_CHECKING:
     from stayfinite.records import Diagnosis, Incident
     from stayfinite.report.store.reading import Run
-
-_VERIFIED = "With this change"
 
 
 @click.command("list")
@@ -91,7 +89,7 @@ def compare_command(before: Path, after: Path, as_json: bool) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file to write; RUN/report.html by default, - for stdout.",
 )
-@click.option("--no-source", is_flag=True, help="Leave out all code and all paths of source.")
+@click.option("--no-source", is_flag=True, help="Do not include code or paths of source files.")
 @run_argument
 def html_command(run: Path | None, output: Path | None, no_source: bool) -> None:
     """Write a report of a recorded run: one HTML file that needs nothing else.
@@ -124,7 +122,7 @@ def ui_command(run_dirs: tuple[Path, ...], port: int | None, no_open: bool) -> N
     """Show runs on a page in the browser, live while they train.
 
     RUN_DIR is a run directory, or a folder with several; by default stayfinite-runs. The page is
-    served on this machine only, and only to whoever has the address that is printed. Nothing can
+    served on this machine only, and only with the address that is printed. Nothing can
     be changed there. Ctrl-C ends it.
     """
     from stayfinite.report.dashboard.server import serve
@@ -188,7 +186,7 @@ def _first_patch(run: Run) -> tuple[Incident, Diagnosis, str]:
     if run.result is None:
         why = f"{run.path} has no result.json, which `stayfinite run` writes at its end"
     elif first.origin is None or first.origin.file is None:
-        why = "it is not known which line of the source it began on"
+        why = "the source line was not found"
     else:
         why = "no change of the source was tried and seen to hold"
     words = f" In words: {plain(first.diagnosis.fix)}" if first.diagnosis else ""
@@ -207,8 +205,8 @@ def _show(incident: Incident, diagnosis: Diagnosis, patch: str) -> None:
     for line in patch.rstrip("\n").split("\n"):
         style = "bold" if line.startswith(("--- ", "+++ ")) else styles.get(line[:1], "")
         shown.append("".join(map(visible, line)) + "\n", style=style)
-    proof = [text for text in diagnosis.evidence if text.startswith(_VERIFIED)]
-    for text in proof or diagnosis.evidence:
+    trial = trial_of(diagnosis)
+    for text in [trial] if trial else diagnosis.evidence:
         shown.append(f"\n{plain(text)}")
     console().print(shown, soft_wrap=True)
 

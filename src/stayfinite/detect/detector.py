@@ -282,7 +282,7 @@ _ACTIONS = {
     "parameters": "Load the last good checkpoint: training cannot heal a bad weight.",
     "buffers": "Load the last good checkpoint, or reset the running statistics of this layer.",
     "optimizer": "Load the last good checkpoint: the next step would write it into the weights.",
-    "inputs": "Leave this sample out, and check how the data was loaded and normalized.",
+    "inputs": "Skip this sample, and check how the data was loaded and normalized.",
 }
 _OTHER = "Call stayfinite.check_tensor() on the tensors that it was computed from."
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import FrameType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from types import FrameType, FunctionType
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,8 @@ from stayfinite.detect.veto import STEP_FAILED, WatchedOptimizer, alone, is_mute
 from stayfinite.errors import InputError
 from stayfinite.safely import Safely
 from stayfinite.training import Pairs
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class StepListener(Protocol):
@@ -284,6 +288,9 @@ def wrapped(owner: Any, name: str, wrap: Wrap) -> Attachment:
     def call(*args: Any, **kwargs: Any) -> Any:
         return (watching if active[0] else original)(*args, **kwargs)
 
+    for function in (call, watching):
+        _hide_from_warnings(function)
+
     def remove() -> None:
         active[0] = False
         if getattr(owner, name) is call:
@@ -294,6 +301,18 @@ def wrapped(owner: Any, name: str, wrap: Wrap) -> Attachment:
 
     setattr(owner, name, call)
     return Attachment(remove)
+
+
+def _hide_from_warnings(function: Any) -> None:
+    """Let a warning that names its caller's caller name the one that it would without us.
+
+    `warnings.warn` leaves out frames whose file is one of the import system's, and knows those by
+    these two words.
+    """
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and code.co_filename.startswith(_OURS) and code.co_filename[-3:] == ".py":
+        name = f"{code.co_filename} (importlib _bootstrap)"
+        function.__code__ = code.replace(co_filename=name)
 
 
 def together(*attachments: Attachment) -> Attachment:
@@ -394,17 +413,35 @@ def listening_alone(listener: StepListener) -> Iterator[None]:
         alone.remove(listener)
 
 
-def watch_first_call(entered: Callable[[FrameType], None]) -> Attachment:
-    """Call `entered(frame)` when the next module is called, and once after each new optimizer."""
-    handles: list[RemovableHandle] = []
+_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+
+def hear_no_hook_warning() -> Attachment:
+    """Keep torch from warning of hooks on all modules, which are ours: it may be an error there."""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS, category=UserWarning)
+    added = [each for each in warnings.filters if each not in before]
+
+    def remove() -> None:
+        for each in added:
+            with contextlib.suppress(ValueError):  # somebody has restored the filters
+                cast("list[Any]", warnings.filters).remove(each)
+
+    return Attachment(remove)
+
+
+def watch_first_call(entered: Callable[[FrameType, nn.Module], None]) -> Attachment:
+    """Call `entered(frame, module)` at the next call of a module, and after each new optimizer."""
+    handles: list[RemovableHandle | Attachment] = []
 
     def enter(module: nn.Module, args: Any) -> None:
         if not is_dynamo_compiling():
             stop_waiting()
-            entered(sys._getframe(1))
+            entered(sys._getframe(1), module)
 
     def wait() -> None:
         if not handles:  # a hook on all modules costs time, so it stays for one call
+            handles.append(hear_no_hook_warning())
             handles.append(register_module_forward_pre_hook(enter))
 
     def stop_waiting() -> None:

@@ -6,6 +6,7 @@ import ast
 import math
 import statistics
 import string
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,12 @@ from stayfinite.records import Confidence, Diagnosis, Origin, TensorSummary
 from stayfinite.syntax import callee, in_brackets, is_operation, operand
 from stayfinite.text import bare_name, count, node_name
 
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": float.fromhex("0x1.fep+127"),
+    "float32": float.fromhex("0x1.fffffep+127"),
+    "float64": sys.float_info.max,
+}
 SMALLEST = {"float16": 6e-8, "bfloat16": 9.2e-41, "float32": 1.4e-45, "float64": 4.9e-324}
 
 
@@ -90,7 +97,12 @@ class Clue:
 
     @property
     def expression(self) -> str:
-        return str(self.fact("expression") or self.origin.code)
+        """What ran the operation, as it is written; in a package where the user's line calls one.
+
+        Empty where the source is not known.
+        """
+        place = self.fact("library") or {**self.origin.facts, "code": self.origin.code}
+        return str(place.get("expression") or place["code"])
 
     @cached_property
     def inner(self) -> str:
@@ -223,6 +235,8 @@ class Context:
     weight_growth: float = 1.0
     poisoned_buffers: tuple[str, ...] = ()
     loaded_keys: tuple[str, ...] = ()
+    bad_at_start: tuple[str, ...] = ()  # parameters and buffers, before the first update
+    loads_at: str = ""  # the line of the script that loads a state, if it has one
     bootstraps: bool = False
     is_adversarial: bool = False
     is_undone: bool = False  # the bad step, with all that it has changed

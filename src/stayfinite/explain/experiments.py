@@ -146,7 +146,7 @@ def with_reason(diagnosis: Diagnosis, why_not: str | None) -> Diagnosis:
     """The diagnosis with the reason why no sample was looked for."""
     if why_not is None:
         return diagnosis
-    said = f"the batch was not searched for a guilty sample: {why_not}"
+    said = f"the batch was not searched for a bad sample: {why_not}"
     return dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, said))
 
 
@@ -285,7 +285,7 @@ def precise(lab: Lab) -> list[Finding]:
 
 def guard_operation(lab: Lab) -> Finding | None:
     """Whether the step is finite once the operation is kept inside its domain."""
-    said = "with that operation kept inside its domain, the"
+    said = "with the inputs of that operation kept inside its domain, the"
     finite, bad = f"{said} same step is finite", f"{said} step goes bad all the same"
     change = Change(is_guarded=True)
     return _finding_without(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
@@ -699,6 +699,8 @@ def is_proven(incident: Incident, *, changed_file: str) -> bool:
     origin, diagnosis = incident.origin, incident.diagnosis
     if origin is None or diagnosis is None or not origin.exact or origin.file is None:
         return False
+    if origin.facts.get("library"):  # what was changed is not the operation, but what it was given
+        return False
     return is_seen_in_values(diagnosis.cause, origin) and changed_file.endswith(origin.file)
 
 
@@ -713,9 +715,9 @@ def alike(later: Incident, first: Incident, known: Incident) -> Incident:
         return later
     if later.rank != first.rank or not _bad_in(later) or _bad_in(later) != _bad_in(first):
         return later
-    place = dataclasses.replace(
-        origin, inputs=(), outputs=(), lineage=(), facts={"noticed_step": later.step}, exact=False
-    )
+    facts = {"noticed_step": later.step}
+    facts |= {key: value for key, value in origin.facts.items() if key == "library"}
+    place = dataclasses.replace(origin, inputs=(), outputs=(), lineage=(), facts=facts, exact=False)
     same = Diagnosis(
         cause=diagnosis.cause,
         why=f"This step was not traced. The same values went bad as at step {known.step}, so it is "

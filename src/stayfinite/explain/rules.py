@@ -15,7 +15,7 @@ from stayfinite.explain.rules_domain import DOMAIN_RULES
 from stayfinite.explain.rules_gradient import GRADIENT_RULES, PRECISION_RULES
 from stayfinite.explain.rules_training import DYNAMICS_RULES, UPDATE_RULES
 from stayfinite.records import Diagnosis, NaNType, Origin
-from stayfinite.text import in_words
+from stayfinite.text import in_words, library_line
 
 # From what is certain (nobody computed it) over what the operation itself shows
 # to what only the history of the steps before can tell.
@@ -40,8 +40,59 @@ def diagnose(origin: Origin, context: Context) -> Diagnosis:
     """Why it happened; cause "unknown" with the evidence when no rule knows."""
     clue = Clue(origin, context)
     found = next((found for rule in RULES if (found := rule(clue)) is not None), unknown(clue))
+    if (advice := advice_on_package(clue, found.cause)) is not None:
+        found = dataclasses.replace(found, fix=advice)
     named = named_evidence(origin, found)
     return dataclasses.replace(found, evidence=(*found.evidence, *named)) if named else found
+
+
+# What must hold for the operation, by cause; of other causes the advice is about the user's code.
+_MUST_HOLD = {
+    "division_by_zero": "what it divides by is never 0",
+    "log_of_zero": "the argument of the logarithm is above 0",
+    "log_of_negative": "the argument of the logarithm is above 0",
+    "kl_of_zero": "no probability is exactly 0",
+    "exp_overflow": "the exponent stays below {exponent}",
+    "sqrt_of_negative": "the argument of the square root is not negative",
+    "sqrt_grad_at_zero": "the argument of the square root is above 0",
+    "norm_grad_at_zero": "no vector is exactly 0",
+    "pow_grad_at_zero": "the base of the power is above 0",
+    "pow_of_negative": "the base of the power is not negative",
+    "softmax_all_masked": "the mask leaves at least one position in each row",
+    "var_of_single": "there are at least two values to take the variance of",
+    "acos_domain": "the argument stays between -1 and 1",
+    "support_boundary": "samples and targets stay inside the support of the distribution",
+    "zero_scale_distribution": "the scale of the distribution is above 0",
+    "weight_norm_of_zero": "no row of the weight is exactly 0",
+    "cosine_zero_vector": "no vector is exactly 0",
+    "atan2_grad_at_zero": "the two arguments are never both 0",
+    "empty_reduction": "the selection has at least one element",
+    "degenerate_linalg": "the matrix is positive definite (a larger noise or jitter; float64)",
+    "inf_minus_inf": "no two infinite values meet",
+    "zero_times_inf": "no infinite value is multiplied by 0",
+    "bad_buffer": "every value of the buffer is finite",
+    "where_grad_trap": "the operation is finite in both branches",
+    "batchnorm_degenerate": "the values that are normalised differ",
+    "gumbel_log_zero": "the random number is above 0",
+    "low_precision_overflow": "the values stay below 65504, or run the call in float32",
+    "low_precision_underflow": "the values do not round to 0, or run the call in float32",
+    "mask_value_overflow": "the mask's constant fits the type, or run the call in float32",
+}
+
+
+def advice_on_package(clue: Clue, cause: str) -> str | None:
+    """What to change in the user's code where the operation is a package's; None if it is not."""
+    inner, condition = clue.fact("library"), _MUST_HOLD.get(cause)
+    if not inner or condition is None:
+        return None
+    package = library_line(clue.origin).split("/")[0].split(":")[0].removesuffix(".py")
+    call = str(clue.fact("expression") or clue.origin.code)
+    call = f"`{call}`" if call else "your call"
+    condition = condition.format(exponent="11" if clue.dtype == "float16" else "88")
+    return (
+        f"The operation is inside the package {package}: change your own code, not the package. "
+        f"Change the inputs or the settings of {call} so that {condition}."
+    )
 
 
 def unknown(clue: Clue) -> Diagnosis:
@@ -54,7 +105,7 @@ def unknown(clue: Clue) -> Diagnosis:
     if not clue.origin.exact:
         why, fix = _NOT_SEEN
     elif clue.expression:
-        why = f"`{clue.expression}` gave a non-finite value, and no rule knows why."
+        why = f"`{clue.expression}` gave a non-finite value, and no known cause fits."
     return Diagnosis(
         cause="unknown", why=why, fix=fix, confidence="possible", evidence=tuple(inputs)
     )
@@ -64,10 +115,11 @@ _MOST = 8
 
 
 def named_evidence(origin: Origin, diagnosis: Diagnosis) -> tuple[str, ...]:
-    """Which samples and files, and which terms of the loss; nothing if none is to blame."""
+    """What was measured of the inputs, which samples and files, which terms of the loss."""
     is_data = origin.phase == "data" or cause_of(diagnosis.cause).due_to_samples
     samples = origin.facts.get("samples")
-    said = [_of_samples(samples, is_data=is_data)] if samples else []
+    said: list[str | None] = list(origin.facts.get("measured", ()))
+    said += [_of_samples(samples, is_data=is_data)] if samples else []
     if diagnosis.cause in ("unnormalized_input", "bad_input_data") and origin.phase != "data":
         largest = origin.facts.get("largest_input")
         said.append(_of_largest(largest) if largest else None)

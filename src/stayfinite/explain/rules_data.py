@@ -60,9 +60,15 @@ def bad_buffer(clue: Clue) -> Diagnosis | None:
     if clue.origin.op or not buffer:
         return None
     said = f"Buffer {buffer['name']} of {buffer['module']} is not finite"
+    is_old = any(name.split(".")[-1] == buffer["name"] for name in clue.context.bad_at_start)
+    if is_old and not buffer["given_at"] and clue.context.loads_at:
+        where = f"{buffer['bad_count']} of {buffer['numel']} values, first at {buffer['first_bad']}"
+        return _loaded_before(clue, f"Buffer {buffer['name']} of {buffer['module']}", where)
     since = "has been so since it was registered here"
     if not buffer["given_at"]:
-        since = "no operation of this step has made it so"
+        since = (
+            "was so before the first update" if is_old else "no operation of this step made it so"
+        )
     return diagnosis(
         "bad_buffer",
         f"{said}, and {since}: {buffer['bad_count']} of {buffer['numel']} values, first at index "
@@ -86,6 +92,17 @@ def carried_state(clue: Clue) -> Diagnosis | None:
     )
 
 
+def _loaded_before(clue: Clue, what: str, where: str) -> Diagnosis:
+    """What was bad before the first update, in a script that loads a state."""
+    return diagnosis(
+        "checkpoint_corrupt",
+        f"{what} was not finite before the first update, so training did not make it so: {where}. "
+        f"The script loads a state at {clue.context.loads_at}.",
+        "Check the checkpoint with `stayfinite check FILE`, and go back to the last finite one.",
+        sure="possible",
+    )
+
+
 def _bad_part(clue: Clue) -> str:
     item = clue.output
     if item is None:
@@ -98,7 +115,11 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
     """A tensor that arrived bad."""
     if clue.origin.phase not in ("data", "init") or clue.origin.op:
         return None
-    if clue.origin.phase == "init" and clue.context.step > 0:
+    name = clue.fact("parameter")
+    is_old = name in clue.context.bad_at_start or not clue.context.was_updated
+    if clue.origin.phase == "init" and is_old and clue.context.loads_at:
+        return _loaded_before(clue, f"Parameter {name}" if name else "A parameter", _bad_part(clue))
+    if clue.origin.phase == "init" and clue.context.step > 0 and not is_old:
         return diagnosis(
             "unknown",
             "A parameter was not finite when this step began, and no optimizer of torch has made "
@@ -109,8 +130,9 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
     if clue.origin.phase == "init":
         return diagnosis(
             "bad_init",
-            "A parameter was not finite before the first step: it was initialised so, or loaded.",
-            "Look at how it is initialised, and use one of torch.nn.init; of a checkpoint, ask "
+            f"{f'Parameter {name}' if name else 'A parameter'} was not finite before the first "
+            f"update: {_bad_part(clue)}. It was initialised so, or loaded.",
+            "Look at how it is initialised, and use one of torch.nn.init. To check a checkpoint: "
             "`stayfinite check FILE`.",
             sure="possible",
         )

@@ -34,7 +34,7 @@ def in_distribution(clue: Clue) -> Diagnosis | None:
     if clue.op in (*_LOGS, "log_sigmoid", "atanh") or clue.node.lower() in _LOGS:
         return diagnosis(
             "support_boundary",
-            f"`{clue.expression}` is asked for a value on the edge of the distribution's support "
+            f"`{clue.expression}` gets a value on the edge of the distribution's support "
             "(0 or 1), where its log density is infinite.",
             "Keep samples and targets inside: `x.clamp(1e-6, 1 - 1e-6)`.",
         )
@@ -122,7 +122,7 @@ nothing_left = rule(
     lambda clue: bool(clue.fact("empty")) and clue.op not in ("cat", "stack"),
     "empty_reduction",
     "`{clue.expression}` reduces a tensor without elements: the mean of nothing is 0 / 0.",
-    "Return 0 (or leave the term out) when the selection is empty: "
+    "Return 0 (or skip the term) when the selection is empty: "
     "`{clue.inner}.sum() / max(1, count)`.",
 )
 
@@ -159,10 +159,13 @@ def no_labels(clue: Clue) -> Diagnosis | None:
     if any(item.bad_count for item in clue.origin.inputs):
         return None
     ignored = clue.scalars.get("ignore_index", -100)
+    target = clue.input("target")
+    labels = f"Every label of this batch is ignore_index ({ignored}) or has weight 0"
+    if target is not None and target.min == target.max == ignored:
+        labels = f"All labels of this batch are {ignored} (ignore_index)"
     return diagnosis(
         "bad_label",
-        f"Every label of this batch is ignore_index ({ignored}) or has weight 0, so the mean in "
-        f"`{clue.expression}` is 0 / 0.",
+        f"{labels}, so the mean in `{clue.expression}` is 0 / 0.",
         "Sum the loss and divide by max(1, (labels != ignore_index).sum()), or drop such batches.",
     )
 
@@ -179,7 +182,7 @@ def single_value(clue: Clue) -> Diagnosis | None:
     return diagnosis(
         "var_of_single",
         f"`{clue.expression}` is the unbiased variance of a single value: 0 / (1 - 1).",
-        "Pass correction=0, or leave out groups of one.",
+        "Pass correction=0, or skip groups of one.",
     )
 
 
@@ -311,8 +314,8 @@ def infinite_arithmetic(clue: Clue) -> Diagnosis | None:
     if clue.op in ("sub", "add", "rsub", "sum", "mean", "cumsum", "logaddexp") and given:
         return diagnosis(
             "inf_minus_inf",
-            f"`{clue.expression}` subtracts one Inf from another; each alone is harmless.",
-            "Leave those entries out before the subtraction (select the columns, or clamp to a "
+            f"`{clue.expression}` subtracts one Inf from another; each alone gives no NaN.",
+            "Remove those entries before the subtraction (select the columns, or clamp to a "
             "finite minimum such as torch.finfo(x.dtype).min).",
         )
     if clue.op in ("mul", "mm", "bmm", "addmm", "dot", "matmul", "baddbmm") and (given or constant):

@@ -5,8 +5,10 @@ There a finite value has a derivative that is not, or would be finite in float32
 
 from __future__ import annotations
 
+import math
+
 from stayfinite.domains import ARCS, ARCS_OF_LARGE, HALVES, LOGS, ROOTS
-from stayfinite.explain.clue import Clue, diagnosis, number, rule
+from stayfinite.explain.clue import LARGEST, Clue, diagnosis, number, rule
 from stayfinite.records import Diagnosis, NaNType
 
 _SELECTORS = ("WhereBackward", "MaskedFillBackward", "MaskedScatterBackward")
@@ -151,6 +153,24 @@ def mask_value(clue: Clue) -> Diagnosis | None:
     )
 
 
+def two_masks(clue: Clue) -> Diagnosis | None:
+    """Two masks of the lowest number there is, or one of them plus a score, are -Inf together."""
+    out, numbers = clue.output, [item for item in clue.origin.inputs if item.min is not None]
+    if clue.is_backward or clue.op not in ("add", "sub") or out is None:
+        return None
+    lowest = [item for item in numbers if item.min == -LARGEST.get(item.dtype, math.inf)]
+    if out.nan_type is not NaNType.NEG_INF or not lowest:
+        return None
+    return diagnosis(
+        "mask_value_overflow",
+        f"A mask has the lowest number that {lowest[0].dtype} can hold ({number(lowest[0].min)}), "
+        f"and `{clue.expression}` adds another negative number to it: the sum is -Inf. A row that "
+        "is masked everywhere then has a softmax of NaN.",
+        "Combine masks as booleans, `scores.masked_fill(padded | stale, torch.finfo(dtype).min)`, "
+        "or take half of it, torch.finfo(dtype).min / 2.",
+    )
+
+
 def poisoned_statistics(clue: Clue) -> Diagnosis | None:
     """The scaler protects the weights, nothing protects BatchNorm's running statistics."""
     if not clue.context.poisoned_buffers or not clue.context.uses_scaler:
@@ -212,4 +232,4 @@ def underflow(clue: Clue) -> Diagnosis | None:
     )
 
 
-PRECISION_RULES = (mask_value, poisoned_statistics, overflow, underflow)
+PRECISION_RULES = (mask_value, two_masks, poisoned_statistics, overflow, underflow)

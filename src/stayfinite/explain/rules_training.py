@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from stayfinite.domains import EXPONENTIALS
+from stayfinite.domains import EXPONENTIALS, ROOTS
 from stayfinite.explain.clue import SMALLEST, Clue, diagnosis, largest, number, rule
 from stayfinite.records import Diagnosis, TensorSummary
 
@@ -66,10 +66,36 @@ division_in_optimizer = rule(
 )
 
 
+def _negative_moment(clue: Clue) -> Diagnosis:
+    """Second moments are sums of squares: only rounding, or another state, makes them negative."""
+    kind, loads_at = clue.optimizer.kind, clue.context.loads_at
+    said = (
+        f"{kind} took the square root of a negative number: a second moment, less the square of "
+        "the first where it is centered, is below 0."
+    )
+    if not loads_at:
+        return diagnosis(
+            "sqrt_of_negative",
+            said,
+            "Keep the optimizer's state in float32, and use centered=False or a larger eps.",
+            sure="possible",
+        )
+    return diagnosis(
+        "checkpoint_precision_loss",
+        f"{said} The script loads a state at {loads_at}; one that was saved in half precision is "
+        "rounded so.",
+        "Save and load the optimizer's state in the precision that it has, or begin with a new "
+        "state.",
+        sure="possible",
+    )
+
+
 def overflow_in_optimizer(clue: Clue) -> Diagnosis | None:
     """The update itself overflowed."""
     if clue.origin.phase != "optimizer":
         return None
+    if clue.op.rstrip("_") in ROOTS:
+        return _negative_moment(clue)
     if clue.dtype == "float16":
         return diagnosis(
             "low_precision_overflow",
@@ -97,7 +123,7 @@ def clipping(clue: Clue) -> Diagnosis | None:
     return diagnosis(
         "grad_clip_nan_norm",
         f"The gradients were finite; their norm in `{clue.expression}` was 0 or not finite, and "
-        "scaling by it spoils them all.",
+        "scaling by it makes all of them NaN or 0.",
         "Use torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True), or add an eps to the "
         "norm: `max_norm / (norm + 1e-6)`.",
     )
@@ -289,8 +315,8 @@ def before_any_update(clue: Clue) -> Diagnosis | None:
         return diagnosis(
             "bad_init",
             f"`{clue.expression}` overflowed on values of {number(clue.size)} before any update "
-            f"was made. Its weight reaches {number(largest(weight))}, where {fan_in} inputs ask "
-            f"for a deviation of about {number(fan_in**-0.5)}.",
+            f"was made. Its weight reaches {number(largest(weight))}, where {fan_in} inputs need "
+            f"a standard deviation of about {number(fan_in**-0.5)}.",
             "Scale it with the fan-in: nn.init.kaiming_normal_(weight) or std = fan_in ** -0.5.",
         )
     if not clue.context.initial_weights and weight is None:

@@ -20,7 +20,7 @@ from stayfinite.guard.evidence import (
     noticed_step,
     optimizer_behind,
 )
-from stayfinite.guard.job import Job, finding_of
+from stayfinite.guard.job import COMPUTED_AGAIN, Job, finding_of
 from stayfinite.living import leaves_of, one_look
 from stayfinite.records import Outcome
 from stayfinite.recover.config import RecoveryStrategy
@@ -133,7 +133,7 @@ class Warn(_Tell):
 
 _NO_VETO = Outcome(
     strategy="warn",
-    detail="no torch optimizer makes this update, so it cannot be left out; the script goes on",
+    detail="no torch optimizer makes this update, so it cannot be skipped; the script goes on",
 )
 
 
@@ -192,13 +192,21 @@ class Recover:
         job.undo()
         if (replay := job.replay or guard.replay) is not None:
             incident = replay.locate(job, incident)
+        incident = guard.as_before(incident)
         incident = guard.shared(incident, job.parts.optimizer)
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
-        recovery = job.respond(incident)
+        recovery, again = job.respond(incident), None
         random.restore()  # an older state would deliver the same batches once more
+        if recovery.strategy is RecoveryStrategy.SKIP_STEP and not guard.past.was_skipped:
+            again = guard.computed_again(job, incident, gradients)
+        if again is not None:
+            recovery = dataclasses.replace(recovery, detail=COMPUTED_AGAIN)
         guard.conclude(job, incident, recovery)
+        if again is not None:
+            again.put(gradients)
+            return False
         if recovery.strategy is RecoveryStrategy.CLIP_GRADIENTS:
             return False
         put_gradients(left)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from stayfinite.detect.hooks import Attachment, together
 from stayfinite.domains import HALVES
 from stayfinite.explain.experiments import CannotReplayError, Change
+from stayfinite.living import has_compiled_module
 from stayfinite.locate.loss_terms import only_term
 from stayfinite.locate.source import user_place
 from stayfinite.nested import children, map_leaves
@@ -46,7 +47,7 @@ def changed_conditions(
         if change.precision is not None:
             dtype = _higher_dtype(change.precision, origin)
             all_of_them.enter_context(compute_in(modules, dtype))
-        if change.is_compiled and not _has_compiled(modules):
+        if change.is_compiled and not has_compiled_module():
             raise CannotReplayError("nothing is compiled")
         if change.is_guarded:
             inside = all_of_them.enter_context(_kept_inside(cause, origin))
@@ -55,13 +56,6 @@ def changed_conditions(
             raise CannotReplayError("the operation could not be guarded")
         if begun is not None and len(begun) != 1:
             raise CannotReplayError("there is not one backward pass from a sum")
-
-
-def _has_compiled(roots: Iterable[nn.Module]) -> bool:
-    # Whoever compiles has imported it, and it takes seconds: it is not imported to ask.
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    modules = (module for root in roots for module in root.modules())
-    return dynamo is not None and any(isinstance(m, dynamo.OptimizedModule) for m in modules)
 
 
 def _higher_dtype(precision: str, origin: Origin) -> torch.dtype:
@@ -76,7 +70,9 @@ def _kept_inside(cause: str, origin: Origin) -> KeptInside:
     """The guard for the operation that went bad; CannotReplayError if there is none."""
     if cause not in KEPT_FOR or origin.file is None or origin.line is None:
         raise CannotReplayError("there is no guard for it")
-    return KeptInside(cause, file=origin.file, line=origin.line)
+    inner = origin.facts.get("library")  # the line of a package that ran the operation
+    file, line = (inner["file"], inner["line"]) if inner else (origin.file, origin.line)
+    return KeptInside(cause, file=file, line=line)
 
 
 def terms_of(origin: Origin, scaler: Any) -> tuple[str, ...]:

@@ -16,26 +16,12 @@ from stayfinite.detect.hooks import Attachment, wrapped
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.living import living
-from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
+from stayfinite.recover.config import UNATTENDED, RecoveryConfig, RecoveryStrategy
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.settings import GuardSettings
 from stayfinite.training import params_of
 
 _MOST_JOBS = 4  # a sweep makes model after model; the older ones are let go
-
-UNATTENDED = RecoveryConfig(
-    ladder=(
-        Rung(RecoveryStrategy.SKIP_STEP, budget=50, in_a_row=2),
-        Rung(RecoveryStrategy.RAISE_PRECISION),
-        Rung(RecoveryStrategy.CLIP_GRADIENTS, budget=1000),
-        Rung(RecoveryStrategy.LOWER_LR, budget=6),
-    ),
-    lower_lr_goes_back=True,
-    deescalate_after=50,
-    max_consecutive_nans=1000,
-    snapshot_every=10,
-)
-"""What is done for a script whose author is not asked."""
 
 
 def recover_everything(guard: Guard) -> Attachment:

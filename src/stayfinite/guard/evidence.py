@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import linecache
 import math
+import re
+import sys
 import time
 import weakref
 from collections import deque
@@ -19,15 +22,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.detector import bad_reports
 from stayfinite.detect.finite import all_finite, finite_norm, known_norm, largest, surely_finite
-from stayfinite.detect.memory import float_parts
+from stayfinite.detect.memory import float_parts, undisturbed
+from stayfinite.detect.summary import summarize
 from stayfinite.distributed import rank, world_size
 from stayfinite.explain.clue import Context, History, OptimizerFacts, Ranges, weight_growth
 from stayfinite.living import Names, leaves_of, living, one_look, running_statistics
 from stayfinite.locate.clock import Tracing
+from stayfinite.locate.source import is_installed, relative, user_places
 from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Incident, Origin, Outcome, Phase
 from stayfinite.settings import ROUND, GuardSettings
-from stayfinite.text import on_rank
+from stayfinite.text import library_line, on_rank
 from stayfinite.training import params_of
 
 MOST_INCIDENTS = 50
@@ -117,6 +122,7 @@ class Evidence:
         self.bad_keys: list[str] = []
         self.bad_inputs: dict[str, Tensor] = {}
         self._first_sizes: list[tuple[weakref.ref[Tensor], tuple[Tensor, Tensor]]] = []
+        self._ranges_at_start: list[tuple[weakref.ref[Tensor], tuple[Tensor, Tensor]]] = []
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._normalisers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -195,6 +201,34 @@ class Evidence:
             self._met.add(optimizer)
             params = params_of(optimizer)
             self._first_sizes += [(weakref.ref(p), s) for p in params if (s := _sizes(p))]
+
+    def note_start(self, module: nn.Module) -> None:
+        """Before the first update: the range of each parameter and buffer. Read only if needed."""
+        if not self.has_stepped and not self._ranges_at_start:
+            state = [*module.parameters(), *module.buffers()]
+            self._ranges_at_start = [(weakref.ref(t), r) for t in state if (r := _range(t))]
+
+    def _bad_at_start(self) -> tuple[str, ...]:
+        """The parameters and buffers that were not finite before the first update."""
+        alive = [
+            (tensor, ends) for ref, ends in self._ranges_at_start if (tensor := ref()) is not None
+        ]
+        first = [(param, sizes) for ref, sizes in self._first_sizes if (param := ref()) is not None]
+        bad = [t for t, ends in alive + first if not all_finite(list(ends))]  # host sync
+        names = Names() if bad else None
+        named = [names.tensor(tensor) for tensor in bad] if names is not None else []
+        return tuple(dict.fromkeys(name for name in named if name is not None))
+
+    def origin_at_start(self, finding: BadValues) -> Origin | None:
+        """That of a parameter which was bad before the first update; None if the first is not."""
+        if not finding.named or not finding.named[0][0].startswith("parameters."):
+            return None
+        location, tensor = next(each for each in finding.named if not all_finite([each[1]]))
+        name = location.removeprefix("parameters.")
+        if name not in self._bad_at_start():
+            return None
+        facts = {"parameter": name, "is_parameter": True}
+        return Origin(phase="init", outputs=(summarize(name, tensor),), facts=facts)
 
     def _initial_ranges(self) -> Ranges:
         """(largest magnitude, standard deviation) of the parameters before their first update."""
@@ -335,6 +369,7 @@ class Evidence:
             weight_growth=weight_growth(initial, weights),
             poisoned_buffers=tuple(name for name, _ in bad_statistics(running_statistics())),
             loaded_keys=tuple(self.bad_keys),
+            bad_at_start=self._bad_at_start(),
             bootstraps=bootstraps,
             is_adversarial=take_turns and calls_twice,
         )
@@ -386,6 +421,58 @@ def _sizes(param: Tensor) -> tuple[Tensor, Tensor] | None:
     return values.abs().max(), values.float().std(correction=0)
 
 
+@undisturbed
+def _range(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Its smallest and largest value, on its device; None if it has none that can be compared."""
+    if tensor.is_meta or tensor.is_quantized:
+        return None
+    values = next(iter(float_parts(tensor.detach())), None)
+    if values is None or not values.numel() or values.is_complex():
+        return None
+    lowest, highest = values.aminmax()  # a NaN anywhere makes both NaN
+    return lowest, highest
+
+
+_LOADS = re.compile(r"\b(load_state_dict|from_pretrained|load_from_checkpoint|load_checkpoint)\(")
+
+
+def line_that_loads(folder: str | None) -> str:
+    """`train.py:12`, where the functions that run have loaded a state on their way; "" if nowhere.
+
+    It is what is written there, or in a function of the same file that is called there.
+    """
+    for place in user_places(sys._getframe(1)):
+        file = place.code.co_filename
+        if is_installed(file):
+            continue
+        loads = _loads_in(file)
+        lines = linecache.getlines(file)[: place.line]
+        for number, line in enumerate(lines[place.code.co_firstlineno - 1 :]):
+            number += place.code.co_firstlineno
+            names = set(_CALLED.findall(line.partition("#")[0]))
+            found = [at for at, name in loads if at == number or name in names]
+            if found:
+                return f"{relative(file, folder)}:{found[0]}"
+    return ""
+
+
+_CALLED = re.compile(r"(?<!def )\b(\w+)\(")
+_DEFINED = re.compile(r"\s*(?:async )?def (\w+)")
+
+
+def _loads_in(file: str) -> list[tuple[int, str]]:
+    """The lines of the file that load a state, each with the function that it is in."""
+    found, function = [], ""
+    for number, line in enumerate(linecache.getlines(file), 1):
+        if defined := _DEFINED.match(line):
+            function = defined.group(1)
+        elif line[:1].strip():
+            function = ""
+        if _LOADS.search(line.partition("#")[0]) and not defined:
+            found.append((number, function))
+    return found
+
+
 def bad_statistics(statistics: list[Tensor]) -> list[tuple[str, Tensor]]:
     """Those that are not finite, with their names."""
     if all_finite(statistics):
@@ -427,7 +514,7 @@ def bad_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | Non
         (f"gradients.{names.tensor(param) or number}", gradient)
         for number, (param, gradient) in enumerate(pairs)
     ]
-    return BadValues(named, optimizer, did="the update was vetoed")
+    return BadValues(named, optimizer, did="the update was not applied")
 
 
 def bad_parameters(optimizer: Optimizer) -> BadValues:
@@ -437,14 +524,14 @@ def bad_parameters(optimizer: Optimizer) -> BadValues:
         (f"parameters.{names.tensor(param) or number}", param)
         for number, param in enumerate(params_of(optimizer))
     ]
-    did = "the weights had taken the bad values already"
+    did = "the bad values are already in the weights"
     return BadValues(named, optimizer, did=did, is_after_update=True)
 
 
 def bad_running_statistics(bad: list[Named], optimizer: Optimizer | None) -> BadValues:
     """Running statistics that have gone bad, though the weights may be fine."""
     named = [(f"buffers.{name}", tensor) for name, tensor in bad]
-    did = "the running statistics had taken the bad values already"
+    did = "the bad values are already in the running statistics"
     return BadValues(named, optimizer, did=did, is_after_update=True)
 
 
@@ -478,7 +565,7 @@ def explain_incident(
 
     tensors = [tensor for _, tensor in finding.named]
     found = tracing.origin(tensors, folder=settings.folder, of=finding.optimizer)
-    origin = found[0] if found else origin_from_graph(tensors)
+    origin = found[0] if found else evidence.origin_at_start(finding) or origin_from_graph(tensors)
     if origin is None:
         return incident
     noticed = incident.step
@@ -492,6 +579,7 @@ def explain_incident(
     phase: Phase = "distributed" if is_given else origin.phase
     origin = dataclasses.replace(origin, facts=facts, phase=phase)
     context = evidence.context(finding.optimizer, step=born)
+    context = dataclasses.replace(context, loads_at=line_that_loads(settings.folder))
     done = "" if incident.outcome is None else incident.outcome.strategy
     is_undone = settings.is_undone or done == "recover"
     diagnosis = diagnose(origin, dataclasses.replace(context, is_undone=is_undone))
@@ -504,6 +592,8 @@ def in_short(incident: Incident) -> str:
     cause = "" if incident.diagnosis is None else incident.diagnosis.cause
     origin = incident.origin
     at = f"{origin.file}:{origin.line}" if origin is not None and origin.file else ""
+    inner = library_line(origin)
+    at += f", in {inner}" if inner else ""
     known = " at ".join(filter(None, (cause, at)))
     return f"{where} is not finite{on_rank(incident)}" + (f" ({known})" if known else "")
 

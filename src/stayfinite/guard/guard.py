@@ -5,6 +5,7 @@ It watches every backward pass and every update, until a bad value becomes an in
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import itertools
@@ -15,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stayfinite.causes import cause_of
 from stayfinite.detect.finite import all_finite, classify, finite_number, nonfinite
 from stayfinite.detect.hooks import (
     Attachment,
@@ -57,27 +59,30 @@ from stayfinite.guard.evidence import (
     in_short,
     incident_of,
 )
-from stayfinite.guard.job import Job
+from stayfinite.guard.job import COMPUTED_AGAIN, Job
 from stayfinite.guard.ranks import RankGroups, Ranks, is_inferring_shapes, note_lost_peer
 from stayfinite.guard.step import GuardedStep
 from stayfinite.living import Names, leaves_of
 from stayfinite.locate.clock import Tracing
-from stayfinite.locate.source import USER, kind_of
+from stayfinite.locate.samples import failed_delivery
+from stayfinite.locate.source import USER, Place, is_installed, kind_of, resolve
 from stayfinite.nested import Named, named_tensors
 from stayfinite.records import Aftermath, Forecast, Incident, NaNType, Origin, Outcome
 from stayfinite.recover.advice import Recovery
 from stayfinite.recover.manager import NaNRecoveryManager
-from stayfinite.replay.loop import loops_around, variables_of
+from stayfinite.replay.loop import loops_around, question_at, variables_of
 from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
+from stayfinite.syntax import is_call
+from stayfinite.text import in_words
 from stayfinite.training import Pairs, pairs_of, params_of
 
 # What only a bad step needs is imported there: a healthy run starts without it.
 if TYPE_CHECKING:
     from stayfinite.capsule.make import Redact
     from stayfinite.guard.capsule_step import Call, KeptStep
-    from stayfinite.guard.loop_replay import LoopReplay
+    from stayfinite.guard.loop_replay import ComputedStep, LoopReplay
     from stayfinite.guard.replay import Replay
     from stayfinite.prevent.forecast.forecaster import Forecaster
     from stayfinite.report.html.notebook import GuardReport
@@ -93,7 +98,7 @@ Result = TypeVar("Result")
 class Guard(StepListener):
     """Watches training, and with on_nan="recover" answers a bad step as its jobs say.
 
-    In a loop that is not ours a bad update is vetoed; `step` can also run it again, exactly.
+    In a loop that is not ours a bad update is not applied; `step` can also run it again, exactly.
 
     >>> Guard(GuardSettings(on_nan="warn")).incidents
     []
@@ -124,12 +129,18 @@ class Guard(StepListener):
         self._loop_replay: LoopReplay | None = None
         self._update_frame: FrameType | None = None  # while its weights are looked at
         self._passes = -1  # backward passes when the last batch was delivered
+        self._judged: set[int] = set()  # nodes behind the bad loss of the last backward pass
         self._pending: Incident | None = None  # of a bad loss that was read, and may be left out
 
     @property
     def incidents(self) -> list[Incident]:
         """What was found, oldest first."""
         return self.past.incidents
+
+    @property
+    def quarantine(self) -> dict[str, list[Any]]:
+        """The samples that are not read again: their indices, by the class of their dataset."""
+        return self.past.quarantine
 
     @property
     def forecasts(self) -> list[Forecast]:
@@ -204,12 +215,12 @@ class Guard(StepListener):
             self.jobs.pop(next(iter(self.jobs))).close()
 
     def replay_with(self, replay: Replay, *, only: Job | None = None) -> None:
-        """Find the operation of a bad step, or one of `only`, by running it anew."""
+        """Find the operation of a bad step, or one of `only`, by running it again."""
         owner = self if only is None else only
         owner.replay = replay
 
     def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
-        """`fn(batch)`, or None when its update was bad and left out.
+        """`fn(batch)`, or None when its update was bad and skipped.
 
         `fn` does what a loop does for one batch, all updates included; with accumulation some
         calls update. It may be called again with the same batch, so what it needs must be in
@@ -229,8 +240,10 @@ class Guard(StepListener):
                 self._check_parameters([job.parts.optimizer], everything=True)
                 job.begin()
 
-    def _entered(self, frame: FrameType) -> None:
+    def _entered(self, frame: FrameType, module: nn.Module) -> None:
         """The first module is called, or the first since there is another optimizer."""
+        with self.past.aside:
+            self.past.evidence.note_start(module)
         with self.past.aside:
             self.past.rank_groups.look_around()
             for job in self.jobs.values():
@@ -278,6 +291,7 @@ class Guard(StepListener):
         """The script reads a number that is not finite; if it is a loss, it may leave it out."""
         is_loss = tensor.grad_fn is not None and torch.is_grad_enabled()
         is_loss = is_loss and kind_of(frame.f_code) == USER  # not what torch and we read
+        is_loss = is_loss and not self._was_judged(tensor)
         if not is_loss or is_muted(self) or self._pending is not None or self.past.stopped:
             return
         with self.past.aside:
@@ -303,7 +317,10 @@ class Guard(StepListener):
         if is_muted(self) or self.past.stopped or not torch.is_grad_enabled():
             return
         for each in itertools.islice(user_frames(frame), 3):
-            if newest.line_in(each) is not None and (bad := bad_losses_in(each)):
+            if newest.line_in(each) is None:
+                continue
+            # A loader that reads ahead delivers before the loss of the batch before is gone.
+            if bad := [pair for pair in bad_losses_in(each) if not self._was_judged(pair[1])]:
                 finding = BadValues(bad, did="the script did not train on this loss")
                 self.tell(finding, strategy="script")
                 return
@@ -312,6 +329,10 @@ class Guard(StepListener):
         elif statistics := bad_statistics(evidence.statistics()):
             found = bad_running_statistics(statistics, evidence.at_work())
             self._harmed(dataclasses.replace(found, is_in_turn=True))
+
+    def _was_judged(self, loss: Tensor) -> bool:
+        """Whether the last bad backward pass began from this loss, or from a multiple of it."""
+        return not numbers_behind(loss, most=1).isdisjoint(self._judged)
 
     def _with_harm(self, finding: BadValues) -> BadValues:
         """A bad loss; or the weights, if the last update of an optimizer has made them bad."""
@@ -427,6 +448,7 @@ class Guard(StepListener):
             is_last_loss_bad=bool(past.losses.is_last_bad),  # host sync
             bad_at_end=tuple(past.last_look.bad),
             unseen=past.last_look.unseen,
+            has_failed=past.aside.has_failed,
         )
 
     def after_fork(self) -> None:
@@ -444,12 +466,32 @@ class Guard(StepListener):
         if past.incidents or self._attachment is None or not is_own:
             return
         with past.aside:
+            did = f"the script ended itself with {type(error).__name__}"
             bad = bad_values_of(error)
-            if bad and (not past.tracing.is_on or past.tracing.was_computed(bad[0][1])):
+            if (read := self._sample_of(error, bad, did)) is not None:
                 past.crashed = True
-                did = f"the script ended itself with {type(error).__name__}"
+                self.record(read)
+            elif bad and (not past.tracing.is_on or past.tracing.was_computed(bad[0][1])):
+                past.crashed = True
                 finding = self._with_harm(BadValues(bad, did=did, error=error))
                 self.tell(finding, strategy="none")
+
+    def _sample_of(self, error: BaseException, bad: list[Named], did: str) -> Incident | None:
+        """The incident of an error in the reading of a batch, by a sample that is read again."""
+        delivery = failed_delivery(error) if bad or _TELLING.search(str(error)) else None
+        if delivery is None or not self.notes_moments or world_size() > 1:
+            return None
+        from stayfinite.guard.sample_replay import sample_again
+
+        outer = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        incident = incident_of(BadValues(bad, did=did), self.past.evidence, strategy="none")
+        before = self.past.moments.newest
+        found = sample_again(self, incident, delivery, (), before, outer[0])
+        if found is None or found.incident.diagnosis is None:
+            return None
+        why = found.incident.diagnosis
+        why = dataclasses.replace(why, evidence=(*why.evidence, found.said))
+        return dataclasses.replace(found.incident, diagnosis=why)
 
     def judge_every_backward(self) -> None:
         """Look at all gradients after each backward pass, not only those an optimizer gets."""
@@ -507,6 +549,8 @@ class Guard(StepListener):
                 if not all_finite(gradient for _, gradient in gradients):
                     self.answer.notice(bad_gradients(gradients, None))
         self.past.evidence.backward_passes += 1
+        if self.past.on_pass is not None and not self.past.evidence.has_stepped:
+            self.past.on_pass(self.past.evidence)
         if self.notes_moments and self.past.moments.counts_pass():
             with self.past.aside:
                 self.past.moments.passed(sys._getframe(1), self.past.evidence.trained)
@@ -514,6 +558,7 @@ class Guard(StepListener):
     def _judge_loss(self, root: Tensor) -> None:
         past = self.past
         if self.looks_at_loss and (bad := past.losses.bad_one(root)) is not None:
+            self._judged = numbers_behind(root)
             passes = past.evidence.passes
             if not passes.bad:
                 passes.loss_before = past.evidence.loss
@@ -595,7 +640,7 @@ class Guard(StepListener):
         return torch.tensor(not word.is_fine)
 
     def refused(self, optimizer: Optimizer, gradients: Pairs, *, late: bool) -> bool:
-        """A bad update is at hand: make it an incident; true vetoes it."""
+        """A bad update is at hand: make it an incident; true: it is not applied."""
         with self.past.aside:
             ranks = self.past.rank_groups.of(optimizer)
             if ranks is not None:
@@ -659,9 +704,9 @@ class Guard(StepListener):
         )
         for forecast in told:
             self.foretell(forecast if job is None else job.precaution.answered(forecast))
-        if job is not None:
-            is_rising = forecaster.is_rising(optimizer)
-            later = job.precaution.stepped(evidence.count(optimizer), is_rising=is_rising)
+        if job is not None and job.precaution.is_at_work:
+            room = forecaster.room(optimizer)
+            later = job.precaution.stepped(evidence.count(optimizer), room=room)
             if later is not None:
                 self.foretell(later)
 
@@ -802,7 +847,40 @@ class Guard(StepListener):
             found = explain_incident(incident, finding, past.evidence, past.tracing, self.settings)
             if located is not None:  # it was finite this time
                 found = dataclasses.replace(found, diagnosis=located.diagnosis)
+            if finding.error is not None and (found.origin is None or found.origin.file is None):
+                found = self._at_error(found, finding.error)
             return found
+        return incident
+
+    def _at_error(self, incident: Incident, error: BaseException) -> Incident:
+        """The incident at the line of the user's own through which the error has come last."""
+        entries: list[TracebackType] = []
+        entry = error.__traceback__
+        while entry is not None:
+            entries.insert(0, entry)
+            entry = entry.tb_next
+        users = [each for each in entries if kind_of(each.tb_frame.f_code) == USER]
+        own = [each for each in users if not is_installed(each.tb_frame.f_code.co_filename)]
+        for each in (own or users)[:1]:
+            place = Place(each.tb_frame.f_code, each.tb_lasti, each.tb_lineno)
+            span = resolve(place, folder=self.settings.folder)._asdict()
+            span.pop("expression")
+            before = Origin(phase="forward") if incident.origin is None else incident.origin
+            origin = dataclasses.replace(before, exact=False, **span)
+            return dataclasses.replace(incident, origin=origin)
+        return incident
+
+    def as_before(self, incident: Incident) -> Incident:
+        """One that was not run again as the last in which the same values went bad, if any was."""
+        cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
+        if cause != "unknown" or (incident.origin is not None and incident.origin.file is not None):
+            return incident
+        from stayfinite.explain.experiments import alike
+
+        bare = dataclasses.replace(incident, origin=None, diagnosis=None)
+        for known in reversed(self.past.incidents):
+            if (taken := alike(bare, known, known)) is not bare:
+                return taken
         return incident
 
     def with_place(self, finding: BadValues) -> BadValues:
@@ -818,13 +896,18 @@ class Guard(StepListener):
             return dataclasses.replace(finding, located=located)
         return finding
 
+    @property
+    def _can_run_loop_again(self) -> bool:
+        """Whether it is the loop's body that is run again, and not a step that is ours to call."""
+        is_ours = self.own_step is not None or self.replay is not None
+        is_ours = is_ours or any(job.replay is not None for job in self.jobs.values())
+        return self.notes_moments and not self.past.tracing.is_on and not is_ours
+
     def _run_again(
         self, incident: Incident, finding: BadValues, frame: FrameType | None
     ) -> Incident | None:
         """The incident as it shows when the running loop's body is run again; None if not."""
-        is_ours = self.own_step is not None or self.replay is not None
-        is_ours = is_ours or any(job.replay is not None for job in self.jobs.values())
-        if not self.notes_moments or self.past.tracing.is_on or is_ours:
+        if not self._can_run_loop_again:
             return None
         optimizer, groups = finding.optimizer, self.past.rank_groups
         ranks = None if optimizer is None else groups.of(optimizer)
@@ -848,6 +931,43 @@ class Guard(StepListener):
         standing = standing_at(frame) if error is None else standing_in(error)
         return self._loop_replay.locate(incident, finding, standing)
 
+    def computed_again(self, job: Job, incident: Incident, gradients: Pairs) -> ComputedStep | None:
+        """A step that was finite when it was run again, to be put in the place of the bad one.
+
+        None where that cannot be; all ranks must ask together.
+        """
+        from stayfinite.guard.replay import is_passing
+
+        ranks, replay = job.ranks, self._loop_replay
+        if job.any_rank(not is_passing(incident)) or (ranks is not None and ranks.may_miss_some()):
+            return None
+        computed = None
+        if replay is not None:
+            computed, replay.computed = replay.computed, None
+        if ranks is not None and ranks.is_replicated:
+            computed = self._computed_by_all(job, incident, gradients, ranks)
+        moments = self.past.moments
+        fits = computed is not None and computed.fits(
+            gradients,
+            passes=moments.passes_since_update,
+            had_gradients=any(moments.has_gradients.values()),
+        )
+        return None if job.any_rank(not fits) else computed
+
+    def _computed_by_all(
+        self, job: Job, incident: Incident, gradients: Pairs, ranks: Ranks
+    ) -> ComputedStep | None:
+        """The step of replicas, of which one has run it again by itself so far."""
+        from stayfinite.guard.loop_replay import LoopReplay, standing_at
+
+        if job.any_rank(not self._can_run_loop_again):
+            return None
+        if self._loop_replay is None:
+            self._loop_replay = LoopReplay(self, self.past.moments)
+        finding = bad_gradients(gradients, job.parts.optimizer)
+        standing = standing_at(sys._getframe(1))
+        return self._loop_replay.compute_together(incident, finding, standing, ranks)
+
     def tell(self, finding: BadValues, *, strategy: str) -> Incident | None:
         """Make an incident of bad values and record it; None if there are very many already."""
         self.past.evidence.saw_bad = True
@@ -864,7 +984,7 @@ class Guard(StepListener):
         return self.record(self.shared(incident, finding.optimizer))
 
     def record(self, incident: Incident) -> Incident:
-        """Keep it, and tell whoever listens."""
+        """Keep it, and notify the sinks."""
         past = self.past
         if self.describe is not None:
             incident = self.describe(incident)
@@ -876,7 +996,7 @@ class Guard(StepListener):
         return incident
 
     def foretell(self, forecast: Forecast) -> None:
-        """Keep a forecast or a spike, and tell whoever listens."""
+        """Keep a forecast or a spike, and notify the sinks."""
         past = self.past
         past.forecasts.append(forecast)
         if past.on_forecast is not None:
@@ -884,7 +1004,11 @@ class Guard(StepListener):
 
     def conclude(self, job: Job, incident: Incident, recovery: Recovery) -> None:
         """Record the incident with what was done; raise if that was to give up."""
-        outcome = Outcome(strategy=recovery.strategy.value, detail=recovery.detail)
+        detail = recovery.detail
+        if job.config.quarantine and recovery.succeeded:
+            with self.past.aside:
+                detail = "; ".join(filter(None, (detail, self._set_aside(incident))))
+        outcome = Outcome(strategy=recovery.strategy.value, detail=detail)
         incident = dataclasses.replace(incident, outcome=outcome)
         self.record(incident)
         if not recovery.succeeded:
@@ -894,6 +1018,31 @@ class Guard(StepListener):
                 f"Training aborted due to NaN at step {incident.step}: {what}; {recovery.detail}",
                 incident=incident,
             )
+
+    def _set_aside(self, incident: Incident) -> str:
+        """Take the bad samples out of the batches to come, where they are known; says which.
+
+        One that is bad itself at once, one that met a singular value when it does so again.
+        """
+        origin = incident.origin
+        cause = None if incident.diagnosis is None else incident.diagnosis.cause
+        if origin is None or incident.rank not in (rank(), -1):
+            return ""
+        if cause_of(cause).sort != "sample":
+            return ""
+        past, is_data = self.past, cause_of(cause).kind == "data"
+        samples, dataset = guilty_samples(origin, is_data=is_data)
+        if is_data and not samples:  # it was not run again
+            samples, dataset = past.tracing.deliveries.bad_samples()
+        chosen = [each for each in samples if is_data or (dataset, each) in past.suspects]
+        past.suspects.update((dataset, each) for each in samples)
+        if not chosen or not past.tracing.deliveries.set_aside(chosen, dataset):
+            return ""
+        known = self.quarantine.setdefault(dataset, [])
+        known += [each for each in chosen if each not in known]
+        noun = "sample" if len(chosen) == 1 else "samples"
+        are = "is" if len(chosen) == 1 else "are"
+        return f"{noun} {in_words(list(map(str, chosen)))} of {dataset} {are} not read again"
 
     def arm_at(self) -> int:
         """The tick from which a second run has to be traced: two steps before the incident."""
@@ -923,7 +1072,7 @@ class Guard(StepListener):
                 tracing.switch_off()
 
     def keep_operations(self) -> None:
-        """Keep what the guilty operation was given, in steps that are traced from now on."""
+        """Keep what the bad operation was given, in steps that are traced from now on."""
         self.past.tracing.keeps = True
 
     def keep_step(self, job: Job, calls: list[Call], *, step: int) -> None:
@@ -950,7 +1099,7 @@ class Guard(StepListener):
     ) -> Path:
         """Write the last bad step that `step` ran into one file, which `stayfinite replay` runs.
 
-        It has the state before the step, the generators, the guilty operation, versions, and your
+        It has the state before the step, the generators, the bad operation, versions, and your
         own source files. `with_batch` adds the batch, as `redact(batch)` gives it; without it
         only statistics of what was computed from data are in the file. Nothing is pickled.
         """
@@ -988,6 +1137,20 @@ def with_announcement(incident: Incident, forecasts: Sequence[Forecast]) -> Inci
     return incident
 
 
+def guilty_samples(origin: Origin, *, is_data: bool) -> tuple[list[Any], str]:
+    """The indices of the samples whose rows are bad, with the class of their dataset.
+
+    None where every row of a larger batch is bad, which is not the doing of samples, or where they
+    are more than are kept.
+    """
+    facts = origin.facts.get("samples") or {}
+    samples, rows, size = facts.get("samples"), facts.get("row_count"), facts.get("size")
+    if not samples or not rows or not size or len(samples) != rows:
+        return [], ""
+    is_some = rows < size or (is_data and size == 1)
+    return (list(samples), facts.get("dataset", "")) if is_some else ([], "")
+
+
 def _number(loss: Any) -> float | None:
     """A loss that may still be on a device; None if there is none, or it is not finite."""
     if loss is None:
@@ -1004,15 +1167,18 @@ class GuardPast:
         *,
         on_incident: Callable[[Incident], None] | None = None,
         on_step: StepSeen | None = None,  # told of each attempted update
+        on_pass: Callable[[Evidence], None] | None = None,  # of each backward pass before any
         on_begin: Callable[[], None] | None = None,  # of the first backward pass
         on_bad_loss: Callable[[Tensor], None] | None = None,
         on_located: Callable[[Incident], None] | None = None,  # before anything is proven
         on_forecast: Callable[[Forecast], None] | None = None,
     ) -> None:
         self.on_incident, self.on_begin, self.on_bad_loss = on_incident, on_begin, on_bad_loss
-        self.on_located, self.on_forecast = on_located, on_forecast
+        self.on_located, self.on_forecast, self.on_pass = on_located, on_forecast, on_pass
         self.incidents: list[Incident] = []
         self.forecasts: list[Forecast] = []
+        self.quarantine: dict[str, list[Any]] = {}
+        self.suspects: set[tuple[str, Any]] = set()  # samples that met a singular value
         self.forecaster: Forecaster | None = None
         self.scaler_skips = 0
         self.stopped = self.crashed = False
@@ -1031,9 +1197,11 @@ class GuardPast:
         self.later_traces = LaterTraces(self.tracing)
 
     def has_trained(self) -> bool:
-        """Whether what was finite in the last bad step was used all the same."""
+        """Whether the last bad step was used all the same: what was finite in it, or a new try."""
         outcome = self.incidents[-1].outcome if self.incidents else None
-        return outcome is not None and outcome.strategy == "clip"
+        return outcome is not None and (
+            outcome.strategy == "clip" or outcome.detail == COMPUTED_AGAIN
+        )
 
 
 class LaterTraces:
@@ -1148,7 +1316,7 @@ class LastLook:
         if bad := [leaf for leaf in by_hand if not all_finite([leaf])]:
             names = Names()
             named = [(f"parameters.{names.tensor(t) or number}", t) for number, t in enumerate(bad)]
-            yield BadValues(named, did="the weights had taken the bad values already")
+            yield BadValues(named, did="the bad values are already in the weights")
         if statistics := bad_statistics(evidence.statistics()):
             yield bad_running_statistics(statistics, evidence.at_work())
 
@@ -1173,9 +1341,11 @@ class LastLook:
 # What torch and careful scripts say when they meet one.
 _TELLING = re.compile(
     r"\bnan\b|\binf(inite|inity)?\b|non-?finite|not finite|invalid values|within the support"
-    r"|positive-?definite|singular|converge|probability tensor",
+    r"|positive-?definite|singular|converge|diverg|probability tensor|(under|over)flow",
     re.IGNORECASE,
 )
+_ASKS = re.compile(r"is_?nan|is_?inf|is_?finite|\bnan\b", re.IGNORECASE)
+_ABOUT_SHAPE = ("shape", "dtype", "device", "ndim", "dim", "size", "numel", "requires_grad")
 _FRAMES = 8
 _MOST = 500
 
@@ -1184,19 +1354,26 @@ def bad_values_of(error: BaseException) -> list[Named]:
     """NaN tensors in the variables around the error, innermost frame first; mostly none.
 
     A loss, which is a number with a graph, counts whatever the message says. Else only where that
-    speaks of one, or where the script left by sys.exit() with a NaN number at hand: an ordinary
-    bug beside NaN-padded data is no incident.
+    speaks of one, where the `assert` or `if` before the error asks about one, or where the script
+    left by sys.exit() with a NaN number at hand: an ordinary bug beside NaN-padded data is no
+    incident.
     """
     left = isinstance(error, SystemExit)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    stack = [each for each in traceback.walk_tb(error.__traceback__) if not _is_ours(each[0])][::-1]
     if left:  # trackers put a function of theirs in the place of sys.exit
-        frames = [frame for frame in frames if frame.f_code.co_name != "exit"]
+        stack = [(frame, line) for frame, line in stack if frame.f_code.co_name != "exit"]
+    frames = [frame for frame, _ in stack]
     for frame in frames[:_FRAMES]:
         if losses := bad_losses_in(frame):
             return losses
-    if not left and not _TELLING.search(str(error)):
+    asked = question_at(frames[0].f_code, stack[0][1]) if stack else None
+    asks = asked is not None and _ASKS.search(ast.unparse(asked)) is not None
+    if asked is not None and (found := _bad_in_question(asked, frames[0], is_any=asks)):
+        return found
+    is_telling = asks or (not left and _TELLING.search(str(error)) is not None)
+    if not left and not is_telling:
         return []
-    for frame in frames[: 1 if left else _FRAMES]:
+    for frame in frames[: _FRAMES if is_telling else 1]:
         held = itertools.chain.from_iterable(
             itertools.starmap(_inside, variables_of(frame).items())
         )
@@ -1205,10 +1382,47 @@ def bad_values_of(error: BaseException) -> list[Named]:
             for name, value in itertools.islice(held, _MOST)
             if isinstance(value, Tensor) and classify(value) is NaNType.NAN
         ]
-        found = [pair for pair in found if pair[1].numel() == 1] if left else found
+        found = found if is_telling else [pair for pair in found if pair[1].numel() == 1]
         if found:
             return found
     return []
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether it is a frame of a replay, which holds what was bad before."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "stayfinite"
+
+
+def _bad_in_question(asked: ast.expr, frame: FrameType, *, is_any: bool) -> list[Named]:
+    """The variables that the question is about which are NaN, or with `is_any` not finite."""
+    variables, waiting, names = variables_of(frame), [asked], dict[str, None]()
+    while waiting:  # what asks for a shape asks for no values
+        node = waiting.pop()
+        is_about_shape = isinstance(node, ast.Attribute) and node.attr in _ABOUT_SHAPE
+        if is_about_shape or is_call(node, "len", "isinstance", "type", "is_tensor", "hasattr"):
+            continue
+        if isinstance(node, ast.Name):
+            names[node.id] = None
+        waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+    held = [(name, variables[name]) for name in names if isinstance(variables.get(name), Tensor)]
+    if is_any:
+        return [(name, value) for name, value in held if not all_finite([value])]
+    return [(name, value) for name, value in held if classify(value) is NaNType.NAN]
+
+
+def numbers_behind(loss: Tensor, *, most: int = 32) -> set[int]:
+    """The numbers of the nodes that made it, the nearest first: what it was scaled or summed from.
+
+    Private: torch numbers nodes in the order in which they are made, and tells it nowhere else.
+    """
+    found: set[int] = set()
+    waiting = [loss.grad_fn]
+    while waiting and len(found) < most:
+        node = waiting.pop(0)
+        if node is not None:
+            found.add(node._sequence_nr())
+            waiting += [each for each, _ in node.next_functions]
+    return found
 
 
 def bad_losses_in(frame: FrameType) -> list[Named]:

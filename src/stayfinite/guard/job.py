@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _LARGE = 1 << 20  # elements of a model whose parameters are looked at in turns
 _FOLLOWING = ("param_groups", "scheduler", "scaler", "ema")  # what a loop updates after its step
 
+COMPUTED_AGAIN = "the step was computed again"  # what an outcome says of a transient fault
+
 
 class Job:
     """Marks where a step begins, takes snapshots now and then, and brings both back.
@@ -62,6 +64,7 @@ class Job:
         self.ring = SnapshotRing(self.state, slots=config.snapshot_slots)
         self.good_steps = 0
         self.was_good = True  # the last update that was attempted
+        self.repeats_steps = False  # a bad one is run again from its beginning
         self.precaution = Precaution(self)
         self.seen: dict[str, Any] = {}  # of the step that ends, for recommendations
         self._handles: list[RemovableHandle] = []
@@ -130,7 +133,7 @@ class Job:
                 self._unconfirmed = self.good_steps
             except NonFiniteError:
                 is_sound = False
-        self._mark = self.state.mark()
+        self._mark = self.state.mark(exact=self.repeats_steps)
         return is_sound
 
     def confirm_snapshot(self, *, is_good: bool) -> None:
@@ -165,7 +168,7 @@ class Job:
     def mark_again(self) -> None:
         """What was changed on purpose since the beginning is to stay."""
         if self._mark is not None:
-            self._mark = self.state.mark()
+            self._mark = self.state.mark(exact=self.repeats_steps)
 
     def end(self, *, is_good: bool, is_new: bool = True) -> None:
         """The update of this step was attempted; it is not new when it was counted before."""

@@ -48,8 +48,8 @@ from stayfinite.guard.evidence import (
     explain_incident,
 )
 from stayfinite.guard.ranks import Ranks, lost_peer
-from stayfinite.living import Names, living, one_look
-from stayfinite.locate.source import call_at, relative
+from stayfinite.living import Names, has_compiled_module, living, one_look
+from stayfinite.locate.source import call_at, is_installed, relative
 from stayfinite.nested import named_tensors
 from stayfinite.records import Incident
 from stayfinite.replay.loop import (
@@ -66,7 +66,8 @@ from stayfinite.replay.loop import (
 from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
 from stayfinite.replay.target import replaced_in, taken_in, values_at_start
-from stayfinite.snapshot import Snapshot
+from stayfinite.snapshot import Mark, Snapshot
+from stayfinite.snapshot.copies import same
 from stayfinite.snapshot.walk import WEIGHTS
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of, put_gradients
 
@@ -155,6 +156,41 @@ class Turn:
         return values
 
 
+@dataclass(frozen=True)
+class ComputedStep:
+    """A step that was finite when it was run again, as it stood just before its update."""
+
+    params: Sequence[Tensor]
+    gradients: Sequence[Tensor]  # copies, of the local shards of DTensors
+    state: Mark  # buffers and generators, say
+    passes: int  # backward passes in it
+
+    def fits(self, pairs: Pairs, *, passes: int, had_gradients: bool) -> bool:
+        """Whether it can take the place of a step with these gradients and so many passes.
+
+        What it gave is not that step's where gradients were there before it, of unknown values.
+        """
+        from stayfinite.guard.replay import same_values
+
+        params = [param for param, _ in pairs]
+        if passes != self.passes or not same(params, self.params):
+            return False
+        first = [local(gradient) for _, gradient in pairs]
+        kinds = [(each.shape, each.dtype, each.layout) for each in first]
+        if kinds != [(each.shape, each.dtype, torch.strided) for each in self.gradients]:
+            return False
+        is_same = same_values(first, [*self.gradients])
+        return not had_gradients if is_same is None else is_same
+
+    @torch.no_grad()
+    def put(self, pairs: Pairs) -> None:
+        """Put it in the place of the step with these gradients, whose update comes now."""
+        self.state.restore()
+        put_gradients(pairs)
+        for (_, gradient), again in zip(pairs, self.gradients, strict=True):
+            local(gradient).copy_(again)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
     """What came of one run: the incident, if it went bad, and whether it was the same step."""
@@ -165,6 +201,7 @@ class Replayed:
     loss: float | None = None  # of its last backward pass, if that was finite
     came_to_end: bool = False
     gradients: Mapping[str, Tensor] | None = None  # copies, if it came to its update and was finite
+    computed: ComputedStep | None = None  # if it is then the whole step that the update is for
     error: BaseException | None = None  # with which it ended, if that came out of the user's code
     is_over: bool = False  # it came to its end, or to where it was bad
     has_passed: bool = False  # there was a backward pass in it
@@ -195,6 +232,7 @@ class LoopReplay:
         self._left = _MOST_TIMES
         self._tried: set[object] = set()  # places for which changes and experiments were made
         self.reasons: list[str] = []  # why the last search found nothing
+        self.computed: ComputedStep | None = None  # the last step, if it was finite this time
 
     @one_look()
     def locate(
@@ -204,7 +242,7 @@ class LoopReplay:
 
         `standing` are the user's frames with their lines, innermost first.
         """
-        self.reasons = []
+        self.reasons, self.computed = [], None
         if not self._left:
             return None
         self._left -= 1
@@ -214,7 +252,8 @@ class LoopReplay:
         for turn, found in self._replays(incident, finding, standing, until=until):
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
-                if found.gradients is not None and finite is None:
+                is_whole = found.gradients is not None or (found.came_to_end and found.has_passed)
+                if is_whole and finite is None:
                     finite = turn, found
                 continue
             # What was there before the turn may have been made in a turn further out.
@@ -232,8 +271,16 @@ class LoopReplay:
             once_more = self.run(turn, incident, finding, standing)
             return self._with_passing_fault(incident, finding, turn, found, once_more)
         if best is None or best[1].incident is None:
+            if time.monotonic() >= until:
+                logger.warning(
+                    "the bad step was run again to find its line, but %g s were too short for that",
+                    _MOST_SECONDS,
+                )
             return None
         its_turn, found = best
+        if finding.error is not None and _is_nobodys(best[1].incident, its_turn):
+            self.reasons.append(f"line {its_turn.loop.line}: the value was there before")
+            return None
         if (ended := self._end_of_turn_before(its_turn, best[1].incident, standing)) is not None:
             return ended
         if (read := self._sample_again(its_turn, best[1].incident)) is not None:
@@ -260,10 +307,12 @@ class LoopReplay:
         is_together: bool = False,
     ) -> Incident | None:
         """The incident of a step that was finite when it was run again; None if nothing is sure."""
-        if again.gradients is None or once_more.gradients is None:
-            return None
-        from stayfinite.guard.replay import passing_fault
+        from stayfinite.guard.replay import FINITE_IN_EAGER, NOT_REPEATABLE, passing_fault
 
+        if again.gradients is None or once_more.gradients is None:
+            is_repeated = again.loss is not None and again.loss == once_more.loss
+            is_compiled = is_repeated and has_compiled_module()
+            return dataclasses.replace(incident, diagnosis=FINITE_IN_EAGER) if is_compiled else None
         # One that runs apart has its own gradients; those that were noticed are of all ranks.
         is_apart = incident.world > 1 and not is_together
         named = [] if is_apart else [(n, t) for n, t in finding.named if n in again.gradients]
@@ -274,13 +323,47 @@ class LoopReplay:
             [again.gradients[name] for name in names],
             [once_more.gradients[name] for name in names],
         )
+        if not is_apart and fault is not NOT_REPEATABLE:
+            self.computed = once_more.computed
+        evidence = self._guard.evidence
+        is_same_loss = evidence.bad_loss is None and again.loss == evidence.loss is not None
+        if fault is not None and fault.confidence == "possible" and is_same_loss:
+            said = "its loss came out the same, bit for bit"
+            fault = dataclasses.replace(
+                fault, confidence="likely", evidence=(*fault.evidence, said)
+            )
         is_sure = fault is not None and (fault.confidence != "possible" or turn.batch is not GONE)
         if fault is None or not is_sure:
             return None
         return _with_evidence(
             dataclasses.replace(incident, diagnosis=fault),
-            f"The loop at {self._where(turn)} was run again twice from the beginning of this step.",
+            f"This step was run again twice from its beginning (the loop at {self._where(turn)}).",
         )
+
+    @one_look()
+    def compute_together(
+        self,
+        incident: Incident,
+        finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
+        ranks: Ranks,
+    ) -> ComputedStep | None:
+        """The step of replicas as all compute it once more; each must come here.
+
+        Each runs it by itself first: who gave up in the midst of the others would end the run.
+        """
+        before, found = self._left, Replayed()
+        turn: Turn | None = None
+        for turn in self._turns(standing):
+            found = self.run(turn, incident, finding, standing)
+            if found.incident is not None or found.computed is not None:
+                break
+        self._left = before
+        if ranks.agree(turn is None or found.computed is None) or turn is None:
+            return None
+        found = self.run(turn, incident, finding, standing, ranks=ranks)
+        self._meet(ranks, found)
+        return found.computed
 
     def _update_by_hand(
         self, incident: Incident, standing: Sequence[tuple[FrameType, int]]
@@ -386,7 +469,7 @@ class LoopReplay:
 
         They run it from its beginning to its update, bad or not, so that nobody is waited for.
         """
-        self.reasons = []
+        self.reasons, self.computed = [], None
         turns = self._turns(standing) if self._left else iter(())
         for turn in (next(turns, None) for _ in range(_MOST_FUNCTIONS)):
             if ranks.agree(turn is None or not self._is_able(turn, ranks)) or turn is None:
@@ -545,7 +628,7 @@ class LoopReplay:
         if explained.origin is None or not explained.origin.exact:
             return None
         said = (
-            "The update was made once more with the same gradients, from the state that it left: "
+            "The update was repeated with the same gradients, from the state that it left: "
             "it went bad again."
         )
         return _with_evidence(dataclasses.replace(explained, step=incident.step), said)
@@ -772,8 +855,10 @@ class _Probe(StepListener):
         self._loss: float | None = None
         self._came_to_end = False
         self._error: BaseException | None = None
-        self._has_passed = False
+        self._old: list[Any] = []  # what was in the variables before
+        self._passes = 0
         self._gradients: dict[str, Tensor] | None = None
+        self._computed: ComputedStep | None = None
         # What the replay is compared with.
         self._before = [(p, p.grad) for p in _params(finding)]
         self._values = {name: (t, unwrap(t).detach().clone()) for name, t in finding.named}
@@ -796,7 +881,7 @@ class _Probe(StepListener):
             attachment.remove()
 
     def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
-        began = time.monotonic()
+        began, self._old = time.monotonic(), list(values.values())
         try:
             if self._is_together:  # nobody may leave the others alone
                 results = body.run(values)
@@ -817,9 +902,10 @@ class _Probe(StepListener):
             loss=self._loss,
             came_to_end=self._came_to_end,
             gradients=self._gradients,
+            computed=self._computed,
             error=self._error,
             is_over=self._is_ending or self._came_to_end,
-            has_passed=self._has_passed,
+            has_passed=self._passes > 0,
             took=time.monotonic() - began,
         )
 
@@ -844,7 +930,7 @@ class _Probe(StepListener):
         self._unscaled.append((results, losses))
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
-        self._has_passed = True
+        self._passes += 1
         for root in roots:
             if root.numel() == 1:
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
@@ -885,11 +971,24 @@ class _Probe(StepListener):
             self._end(self._bad_loss)
         found = bad_gradients(pairs_of(optimizer), optimizer)
         is_finite = all_finite(gradients_of(optimizer))
-        if is_finite and self._has_passed and found.named:
+        if is_finite and self._passes and found.named:
             self._gradients = {n: local(each).detach().clone() for n, each in found.named}
+            self._computed = self._as_computed(optimizer)
         # What was born here may have gone to the shard of another rank.
         if self._is_together or not is_finite:
             self._end(found)
+
+    def _as_computed(self, optimizer: Optimizer) -> ComputedStep | None:
+        """The step before its update; None where the weights are those after another one."""
+        guard, job = self._guard, self._guard.jobs.get(id(optimizer))
+        if job is None or any(each.kind == "updated" for each in self._turn.since):
+            return None
+        with guard.past.tracing.paused():
+            pairs = pairs_of(optimizer)
+            gradients = [local(gradient).detach().clone() for _, gradient in pairs]
+            # A state of its own: the marks of the job know nothing of what is put back after this.
+            state = job.parts.state().mark()
+            return ComputedStep([p for p, _ in pairs], gradients, state, self._passes)
 
     def _look_at(self, values: Mapping[str, Any]) -> None:
         """The body is over: are the variables bad in which the value was noticed?"""
@@ -905,7 +1004,8 @@ class _Probe(StepListener):
         from stayfinite.guard.guard import bad_values_of
 
         self._error = error
-        bad = bad_values_of(error)
+        # Variables that the body has not come to have the values of the first time.
+        bad = [(n, v) for n, v in bad_values_of(error) if not any(v is o for o in self._old)]
         self._reason = f"it raised {type(error).__name__}: {error}"
         with contextlib.suppress(ReplayEnded):
             if bad:
@@ -983,6 +1083,11 @@ def _is_foreign(incident: Incident | None) -> bool:
     return origin is not None and bool(origin.facts.get("foreign"))
 
 
+def _is_nobodys(incident: Incident, turn: Turn) -> bool:
+    """Whether a value was there before the turn of a library's loop: nothing was found out."""
+    return _is_foreign(incident) and is_installed(turn.loop.file)
+
+
 def _same_bits(one: Tensor, two: Tensor) -> bool:
     one, two = unwrap(one), unwrap(two)
     if one.shape != two.shape or one.dtype != two.dtype:
@@ -1006,12 +1111,12 @@ def _said(
 ) -> Incident:
     """The incident with a line on how it was found."""
     where = f"{relative(turn.loop.file, folder)}:{turn.loop.line}"
-    how = "went bad again in the same way, bit for bit" if is_same else "went bad again"
-    how = "went bad again" if incident.world > 1 else how  # gradients were those of all ranks
+    how = "gave the same bad values, bit for bit" if is_same else "was bad again"
+    how = "was bad again" if incident.world > 1 else how  # gradients were those of all ranks
     by = ""
     if incident.world > 1:
         by = " on all ranks together" if is_together else " on this rank alone"
-    said = f"The loop at {where} was run again{by} from the beginning of this step: it {how}."
+    said = f"This step was run again{by} from its beginning (the loop at {where}), and {how}."
     if not is_same:
         said += " Some values were not the same as the first time."
     return _with_evidence(incident, said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,16 @@ if TYPE_CHECKING:
     from stayfinite.guard.job import Job
 
 _AGAIN_AFTER = 4  # steps in which a trend may show that it has been broken
+_RISE = 0.5  # doublings since the last answer with which the trend goes on
 _MOST = 6  # times that the rate is lowered for one trend
-_CALM = 64  # steps without a trend before it is undone; each time that it comes back, four times
+_CALM = 128  # steps without a rise before it is undone; each time that it comes back, four times
 
 
 class Precaution:
     """Answers the forecasts of one job as its configuration says.
 
-    An answer is the forecast itself, with its `outcome`. It lasts as long as the trend.
+    An answer is the forecast itself, with its `outcome`. It lasts as long as the trend, that is, as
+    long as what was told comes nearer to its limit; then it is taken back, the last one first.
     """
 
     def __init__(self, job: Job) -> None:
@@ -42,7 +45,13 @@ class Precaution:
         self._undo: list[Callable[[], None]] = []
         self._about: Forecast | None = None
         self._times = self._step = self._risen_at = 0
+        self._room = math.inf  # the least since the last answer
         self._calm = _CALM
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether something was done that may have to be done again, or undone."""
+        return self._about is not None
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -55,9 +64,12 @@ class Precaution:
         chosen = self._job.config.on_forecast
         if chosen is None:
             return forecast
-        self._about, self._times = forecast, 0
-        self._risen_at = self._step = forecast.step
+        self._begin(forecast, times=0)
         return self._with(forecast, chosen, self._do(chosen, forecast))
+
+    def _begin(self, about: Forecast, *, times: int) -> None:
+        self._about, self._times, self._room = about, times, math.inf
+        self._risen_at = self._step = about.step
 
     def _do(self, chosen: str, forecast: Forecast) -> Done | Cannot:
         self._times += 1
@@ -66,19 +78,23 @@ class Precaution:
         if chosen == "clip":
             return self._clip()
         situation = dataclasses.replace(self._job.situation(), module=forecast.where)
-        done = act(RecoveryStrategy.RAISE_PRECISION, situation, self._job.config, Trouble())
+        # An update is made outside of autocast: only the dtype tells that there is one.
+        in_half = forecast.dtype in ("float16", "bfloat16")
+        trouble = Trouble(step=forecast.step, cause="low_precision_overflow" if in_half else None)
+        done = act(RecoveryStrategy.RAISE_PRECISION, situation, self._job.config, trouble)
         if isinstance(done, Done) and done.undo is not None:
             self._undo.append(done.undo)
         return done
 
     def _lower(self, *, is_urgent: bool) -> Done | Cannot:
         optimizer, factor = self._optimizer, self._job.config.lr_reduction_factor
-        factor = factor**3 if is_urgent else factor
+        times = 3 if is_urgent else 2
         before = max(rates_of(optimizer), default=0.0)
         if not before > 0:
             return Cannot("there is no learning rate above 0")
-        self._multiply_rates(factor)
-        self._undo.append(lambda: self._multiply_rates(1 / factor))
+        self._multiply_rates(factor**times)
+        # What was lowered at once is given back in parts, so that it is seen when it is too much.
+        self._undo += [lambda: self._multiply_rates(1 / factor)] * times
         after = max(rates_of(optimizer))
         return Done(f"the learning rate went from {before:.3g} to {after:.3g}")
 
@@ -104,8 +120,7 @@ class Precaution:
         if chosen is None or self._job.is_distributed or chosen == "skip":
             return forecast  # one rank must not do this alone; a step is skipped by `skips`
         if chosen == "lower_lr":
-            self._about, self._times = forecast, _MOST
-            self._risen_at = self._step = forecast.step
+            self._begin(forecast, times=_MOST)
             return self._with(forecast, chosen, self._lower(is_urgent=False))
         return self._with(forecast, chosen, self._job.rewind(step=forecast.step))
 
@@ -117,31 +132,38 @@ class Precaution:
         """Leave out the update of a step whose loss is a spike: without gradients nothing moves."""
         put_gradients([(param, None) for param, _ in pairs])
 
-    def stepped(self, step: int, *, is_rising: bool) -> Forecast | None:
-        """An update was made: do more while the trend goes on, and undo all when it is gone."""
+    def stepped(self, step: int, *, room: float | None) -> Forecast | None:
+        """An update was made: do more while the trend goes on, undo it when it is gone.
+
+        `room` has the doublings that are left of what was told, None after a spike.
+        """
         about = self._about
         if about is None:
             return None
-        if is_rising:
-            self._risen_at = step
-            wants_more = self._times < _MOST and self._job.config.on_forecast == "lower_lr"
-            if wants_more and step - self._step >= _AGAIN_AFTER:
-                self._step = step
-                urgent = dataclasses.replace(about, step=step, severity="critical")
-                return self._with(urgent, "lower_lr", self._do("lower_lr", urgent))
-            return None
+        if room is not None and not about.is_spike:
+            if self._room == math.inf:
+                self._room = room
+            if room < self._room - _RISE:
+                self._risen_at = step
+                wants_more = self._times < _MOST and self._job.config.on_forecast == "lower_lr"
+                if wants_more and step - self._step >= _AGAIN_AFTER:
+                    self._calm *= 1 if self._undo else 4  # it came back when all was undone
+                    self._step, self._room = step, room
+                    urgent = dataclasses.replace(about, step=step, severity="critical")
+                    return self._with(urgent, "lower_lr", self._do("lower_lr", urgent))
         if step - self._risen_at < self._calm:
             return None
         return self._finish(about, step)
 
     def _finish(self, about: Forecast, step: int) -> Forecast | None:
-        undo, self._undo, self._about = self._undo[::-1], [], None
-        self._calm *= 4
-        if not undo:
+        if not self._undo:  # it has stayed away since all was undone
+            self._about = None
             return None
-        for each in undo:
-            each()
-        outcome = Outcome(strategy="undo", detail=f"the trend is gone since step {self._risen_at}")
+        gone_since, self._risen_at = self._risen_at, step
+        self._undo.pop()()
+        self._times, self._room, is_all = 0, math.inf, not self._undo
+        what = "what was done is undone" if is_all else "the last that was done is undone"
+        outcome = Outcome(strategy="undo", detail=f"the trend is gone since step {gone_since}")
         return dataclasses.replace(
             about,
             step=step,
@@ -149,7 +171,7 @@ class Precaution:
             steps_low=None,
             steps_high=None,
             severity="info",
-            message=f"{about.where or 'training'}: the trend is gone; what was done is undone",
+            message=f"{about.where or 'training'}: the trend is gone; {what}",
             time=time.time(),
             evidence=(),
             outcome=outcome,

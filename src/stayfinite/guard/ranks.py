@@ -96,7 +96,7 @@ class Ranks:
             certainty = _HARMED
         self.had_harm, self.harm, self._sight = self.harm, None, sight
         self.had_loss, self.loss = self.loss, None
-        if self._may_miss_some():
+        if self.may_miss_some():
             self.word = Word(verdict, is_harmed)
             return self.word
         try:
@@ -107,7 +107,7 @@ class Ranks:
             raise lost_peer(error) from error
         return self.word
 
-    def _may_miss_some(self) -> bool:
+    def may_miss_some(self) -> bool:
         """Whether DDP's join() lets ranks end before the others, which then ask for nothing.
 
         Gradients are the same on those that are left, so each decides by itself.
@@ -134,14 +134,14 @@ class Ranks:
 
     def agree(self, flag: bool) -> bool:
         """Whether it is so on any rank; all must ask together."""
-        return flag if self._may_miss_some() else agree(flag, self.groups)
+        return flag if self.may_miss_some() else agree(flag, self.groups)
 
     def shared(self, incident: Incident) -> Incident:
         """The incident of the rank where it began, on every rank; its rank is -1 if nobody knows.
 
         Who is named leaves it in the store. Only if nobody was, all are asked once more.
         """
-        if self.word.is_fine or self._may_miss_some():
+        if self.word.is_fine or self.may_miss_some():
             return incident  # the others know nothing of it
         if self.word.rank < 0 and not self._told:  # one of them may have seen it since
             seen = _BEFORE_REDUCTION if _is_own(incident) else 0
@@ -156,12 +156,14 @@ class Ranks:
             try:
                 tell(topic, to_json(incident))
             except Exception:
-                logger.warning("the other ranks could not be told of an incident", exc_info=True)
+                logger.warning(
+                    "an incident could not be reported to the other ranks", exc_info=True
+                )
             return incident
         try:
             return from_json(Incident, heard(named, topic))
         except Exception:
-            logger.warning("rank %d was not heard about its incident", named, exc_info=True)
+            logger.warning("rank %d did not report its incident", named, exc_info=True)
             return dataclasses.replace(incident, rank=named)
 
     def _with_sight(self, incident: Incident) -> Incident:

@@ -28,6 +28,7 @@ from stayfinite.safely import Safely
 from stayfinite.training import params_of
 
 _EVERY = 16  # steps between two samples of the gradients
+_MOST_PASSES = 64
 _LONGEST = 1.0  # seconds that a step waits until it is handed over
 
 
@@ -45,6 +46,8 @@ class Recorder:
         self._last: float | None = None  # when the step before ended
         self._rows: list[StepRow] = []
         self._layers: weakref.WeakKeyDictionary[Optimizer, _Layers] = weakref.WeakKeyDictionary()
+        self._passes: list[StepRow] | None = []  # of backward passes; None: an optimizer steps
+        self._bad_loss: Any = None  # of the last pass that was recorded
         self._failures = Safely("stayfinite records no more steps of this run")
 
     @property
@@ -55,11 +58,34 @@ class Recorder:
 
     def stepped(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
         """An update was attempted; the evidence has what was seen in this step."""
+        self._passes = None
         if not self._failures.has_failed:
             try:
                 self._add(optimizer, evidence, skipped=skipped)
             except Exception as error:
                 self._failures.note(error)
+
+    def passed(self, evidence: Evidence) -> None:
+        """A backward pass is over, before any optimizer has stepped; there may be none."""
+        if self._passes is None or self._failures.has_failed:
+            return
+        now = time.perf_counter()
+        seconds = None if self._last is None else now - self._last
+        # Nothing but an update takes a bad loss back, so it may be one of a pass before.
+        step, is_bad = evidence.backward_passes - 1, evidence.bad_loss is not self._bad_loss
+        self._bad_loss = evidence.bad_loss
+        loss = evidence.bad_loss if is_bad else evidence.loss
+        row = StepRow(step=step, time=now - self._began, seconds=seconds, loss=loss, skipped=is_bad)
+        self._passes.append(row)
+        self._last = now
+        if len(self._passes) >= _MOST_PASSES:  # no accumulation is as long: the script updates
+            self._hand_over_passes()
+
+    def _hand_over_passes(self) -> None:
+        if self._passes:
+            self._rows += self._passes
+            self._passes = []
+            self.hand_over()
 
     def _add(self, optimizer: Optimizer, evidence: Evidence, *, skipped: bool) -> None:
         now = time.perf_counter()
@@ -108,6 +134,7 @@ class Recorder:
 
     def end(self, *, is_finite: bool) -> None:
         """Record that it ended, if there is a record at all."""
+        self._hand_over_passes()
         self.hand_over()
         if self._writer is not None:
             lasted = time.perf_counter() - self._began

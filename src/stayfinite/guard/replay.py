@@ -36,7 +36,9 @@ from stayfinite.guard.conditions import (
     multiply_scale,
     terms_of,
 )
+from stayfinite.guard.evidence import bad_gradients
 from stayfinite.guard.job import Job, finding_of
+from stayfinite.living import has_compiled_module
 from stayfinite.locate.samples import Delivery
 from stayfinite.records import Diagnosis, Incident, Origin
 from stayfinite.recover.actions import lower_rates
@@ -288,14 +290,17 @@ def values_of(pairs: Pairs) -> Values:
 
 
 def same_values(first: Values, again: Values) -> bool | None:
-    """Whether what was finite the first time is the same again, bit by bit; None if nothing was."""
+    """Whether what was finite the first time is the same again, bit by bit; None if nothing was.
+
+    Zeros do not count: clipping by an infinite norm makes them of all that is finite.
+    """
     if len(first) != len(again):
         return None
     compared = 0
     for one, two in zip(first, again, strict=True):
         if one.shape != two.shape or one.dtype != two.dtype or one.layout is not torch.strided:
             return None
-        was_finite = one.isfinite()
+        was_finite = one.isfinite() & (one != 0)
         compared += int(was_finite.sum())  # host sync
         if not torch.equal(one[was_finite], two[was_finite]):
             return False
@@ -309,6 +314,8 @@ def passing_fault(first: Values, again: Values, once_more: Values) -> Diagnosis 
     """
     if same_values(again, once_more) is False:
         return NOT_REPEATABLE
+    if has_compiled_module():
+        return FINITE_IN_EAGER
     same = same_values(first, again)
     if same is False:
         return None
@@ -326,11 +333,23 @@ def is_passing(incident: Incident) -> bool:
 _MOST = 20
 NOT_REPEATABLE = Diagnosis(
     cause="unknown",
-    why="The step does not repeat by itself: run twice more from the same state, it was finite and "
-    "gave other values each time. Whether the fault was in the code cannot be told.",
+    why="The step is not reproducible: run twice more from the same state, it was finite and "
+    "gave other values each time. Whether the code is at fault cannot be decided.",
     fix="Call torch.use_deterministic_algorithms(True), or look for what the step depends on "
     "besides its batch, the weights and the generators.",
     evidence=("the step was replayed twice with the same batch, weights and random state",),
+)
+FINITE_IN_EAGER = Diagnosis(
+    cause="unknown",
+    why="Something in this step is compiled by torch.compile. The same step, run again in eager "
+    "mode from the same state, was finite twice: the compiled code computes something else, or a "
+    "fault that does not repeat was the cause.",
+    fix="Train some steps without torch.compile, or with torch.compile(..., backend='aot_eager'). "
+    "If they are finite, the compiler is the cause: torch.compiler.disable on the function that "
+    "goes bad helps, and torch._inductor.config.emulate_precision_casts = True where it is fp16 "
+    "or bf16.",
+    confidence="possible",
+    evidence=("the step was replayed in eager mode with the same batch, weights and random state",),
 )
 CLEAN_AGAIN = Diagnosis(
     cause="transient_fault",
@@ -362,23 +381,32 @@ class Replay:
         self._left = _MOST
 
     def locate(self, job: Job, noticed: Incident) -> Incident:
-        """The incident with origin and diagnosis; the state is that of the step's beginning."""
-        if not self._left or (noticed.origin is not None and noticed.origin.exact):
+        """The incident with origin and diagnosis; the state is that of the step's beginning.
+
+        All ranks come here, and run it together.
+        """
+        is_known = noticed.origin is not None and noticed.origin.exact
+        if job.any_rank(is_known or not self._left):
             return noticed
         self._left -= 1
+        found, could_run = None, True
         try:
             found = self.find(job)
         except CannotReplayError:
-            return noticed
+            could_run = False
         except Exception:
+            could_run = False
             logger.warning(
-                "a step could not be replayed; where it went bad is not known", exc_info=True
+                "a step could not be replayed; the operation was not found", exc_info=True
             )
-            return noticed
         finally:
             job.undo()
-        if found is None:
+        if job.any_rank(not could_run):
+            return noticed
+        if not job.any_rank(found is not None):
             return dataclasses.replace(noticed, diagnosis=CLEAN_AGAIN) if self.is_whole else noticed
+        if found is None:  # it is bad on another rank
+            return noticed
         known = dataclasses.replace(noticed, origin=found.origin, diagnosis=found.diagnosis)
         return prove_step(self._guard, job, known, _ReplayReruns(self, job), self._batch())
 
@@ -391,8 +419,16 @@ class Replay:
             with run_again(), self._guard.traced():
                 job.undo()
                 self._again(batch)
-                finding = finding_of(job, pairs_of(job.parts.optimizer))
-                return self._guard.incident(finding, strategy="recover") if finding.named else None
+                pairs = pairs_of(job.parts.optimizer)
+                finding = finding_of(job, pairs)
+                if finding.named:
+                    return self._guard.incident(finding, strategy="recover")
+                if job.ranks is None or job.ranks.is_replicated:
+                    return None
+                # What was born here may have gone to the shard of another rank.
+                finding = bad_gradients(pairs, job.parts.optimizer)
+                found = self._guard.incident(finding, strategy="recover")
+                return found if found.origin is not None and found.origin.exact else None
         finally:
             job.trouble = trouble
             put_gradients(before)
@@ -412,4 +448,4 @@ class _ReplayReruns:
         return self._replay.find(self._job, batch)
 
     def run_before(self, since: int) -> bool:
-        raise CannotReplayError("the steps before it are not known")
+        raise CannotReplayError("the steps before it were not recorded")

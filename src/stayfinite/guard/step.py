@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stayfinite.detect.hooks import run_again
 from stayfinite.guard.evidence import BadValues
-from stayfinite.guard.job import Job, finding_of
+from stayfinite.guard.job import COMPUTED_AGAIN, Job, finding_of
 from stayfinite.living import one_look
 from stayfinite.records import Incident
 from stayfinite.recover.advice import Recovery
@@ -58,6 +58,7 @@ class GuardedStep:
 
     def __init__(self, guard: Guard, job: Job) -> None:
         self._guard, self._job = guard, job
+        job.repeats_steps = True
         self.is_running = False
         self._run = StepRun(Mode.FIRST)  # the one that is under way, or was the last
         self._calls: list[Call] = []
@@ -200,7 +201,7 @@ class GuardedStep:
         mode = next_try(recovery.strategy, self._job.config, tries)
         if mode is None and self._is_to_be_computed_again(incident, recovery, tries):
             mode = Mode.AGAIN
-            recovery = dataclasses.replace(recovery, detail="the step was computed again")
+            recovery = dataclasses.replace(recovery, detail=COMPUTED_AGAIN)
         self._guard.conclude(self._job, incident, recovery)
         return mode
 
@@ -240,7 +241,8 @@ class GuardedStep:
 
         again = self._run.values
         self._job.hold()
-        self._call(self._calls, Mode.TRACED)
+        with self._guard.traced():  # what is compiled runs in eager mode, as it did the last time
+            self._call(self._calls, Mode.TRACED)
         self.put_back()
         fault = passing_fault(first, again, self._run.values)
         return noticed if fault is None else dataclasses.replace(noticed, diagnosis=fault)

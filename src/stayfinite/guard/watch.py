@@ -20,7 +20,7 @@ from stayfinite.nested import as_tuple
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.report.alerts import AlertRule
-from stayfinite.report.sinks import Sink, forecasts_told_to, told_to
+from stayfinite.report.sinks import Sink, forecasts_told_to, told_to, unasked
 from stayfinite.settings import GuardSettings
 from stayfinite.training import require_module
 
@@ -45,14 +45,14 @@ def watch(
 ) -> Guard:
     """A guard over this model's training, until `close()` or the end of a `with` block.
 
-    A loop that knows nothing of it has its bad updates vetoed, as if their batches had not
+    A loop that knows nothing of it has its bad updates skipped, as if their batches had not
     been; `guard.step(fn, batch)` can also replay and retry. `scheduler` and `ema` may be
     several. Each incident goes to all `sinks`; without any, its report goes to
     stderr, and to the trackers that run in this process. Each of `alerts` tells one more
     receiver, under its rule of what matters and how often. With `run_dir` steps and incidents
     are recorded there, for `stayfinite show`, `html` and `ui`. With `prove_seconds`, experiments
     on a bad step of `guard.step` may take so long: they run it again and again without its
-    update, to find the guilty samples and to prove the diagnosis. Ranks that train together by DDP,
+    update, to find the bad samples and to prove the diagnosis. Ranks that train together by DDP,
     FSDP, DTensors or a pipeline are found by themselves; where a script sums gradients itself,
     `group` is their process group. With `forecast` the guard also says what is going to overflow,
     and in how many steps; `config.on_forecast` and `config.on_spike` say what is done about it.
@@ -72,13 +72,15 @@ def watch(
     settings = GuardSettings(
         on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds, again=again
     )
-    sinks, alerts = None if sinks is None else list(sinks), list(alerts)
+    unchosen = unasked() if sinks is None else []
+    sinks, alerts = unchosen if sinks is None else list(sinks), list(alerts)
     tell = told_to(sinks, *alerts)
     recorder = None if run_dir is None else recorder_in(run_dir, config=config)
     guard = Guard(settings, only=optimizer)
     guard.past = GuardPast(
         on_incident=tell if recorder is None else told_to([recorder.heard, tell]),
         on_step=None if recorder is None else recorder.stepped,
+        on_pass=None if recorder is None else recorder.passed,
         on_forecast=forecasts_told_to(sinks, recorder, *alerts),
     )
     if forecast:
@@ -100,7 +102,7 @@ def watch(
             loader=loader,
         )
         guard.add(Job(parts, config, NaNRecoveryManager(config)))
-    more = [_watch_errors(guard)]
+    more = [_watch_errors(guard), *map(_told_the_end, unchosen)]
     if recorder is not None:
         more.append(Attachment(lambda: recorder.end(is_finite=not guard.incidents)))
     guard.attach(*more)
@@ -125,7 +127,27 @@ def _watch_errors(guard: Guard) -> Attachment:
     return Attachment(restore)
 
 
+def _told_the_end(sink: Any) -> Attachment:
+    """Tell it when the guard is closed, or the process ends; nobody who need not be told."""
+    end = getattr(sink, "end", None)
+    if end is None:
+        return Attachment(lambda: None)
+    atexit.register(end)
+
+    def tell() -> None:
+        atexit.unregister(end)
+        end()
+
+    return Attachment(tell)
+
+
 def _check(model: Any, optimizer: Any) -> None:
+    for given in (model, optimizer):
+        if any(kind.__module__.partition(".")[0] == "deepspeed" for kind in type(given).__mro__):
+            raise InputError(
+                f"{type(given).__name__} is DeepSpeed's, which makes its updates where torch's "
+                "optimizers do not see them; stayfinite does not handle it."
+            )
     require_module(model)
     if not isinstance(optimizer, Optimizer):
         raise InputError(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment, together
+from stayfinite.distributed import world_size
 from stayfinite.errors import InputError
 from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job
@@ -39,7 +40,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-_SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+_REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def watch(
@@ -61,7 +62,7 @@ def watch(
     `accelerator.optimizer_step_was_skipped` says so. "stop" raises TrainingAbortedError at the
     first bad step, "warn" only tells. With `prove_seconds`, experiments on a bad step may take
     so long: its model, or what `guard.step` was given, is run again and again without its
-    update, to find the guilty samples and to prove the diagnosis. The other options are those
+    update, to find the bad samples and to prove the diagnosis. The other options are those
     of `stayfinite.watch`.
     """
     shared = guard_of(inner_optimizer(optimizer))
@@ -90,10 +91,10 @@ def guard_over(
         raise InputError(
             f"accelerator is a {type(accelerator).__name__}; it must be an accelerate.Accelerator."
         )
-    if accelerator.distributed_type in _SHARDED:
+    if accelerator.distributed_type in _REFUSED:
         kind = accelerator.distributed_type.value
         raise InputError(
-            f"training is sharded by {kind}, whose updates cannot be vetoed from here."
+            f"training is sharded by {kind}, whose updates cannot be skipped from here."
         )
     return watch_loop(
         model,
@@ -143,12 +144,13 @@ class AcceleratorGuard:
         if job is None:  # it only warns
             self._attachment = Attachment(lambda: None)
             return
-        calls = RecordedCalls(model, job, accelerator.backward)
-        replay = Replay(guard, calls.again, batch=calls.batch, is_whole=False)
-        guard.replay_with(replay, only=job)
-        self._attachment = together(
-            calls.attach(), keep_bad_gradients(inner), tell_skips(optimizer, job)
-        )
+        attachments = [keep_bad_gradients(inner), tell_skips(optimizer, job)]
+        if world_size() == 1:  # else ranks run the loop again, each by itself or all together
+            calls = RecordedCalls(model, job, accelerator.backward)
+            replay = Replay(guard, calls.again, batch=calls.batch, is_whole=False)
+            guard.replay_with(replay, only=job)
+            attachments.append(calls.attach())
+        self._attachment = together(*attachments)
 
     @property
     def incidents(self) -> list[Incident]:
@@ -160,7 +162,7 @@ class AcceleratorGuard:
         return self.guard.manager
 
     def step(self, fn: Callable[[Batch], Result], batch: Batch) -> Result | None:
-        """`fn(batch)`, or None when its update was bad and left out; see `Guard.step`.
+        """`fn(batch)`, or None when its update was bad and skipped; see `Guard.step`.
 
         `fn` may use `accelerator.accumulate`: when it is called again, Accelerate counts as it
         did the first time.
@@ -204,7 +206,7 @@ def tell_skips(optimizer: Optimizer, job: Job) -> Attachment:
         return Attachment(lambda: None)
 
     def say_if_skipped(inner: Optimizer, args: Any, kwargs: Any) -> None:
-        with harmless("telling of a skipped step"):
+        with harmless("reporting a skipped step"):
             if optimizer.scaler is None:
                 optimizer._is_overflow = not job.was_good
             elif not job.was_good:

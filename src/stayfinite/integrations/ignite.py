@@ -41,10 +41,10 @@ class StayFinite:
 
     A bad step is undone, run again under the tracer by the engine's own update function, so
     that its report has the line, and left out. Give it the scheduler too, of torch or of
-    Ignite. A step that was left out has the output of the one before it, so that averages and
+    Ignite. A step that was skipped has the output of the one before it, so that averages and
     TerminateOnNan do not see it. on_nan="stop" raises TrainingAbortedError at the first bad
     step, "warn" only tells. With `prove_seconds`, experiments on a bad step may take so long:
-    the update function is called again and again without its update, to find the guilty samples
+    the update function is called again and again without its update, to find the bad samples
     and to prove the diagnosis. The other options are those of `stayfinite.watch`.
     """
 

@@ -35,7 +35,7 @@ from stayfinite.settings import GuardSettings
 
 logger = logging.getLogger("stayfinite")
 _LIBRARIES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}
-_SHARDED = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")
+_REFUSED = ("FSDP", "DeepSpeed", "XLA")
 
 
 def _callbacks() -> tuple[type, ...]:
@@ -62,7 +62,7 @@ class StayFinite(*_callbacks()):  # type: ignore[misc]
     says. on_nan="stop" ends training there with TrainingAbortedError, "warn" only tells. Each
     incident goes to all `sinks`; without any, its report goes to stderr. With replay=False no
     `training_step` is called twice. With `prove_seconds`, experiments on a bad step may take so
-    long: they replay it again and again without its update, to find the guilty samples and to
+    long: they replay it again and again without its update, to find the bad samples and to
     prove the diagnosis.
     """
 
@@ -242,8 +242,8 @@ def _reason_to_stand_aside(
     strategy = type(trainer.strategy).__name__
     if not has_process_guard and any(isinstance(listener, Guard) for listener in listeners()):
         return "this process is watched already, by a callback, by watch() or by `stayfinite run`"
-    if strategy.startswith(_SHARDED):
-        return f"sharded models are not handled, and the strategy is {strategy}"
+    if strategy.startswith(_REFUSED):
+        return f"{strategy} is not handled; for FSDP2 there is ModelParallelStrategy"
     return None if optimizers else "there is no optimizer of torch"
 
 

@@ -195,7 +195,7 @@ class LightningGuard(Guard):
     def _again(self, batch: Any) -> None:
         job = self.answered
         if not isinstance(job, LightningJob) or not job.batches or not can_run_again(self.trainer):
-            raise CannotReplayError("its batches are not known")
+            raise CannotReplayError("its batches were not recorded")
         others = [other.parts.state() for other in self.jobs.values() if other is not job]
         kept = [(state, state.capture(parts=("param_groups", "scheduler"))) for state in others]
         try:

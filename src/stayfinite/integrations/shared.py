@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, is_run_again, listeners, together, wrapped
+from stayfinite.detect.memory import is_sharded
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.explain.experiments import CannotReplayError
 from stayfinite.guard.guard import Guard
@@ -129,7 +130,8 @@ def _would_spread(
     optimizer: Optimizer, parameters: Sequence[Tensor], max_norm: Any, total_norm: Any
 ) -> bool:
     try:
-        if math.isfinite(total_norm):  # host sync
+        # Of shards the norm is a DTensor: to read it would be a collective.
+        if is_sharded(total_norm) or math.isfinite(total_norm):  # host sync
             return False
         ours = {id(param) for param in params_of(optimizer)}
         if not any(id(param) in ours for param in parameters):

@@ -65,7 +65,7 @@ class StayFiniteCallback(TrainerCallback):
     there. on_nan="stop" ends training there with TrainingAbortedError, "warn" only tells.
     Checkpoints of a model that is not finite are not written. With `prove_seconds`, experiments
     on a bad step may take so long: `training_step` is called again and again without its
-    update, to find the guilty samples and to prove the diagnosis. `config` and `sinks` are those
+    update, to find the bad samples and to prove the diagnosis. `config` and `sinks` are those
     of `stayfinite.watch`; after training, `incidents` has what happened.
     """
 

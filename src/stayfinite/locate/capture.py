@@ -97,7 +97,7 @@ class KeptCalls:
     def keep(self, event: Event, call: Call, bad: Tensor) -> None:
         """The call of the event has just given this."""
         with self._safely:
-            line = event.op, event.site.place, event.clock
+            line = event.op, event.site.innermost, event.clock
             self._of_line[line] += 1
             if self._of_line[line] > _MOST_OF_A_LINE:  # the first is guilty, the others follow it
                 return

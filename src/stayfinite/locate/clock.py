@@ -44,7 +44,7 @@ class Tracing:
         self._updates: deque[_Update] = deque(maxlen=_REMEMBERED)
         self._stance: Any = None
         self.keeps = False
-        """Whether the inputs of the guilty operation are kept, for a capsule."""
+        """Whether the inputs of the bad operation are kept, for a capsule."""
         self.kept: Kept | None = None
         self.beginning: Beginning | None = None
         self.on_delivery: Callable[[Any, FrameType | None], None] | None = None

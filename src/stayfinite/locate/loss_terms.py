@@ -42,7 +42,7 @@ def sum_facts(call: Call, bad: Tensor, frame: FrameType | None) -> dict[str, Any
     or of one for each sample."""
     if call.info.base not in _SUM_NAMES or bad.dim() > 1 or running_node() is not None:
         return None
-    user = _user_frame(frame)
+    user = user_frame(frame)
     if user is None:
         return None
     node = node_at(Place(user.f_code, user.f_lasti, user.f_lineno))
@@ -222,7 +222,8 @@ def _flag(value: Any) -> str | None:
     return classify(value).value if is_bad(value) else ""
 
 
-def _user_frame(frame: FrameType | None) -> FrameType | None:
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user or of a package; None where a backward pass comes before."""
     while frame is not None:
         kind = kind_of(frame.f_code)
         if kind == USER:

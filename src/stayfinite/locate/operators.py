@@ -61,12 +61,18 @@ class Call(NamedTuple):
         return [*zip(self.info.arguments, self.args, strict=False), *self.kwargs.items()]
 
 
-class OpInfos(dict[Any, OpInfo]):
+class OpInfos:
     """The facts about each operator that was asked for, learned once."""
 
-    def __missing__(self, func: Any) -> OpInfo:
-        info = self[func] = learn(func)
-        return info
+    def __init__(self) -> None:
+        # By the number of the operator, which the value keeps alive: its own hash takes long.
+        self._known: dict[int, tuple[OpInfo, Any]] = {}
+
+    def of(self, func: Any) -> OpInfo:
+        known = self._known.get(id(func))
+        if known is None:
+            known = self._known[id(func)] = learn(func), func
+        return known[0]
 
 
 def learn(func: Any) -> OpInfo:
@@ -142,8 +148,9 @@ def nonfinite_constants(call: Call) -> list[float]:
 
 def is_bad(tensor: Tensor) -> bool:
     """Whether any element is not finite; one pass, confirmed only when the sum overflows."""
-    tensor = local(tensor)
-    if type(tensor) in _PLAIN and torch._C._len_torch_dispatch_stack():
+    if type(tensor) not in _PLAIN:
+        return _has_bad(local(tensor))
+    if torch._C._len_torch_dispatch_stack():
         # Another mode, such as the one that protects a replay, need not hear what is read here.
         # Both are private; _disable_current_modes() takes many times as long.
         with torch._C._DisableTorchDispatch():

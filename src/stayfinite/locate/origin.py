@@ -9,7 +9,7 @@ from typing import Any
 
 from stayfinite.living import Names
 from stayfinite.locate.provenance import Event, Site, ancestors, guilty, path
-from stayfinite.locate.source import Place, relative, resolve
+from stayfinite.locate.source import relative, resolve
 from stayfinite.records import Hop, Origin, Phase
 from stayfinite.text import bare_name
 
@@ -24,8 +24,8 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
     if event is None:
         return None
     hops = path(event, following)
-    phase, place, site = _place_of(event, hops)
-    span = resolve(place, folder=folder)._asdict() if place else {}
+    phase, where, site = _place_of(event, hops)
+    span = resolve(where.place, folder=folder)._asdict() if where.place else {}
     expression = span.pop("expression", None)
     names = Names()
     root, module = _module(site, names)
@@ -40,6 +40,7 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
         lineage=tuple(_hop(hop, names, folder) for hop in _both_ends(hops)),
         exact=True,
         facts=_facts(event, hops, expression)
+        | _library(where)
         | _data_facts(hops, folder)
         | _loss_facts(hops, following, folder),
         **span,
@@ -47,31 +48,40 @@ def origin_of(noticed: Iterable[Event], *, folder: str | None) -> tuple[Origin, 
     return origin, event
 
 
-def _place_of(event: Event, hops: list[Event]) -> tuple[Phase, Place | None, Site]:
-    """Phase, line and module, which for values that nobody computed are where they came in."""
+def _library(where: Site) -> dict[str, Any]:
+    """The line of an installed package that ran the operation, if the user's line called one."""
+    if where.inner is None:
+        return {}
+    span = resolve(where.inner, folder=None)
+    names = ("file", "line", "code", "function", "expression")
+    return {"library": {name: getattr(span, name) for name in names}}
+
+
+def _place_of(event: Event, hops: list[Event]) -> tuple[Phase, Site, Site]:
+    """Phase, where its line is, and its module; for what nobody computed, where it came in."""
     if event.kind == "allocation":
         user = next((hop.site for hop in hops[1:] if hop.site.modules), event.site)
-        return "init", event.site.place, user
+        return "init", event.site, user
     if event.kind != "foreign":
-        return event.phase, event.site.place, event.site
+        return event.phase, event.site, event.site
     if event.phase == "checkpoint":
-        return "checkpoint", event.site.place, Site(None)
+        return "checkpoint", event.site, Site(None)
     if event.facts.get("is_parameter"):
-        return "init", event.site.place, event.site
+        return "init", event.site, event.site
     if (buffer := event.facts.get("buffer")) is not None:
         if buffer["given_at"] is not None:
             return "init", buffer["given_at"], Site(None)
-        return "init", event.site.place, event.site
+        return "init", event.site, event.site
     if event.facts.get("carried"):
-        return "data", event.site.place, event.site
+        return "data", event.site, event.site
     if event.phase != "data":  # computed, and changed by no operation
-        return event.phase, event.site.place, event.site
+        return event.phase, event.site, event.site
     entry = next((hop.site.entry for hop in hops if hop.site.entry is not None), None)
     if entry is not None:
-        return "data", entry, Site(None)
+        return "data", Site(entry), Site(None)
     met = next((hop for hop in hops[1:] if hop.site.made_node), None)
     site = met.site if met is not None else event.site
-    return "data", site.place, site
+    return "data", site, site
 
 
 def _module(site: Site, names: Names) -> tuple[str | None, str | None]:

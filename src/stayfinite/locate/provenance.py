@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 
 from stayfinite.locate.operators import OpInfo, is_bad, tensors_in
 from stayfinite.locate.samples import Delivery
-from stayfinite.locate.source import ENGINE, Place, kind_of, user_place
+from stayfinite.locate.source import ENGINE, Place, kind_of, own_place
 from stayfinite.records import HopKind, NaNType, Phase, TensorSummary
 
 # Private: torch has no public way to the node whose backward runs now, nor to the number that the
@@ -40,6 +40,12 @@ class Site:
     entry: Place | None = None
     made_node: bool = False
     made_in: str | None = None  # the backward node that made it, in a double backward
+    inner: Place | None = None  # the line of an installed package that runs, if `place` called one
+
+    @property
+    def innermost(self) -> Place | None:
+        """The line that runs, whoever wrote it."""
+        return self.inner or self.place
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +120,7 @@ class Made(NamedTuple):
     deliveries: tuple[Delivery, ...] = ()
 
 
+_MOST_OPS = 9
 Line = tuple[Place | None, str, int]
 
 
@@ -159,12 +166,18 @@ class Provenance:
 
         One that a backward pass ran has "grad:" before its name.
         """
-        given = [(tensor, self._made.get(tensor)) for tensor in tensors_in(args)]
         base = info.base if running_node() is None else f"grad:{info.base}"
-        ops = (base, *(made.ops[0] if made else "" for _, made in given[:8]))
-        known = [made for _, made in given if made is not None]
-        deliveries = dict.fromkeys(each for made in known for each in made.deliveries)
-        made = Made(ops, any(made.from_batch for made in known), tuple(deliveries)[:4])
+        ops, from_batch = [base], False
+        deliveries: dict[Delivery, None] = {}
+        for tensor in tensors_in(args):
+            made = self._made.get(tensor)
+            if len(ops) < _MOST_OPS:
+                ops.append(made.ops[0] if made else "")
+            if made is not None:
+                from_batch = from_batch or made.from_batch
+                if made.deliveries:
+                    deliveries.update(dict.fromkeys(made.deliveries))
+        made = Made(tuple(ops), from_batch, tuple(deliveries)[:4])
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             if not isinstance(tensor, nn.Parameter):  # an updated weight is still a weight
                 self._made.put(tensor, made)
@@ -204,44 +217,48 @@ class Provenance:
 
 
 def _line(site: Site, op: str) -> Line:
-    return site.place, op, id(site.modules[-1]) if site.modules else 0
+    return site.innermost, op, id(site.modules[-1]) if site.modules else 0
 
 
 Known = TypeVar("Known")
 
 
 class StorageMap(Generic[Known]):
-    """A value per living storage; an entry ends with its memory, as addresses are used again."""
+    """A value per living storage.
+
+    The weak reference keeps the address of a storage that is gone from being used again, so
+    whoever has the address of an entry is its storage.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, Known]] = {}
+        self._most = _FEWEST
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, tensor: Tensor) -> Known | None:
-        if not self._entries:
-            return None
-        key = _key(tensor)
-        entry = self._entries.get(key) if key is not None else None
-        if entry is None or key is None:
-            return None
-        if entry[0].expired():
-            del self._entries[key]
-            return None
-        return entry[1]
+        entries = self._entries
+        entry = entries.get(_key(tensor)) if entries else None
+        return None if entry is None else entry[1]
 
     def put(self, tensor: Tensor, known: Known) -> None:
         memory = _memory(tensor)
         if memory is not None:
-            if len(self._entries) >= 4096 and len(self._entries) & (len(self._entries) - 1) == 0:
-                self._entries = {k: e for k, e in self._entries.items() if not e[0].expired()}
+            if len(self._entries) >= self._most:
+                self._let_go()
             self._entries[memory._cdata] = StorageWeakRef(memory), known
 
+    def _let_go(self) -> None:
+        """Forget what is gone: what is left of it cuts the process's memory into small pieces."""
+        self._entries = {k: e for k, e in self._entries.items() if not e[0].expired()}
+        self._most = max(_FEWEST, 2 * len(self._entries))
+
     def drop(self, tensor: Tensor) -> None:
-        key = _key(tensor)
-        if key is not None:
-            self._entries.pop(key, None)
+        self._entries.pop(_key(tensor), None)
+
+
+_FEWEST = 256
 
 
 def covers_storage(tensor: Tensor) -> bool:
@@ -255,15 +272,20 @@ def covers_storage(tensor: Tensor) -> bool:
 def is_same_memory(one: Tensor, two: Tensor) -> bool:
     """Whether both are in the same storage."""
     key = _key(one)
-    return key is not None and key == _key(two)
+    return key != _NOTHING and key == _key(two)
 
 
-def _key(tensor: Tensor) -> int | None:
+_NOTHING = 0
+
+
+def _key(tensor: Tensor) -> int:
+    """The address of its storage; 0 if it has none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        key: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         memory = _memory(tensor)
-        return None if memory is None else memory._cdata
+        return _NOTHING if memory is None else memory._cdata
+    return key
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -277,19 +299,20 @@ class BufferPlaces:
     """Where modules were given buffers that were bad from the beginning."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Place]] = {}
+        self._places: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Site]] = {}
 
     def note(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         """The module is given this buffer now; one on a device is not waited for."""
         if buffer is None or not buffer.is_cpu or not is_bad(buffer):
             return
-        if (place := user_place(sys._getframe(1))) is not None:
-            self._places[id(module), name] = weakref.ref(module), place
+        place, inner = own_place(sys._getframe(1))
+        if place is not None:
+            self._places[id(module), name] = weakref.ref(module), Site(place, inner=inner)
 
-    def of(self, module: nn.Module, name: str) -> Place | None:
+    def of(self, module: nn.Module, name: str) -> Site | None:
         """Where it was given the buffer, if that was bad already."""
-        owner, place = self._places.get((id(module), name), (None, None))
-        return place if owner is not None and owner() is module else None
+        owner, site = self._places.get((id(module), name), (None, None))
+        return site if owner is not None and owner() is module else None
 
 
 class Arrivals:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import sys
 import sysconfig
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -96,11 +99,12 @@ class Deliveries:
     def __init__(self, heard: Callable[[Delivery, Any], None] | None = None) -> None:
         self._heard = heard
         self._recent: deque[Delivery] = deque(maxlen=_REMEMBERED)
-        self._safely = Safely("the samples of a batch could not be told")
+        self._safely = Safely("the samples of a batch could not be found")
         self.again: Callable[[], Any] | None = None
         """Hands over the batches of a step that is run again, in the place of all loaders."""
         self.on_left: Callable[[FrameType], None] | None = None
         """Called when a loop has left a loader's iterator, before its end or there."""
+        self._aside: list[tuple[Source, set[Any]]] = []  # samples that are not read again
 
     def watch(self) -> Attachment:
         """Listen to every loader; some microseconds for each batch."""
@@ -114,6 +118,7 @@ class Deliveries:
 
     def _forget(self) -> None:
         self._recent.clear()
+        self._aside.clear()
         self.on_left = None
 
     def recent(self) -> list[tuple[Delivery, list[Tensor]]]:
@@ -147,12 +152,78 @@ class Deliveries:
     def _around_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def next_index(iterator: Any) -> Any:
             index = original(iterator)
+            if self._aside:
+                index = self._without(iterator, index, original)
             sent = getattr(iterator, "_send_idx", None)  # only where there are workers
             task = int(iterator._num_yielded if sent is None else sent)
             _source(iterator).asked[task] = index
             return index
 
         return next_index
+
+    def set_aside(self, samples: Sequence[Any], dataset: str) -> bool:
+        """Do not read these samples of the dataset again; false if no loader of it is known."""
+        for delivery in reversed(self._recent):
+            if delivery.dataset == dataset and set(samples) <= set(delivery.indices or ()):
+                known = self._known_aside(delivery.source)
+                if known is None:
+                    known = set()
+                    self._aside.append((delivery.source, known))
+                known.update(samples)
+                return True
+        return False
+
+    def bad_samples(self) -> tuple[list[Any], str]:
+        """Of the newest batch the samples whose rows are not finite, and their dataset's class.
+
+        None where that cannot be told, or where it is true of every row. Reads the batch.
+        """
+        for delivery, tensors in self.recent()[-1:]:
+            indices = delivery.indices or []
+            values = [each for each in tensors if each.is_floating_point() and each.dim()]
+            values = [each for each in values if len(each) == len(indices) and each.numel()]
+            bad: set[int] = set()
+            for tensor in values:
+                rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1)
+                bad.update(rows.nonzero().flatten().tolist())  # host sync
+            if bad and (len(bad) < len(indices) or len(indices) == 1):
+                return [indices[row] for row in sorted(bad)], delivery.dataset
+        return [], ""
+
+    def _known_aside(self, source: Source) -> set[Any] | None:
+        """What was set aside of the dataset that the source reads, in this epoch or another."""
+        dataset = source.dataset
+        for each, known in self._aside:
+            if each is source or (dataset is not None and each.dataset is dataset):
+                return known
+        return None
+
+    def _without(self, iterator: Any, index: Any, original: Callable[..., Any]) -> Any:
+        """What the dataset is asked for in the place of samples that were set aside.
+
+        Another one of the same batch, so that batches stay as large as they are; where all of a
+        batch were, the next batch.
+        """
+        source = _source(iterator)
+        aside = self._known_aside(source)
+        if not aside:
+            return index
+        sample = Delivery(0, None, source, []).sample
+        while True:
+            if not isinstance(index, (list, tuple)):
+                is_good = index is None or sample(index) not in aside
+                if is_good:
+                    return index
+            elif None in index:  # an iterable dataset
+                return index
+            else:
+                good = [each for each in index if sample(each) not in aside]
+                if len(good) == len(index):
+                    return index
+                if good:
+                    rest = itertools.cycle(good)
+                    return [each if sample(each) not in aside else next(rest) for each in index]
+            index = original(iterator)
 
     def _around_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def advance(iterator: Any) -> Any:
@@ -188,7 +259,21 @@ class _Left:
     def __del__(self) -> None:
         deliveries = self._deliveries()
         if deliveries is not None and deliveries.on_left is not None:
-            deliveries.on_left(sys._getframe(1))
+            with contextlib.suppress(ValueError):  # nobody called it: the process ends
+                deliveries.on_left(sys._getframe(1))
+
+
+def failed_delivery(error: BaseException) -> Delivery | None:
+    """The batch in whose reading the error was raised, here or in a worker; None if in none."""
+    for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+        iterator = frame.f_locals.get("self")
+        if isinstance(iterator, _BaseDataLoaderIter):
+            number = int(iterator._num_yielded)
+            received = getattr(iterator, "_rcvd_idx", None)  # only where there are workers
+            task = number if received is None else int(received) - 1
+            source = _source(iterator)
+            return Delivery(number, source.asked.get(task), source, [])
+    return None
 
 
 def _source(iterator: Any) -> Source:

@@ -19,6 +19,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INTERNAL = (_TORCH, _OURS, "<frozen ", "<__array_function__ internals>")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
+_COMMANDS = sysconfig.get_paths()["scripts"] + os.sep  # of packages: pytest, stayfinite
 
 USER, INTERNAL, ENGINE = 0, 1, 2
 # By file: two code objects are equal when only their files differ.
@@ -50,7 +51,7 @@ def kind_of(code: CodeType) -> int:
     name = code.co_filename
     kind = _kind_of_file.get(name)
     if kind is None:
-        is_package = name.startswith(_PACKAGES) or "-packages" in name
+        is_package = is_installed(name)
         if name == autograd_graph.__file__:
             kind = ENGINE
         elif name.startswith(_INTERNAL) or (name.startswith(_STDLIB) and not is_package):
@@ -60,6 +61,11 @@ def kind_of(code: CodeType) -> int:
         _kind_of_file[name] = kind
     is_other = kind == ENGINE and code.co_name != "_engine_run_backward"
     return INTERNAL if is_other else kind
+
+
+def is_installed(file: str) -> bool:
+    """Whether the file belongs to an installed package, which its users do not edit."""
+    return file.startswith(_PACKAGES) or "-packages" in file
 
 
 def call_at(place: Place | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +92,30 @@ def user_place(frame: FrameType | None) -> Place | None:
             return given
         frame = frame.f_back
     return None
+
+
+def own_place(frame: FrameType | None) -> tuple[Place | None, Place | None]:
+    """The user's own innermost line, and the line of an installed package that it called, if any.
+
+    Where a package runs with no line of the user's around it, the first of them is the package's.
+    Where a backward pass begins before a line of the user's is met, the first of them is None.
+    """
+    inner: Place | None = None
+    while frame is not None:
+        code, kind = frame.f_code, kind_of(frame.f_code)
+        if kind == ENGINE:
+            return None, inner
+        place = Place(code, frame.f_lasti, frame.f_lineno) if kind == USER else None
+        if code is _CALL_AT:
+            place = frame.f_locals["place"]
+            if place is None:
+                return None, inner
+        if place is not None and not place.code.co_filename.startswith(_COMMANDS):
+            if not is_installed(place.code.co_filename):
+                return place, inner
+            inner = inner or place
+        frame = frame.f_back
+    return inner, None
 
 
 def in_optimizer(frame: FrameType | None) -> bool:

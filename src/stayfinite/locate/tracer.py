@@ -15,11 +15,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stayfinite.detect.finite import classify
+from stayfinite.detect.hooks import hear_no_hook_warning
 from stayfinite.detect.memory import is_sharded_type, local, unwrap
 from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
-from stayfinite.living import living
+from stayfinite.living import Names, living
 from stayfinite.locate.capture import KeptCalls, is_parameter
+from stayfinite.locate.inputs import clauses, clauses_of_value
 from stayfinite.locate.loss_terms import loss_sum, reaches, sum_facts
 from stayfinite.locate.operators import (
     Call,
@@ -49,7 +51,7 @@ from stayfinite.locate.provenance import (
     running_node,
 )
 from stayfinite.locate.samples import Delivery, Reads, sample_under_way
-from stayfinite.locate.source import Place, in_optimizer, library_place, user_place, user_places
+from stayfinite.locate.source import Place, in_optimizer, library_place, own_place, user_places
 from stayfinite.nested import named_tensors
 from stayfinite.records import HopKind, NaNType, Phase
 from stayfinite.safely import Safely
@@ -94,6 +96,7 @@ class Tracer(TorchDispatchMode):
 
     def __enter__(self) -> Tracer:
         self._handles = [
+            hear_no_hook_warning(),
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
@@ -151,7 +154,7 @@ class Tracer(TorchDispatchMode):
         self._modules.append(module)
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
-        self._entry = user_place(sys._getframe(2))
+        self._entry = own_place(sys._getframe(2))[0]
         self._arrivals.note_root(module)
         with self.paused():
             for path, tensor in named_tensors(args, "inputs"):
@@ -184,7 +187,7 @@ class Tracer(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         try:
-            info = self._infos[func]
+            info = self._infos.of(func)
             if self.nodes.is_new():
                 site = self._site(made_node=True)
                 self.nodes.put(site)
@@ -245,7 +248,7 @@ class Tracer(TorchDispatchMode):
         types = {classify(t) for t in bad_inputs if not holds(written, t)}
         types |= {event.nan_type for event in parents}
         nan_type = classify(bad)
-        kind = kind_of_event(call, nan_type, types, site.place)
+        kind = kind_of_event(call, nan_type, types, site.innermost)
         event = self._event(kind, call.info.name, phase, site, nan_type, node, parents)
         if kind in ("birth", "conversion"):
             if self.kept is not None:
@@ -300,7 +303,7 @@ class Tracer(TorchDispatchMode):
         if phase == "data" and (arrival := self._arrivals.of(tensor)) is not None:
             phase, site = arrival
         summary = summarize(label or self._past.names.get(tensor) or "value", tensor)
-        if kind == "foreign" and is_meant(summary, site.place):
+        if kind == "foreign" and is_meant(summary, site.innermost):
             kind = "constant"
         event = self._event(kind, "", phase, site, summary.nan_type, None, ())
         event.outputs = (summary,)
@@ -317,13 +320,15 @@ class Tracer(TorchDispatchMode):
             self.kept.next_step()
 
     def _site(self, *, made_node: bool = False) -> Site:
-        place = user_place(sys._getframe(2))
+        place, inner = own_place(sys._getframe(2))
         if place is None and (node := running_node()) is not None:
             known = self.nodes.get(node)
             if known is not None:
-                return dataclasses.replace(known, made_in=known.made_in or node.name())
+                made_in, inner = known.made_in or node.name(), inner or known.inner
+                return dataclasses.replace(known, made_in=made_in, inner=inner)
         entry = self._entry if self._modules else None
-        return Site(place, tuple(self._modules), entry, made_node)
+        modules = tuple(self._modules)
+        return Site(place or inner, modules, entry, made_node, inner=inner if place else None)
 
     def _where(self, info: OpInfo) -> tuple[Site, Phase, str | None]:
         """Site, phase and autograd node of the operation that runs now."""
@@ -336,11 +341,15 @@ class Tracer(TorchDispatchMode):
             return self._site(made_node=made_node), phase, None
         if self.nodes.is_recomputation(frame):
             return self._site(made_node=made_node), "forward", None
-        place = user_place(frame)
+        place, inner = own_place(frame)
         forward = self.nodes.get(node)
-        if place is not None:  # a custom Function's backward, or a hook
+        if place is not None or inner is not None:  # a custom Function's backward, or a hook
             modules = forward.modules if forward else tuple(self._modules)
-            return Site(place, modules, forward.entry if forward else None), "backward", node.name()
+            entry = forward.entry if forward else None
+            if place is None:  # one of a package, which the user's line has called in the forward
+                place = forward.place if forward else None
+            place, inner = (place, inner) if place else (inner, None)
+            return Site(place, modules, entry, inner=inner), "backward", node.name()
         if forward is None:
             outer = user_places(frame, limit=1)
             forward = Site(outer[0] if outer else None)
@@ -389,6 +398,8 @@ class Facts:
             "uninitialised": [n for n, t in given if self._past.site_of_unwritten(t) is not None],
             "empty": [n for n, t in given if t.numel() == 0],
         }
+        with contextlib.suppress(Exception):
+            facts["measured"] = clauses(call, frame)
         if phase == "backward":
             facts |= {"consumers": self._nodes.consumers(), "made_in": site.made_in}
             with contextlib.suppress(Exception):
@@ -415,10 +426,14 @@ class Facts:
         """Facts of a bad value that no operation made, as far as was seen."""
         facts: dict[str, Any] = {"is_parameter": is_parameter(tensor), "label": label}
         with contextlib.suppress(Exception):
-            if not (facts["is_parameter"] or label):
-                facts |= self._state(tensor)
-            if len(facts) == 2:
-                facts |= {"samples": self._samples_of_table(tensor, site.place, frame)}
+            if facts["is_parameter"]:
+                whole = tensor if tensor._base is None else tensor._base
+                facts["parameter"] = Names().tensor(whole)
+            is_state = bool(facts["is_parameter"] or label)
+            state = {} if is_state else self._state(tensor)
+            facts |= state or {"samples": self._samples_of_table(tensor, site.place, frame)}
+            if not (is_state or state):
+                facts["measured"] = clauses_of_value(tensor, frame)
         return facts
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:

@@ -82,9 +82,9 @@ def normalise(spot: Spot) -> Iterator[Rewrite]:
     source = spot.source
     for whole, above, below in divisions(spot) if divides(spot) else ():
         norm = source.value_of(below)
-        if not is_call(norm, "norm", "vector_norm") or above is None:
+        inner, dim = _normed(spot, norm)
+        if above is None:
             continue
-        inner, dim = source.operand(norm), keyword(norm, "dim")
         same = inner is not None and ast.dump(inner) == ast.dump(above)
         if not same or dim is None or constant(dim) is None or not isinstance(whole, ast.expr):
             continue
@@ -92,6 +92,26 @@ def normalise(spot: Spot) -> Iterator[Rewrite]:
         small = spot.eps("1e-6", half="1e-3")
         text = f"{f}.normalize({source.of(above)}, dim={source.of(dim)}, eps={small})"
         yield rewrite(spot, whole, text, "Normalise with an eps in the norm.", *imports)
+
+
+def _normed(spot: Spot, norm: ast.expr) -> tuple[ast.expr | None, ast.expr | None]:
+    """x and d of x.norm(dim=d) and of sqrt((x ** 2).sum(dim=d)); None where it is neither."""
+    source = spot.source
+    if is_call(norm, "norm", "vector_norm"):
+        return source.operand(norm), keyword(norm, "dim")
+    total = source.operand(norm) if is_call(norm, "sqrt") else None
+    if is_operation(total, ast.Add) and constant(total.right) is not None:
+        total = total.left
+    if total is None or not is_call(total, "sum"):
+        return None, None
+    square = source.operand(total)
+    if is_operation(square, ast.Pow) and constant(square.right) == 2:
+        return square.left, source.dim(total)
+    if is_call(square, "pow", "square"):
+        return source.operand(square), source.dim(total)
+    if is_operation(square, ast.Mult) and ast.dump(square.left) == ast.dump(square.right):
+        return square.left, source.dim(total)
+    return None, None
 
 
 def clamp_denominator(spot: Spot) -> Iterator[Rewrite]:
@@ -285,6 +305,11 @@ def clamp_logarithm(spot: Spot) -> Iterator[Rewrite]:
     if not spot.ran(domains.LOGS):
         return
     what = "Keep the argument of the logarithm above 0."
+    if (lowest := _lowest(spot)) is not None:
+        what += _hides(
+            f"the argument is negative, down to {lowest:.3g}",
+            "keep it positive by construction, as F.softplus does",
+        )
     guard = f".clamp_min({_small_argument(spot)})"
     for _, inner in spot.operands(domains.LOGS):
         yield call_method(spot, inner, guard, what)
@@ -323,11 +348,19 @@ def clamp_root(spot: Spot) -> Iterator[Rewrite]:
     if not spot.ran(domains.ROOTS):
         return
     what = "Keep the argument of the square root above 0, where its derivative is finite."
+    seen = spot.input("self")
+    if (lowest := _lowest(spot)) is not None and seen is not None:
+        if _is_difference_of_squares(spot):
+            what += _hides("the variance is rounded below 0", "be `x.var(..., correction=0)`")
+        elif lowest < -1e-4 * max(1e-30, seen.max or 0.0):
+            what += _hides(
+                f"the argument is negative, down to {lowest:.3g}", "not be negative there"
+            )
     for _, inner in spot.operands(domains.ROOTS):
         if constant(inner) is None:
             for guard in _root_guards(spot):
                 yield call_method(spot, inner, guard, what)
-    what = "Keep the arguments of the square roots above 0."
+    what = f"Keep the arguments of the square roots above 0.{what[what.find('.') + 1 :]}"
     yield from _clamp_all(spot, domains.ROOTS, _root_guards(spot)[0], what)
 
 
@@ -351,7 +384,48 @@ def clamp_to_domain(spot: Spot) -> Iterator[Rewrite]:
         (domains.ARCS_OF_LARGE, f".clamp_min(1 + {edge})", "Keep acosh above 1."),
     ):
         for call, inner in spot.operands(names) if spot.ran(names) else ():
-            yield call_method(spot, inner, guard, what.format(callee(call)))
+            yield call_method(spot, inner, guard, what.format(callee(call)) + _far_outside(spot))
+
+
+def _lowest(spot: Spot) -> float | None:
+    """The most negative argument, if one is negative and this is the forward pass."""
+    seen = spot.input("self")
+    return seen.min if seen is not None and seen.negative_count and not spot.is_backward else None
+
+
+def _hides(fact: str, better: str) -> str:
+    """For a change with which a wrong formula is finite, and still wrong."""
+    return f" This hides that {fact}; the formula should {better}."
+
+
+def _is_difference_of_squares(spot: Spot) -> bool:
+    """Whether the root is of E[x ** 2] - E[x] ** 2."""
+    for _, inner in spot.operands(domains.ROOTS):
+        value = spot.source.value_of(inner)
+        if is_operation(value, ast.Sub):
+            sides = [spot.source.value_of(side) for side in (value.left, value.right)]
+            squares = [n for side in sides for n in ast.walk(side) if _is_square(n)]
+            means = [call for side in sides for call in calls_in(side, ("mean",))]
+            return bool(squares and means)
+    return False
+
+
+def _is_square(node: ast.AST) -> bool:
+    if is_call(node, "square"):
+        return True
+    if is_call(node, "pow"):
+        return any(constant(arg) == 2 for arg in node.args)
+    return is_operation(node, ast.Pow) and constant(node.right) == 2
+
+
+def _far_outside(spot: Spot) -> str:
+    """What a clamp hides where a cosine is outside of its range by more than rounding."""
+    seen = spot.input("self")
+    worst = 0.0 if seen is None else max(abs(seen.min or 0.0), abs(seen.max or 0.0))
+    if not spot.ran(domains.ARCS) or spot.is_backward or worst < 1 + 1e-3:
+        return ""
+    fact = f"the argument reaches {worst:.4g}"
+    return _hides(fact, "give a cosine, of two vectors of length 1 (F.normalize)")
 
 
 def clamp_power(spot: Spot) -> Iterator[Rewrite]:
@@ -535,7 +609,18 @@ def bound_exponent(spot: Spot) -> Iterator[Rewrite]:
     for call, inner in spot.operands(domains.EXPONENTIALS):
         for limit in _limits(spot):
             sides = f"-{limit}, {limit}" if callee(call) in ("sinh", "cosh") else f"max={limit}"
-            yield call_method(spot, inner, f".clamp({sides})", "Bound the exponent.")
+            yield call_method(
+                spot, inner, f".clamp({sides})", f"Bound the exponent.{_growth(spot)}"
+            )
+
+
+def _growth(spot: Spot) -> str:
+    """What a bound hides where the exponent is beyond what any input should give."""
+    seen = spot.input("self")
+    if seen is None or seen.max is None or spot.is_half or seen.max < 200:
+        return ""
+    fact = f"the exponent reaches {seen.max:.4g}"
+    return _hides(fact, "stay in log space, or use softplus instead of exp")
 
 
 def bound_variable(spot: Spot) -> Iterator[Rewrite]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from stayfinite.patch import arithmetic, log_space, masks, precision, training_loop
 from stayfinite.patch.code import Spot, spot_of
-from stayfinite.patch.edit import Patch, Rewrite
+from stayfinite.patch.edit import Patch, Rewrite, Rewrites, together
 from stayfinite.records import Incident
 
 _MOST = 6
 _log = logging.getLogger("stayfinite")
 
 # What says what was meant comes before what only keeps a number away from an edge.
-REWRITES: tuple[Callable[[Spot], Iterator[Rewrite]], ...] = (
+REWRITES: tuple[Rewrites, ...] = (
     *training_loop.STARTS,
     *training_loop.BATCHES,
     *training_loop.OPTIMIZER,
@@ -59,7 +59,7 @@ def patches_for(incident: Incident, *, folder: str, files: Sequence[str] = ()) -
 def _rewrites(spot: Spot) -> Iterator[Rewrite]:
     for rewrites_of in REWRITES:
         try:
-            yield from rewrites_of(spot)
+            yield from together(spot, rewrites_of)
         except Exception:
             # A rewrite that our code cannot make must not cost the others.
             _log.debug("%s failed", rewrites_of.__name__, exc_info=True)

@@ -373,7 +373,10 @@ def spot_of(incident: Incident, *, folder: str, files: Sequence[str]) -> Spot | 
         return None
     path = os.path.realpath(os.path.join(folder, origin.file))
     allowed = [os.path.realpath(file) for file in files]
-    inside = path.startswith(os.path.realpath(folder) + os.sep) and "-packages" not in path
+    # A line of an installed package is not the user's to change, wherever the environment is.
+    if "-packages" + os.sep in path:
+        return None
+    inside = path.startswith(os.path.realpath(folder) + os.sep)
     source = read(path) if inside or path in allowed else None
     line, last = origin.line, origin.end_line or origin.line
     if source is None or source.line(line).strip() != origin.code.strip():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from stayfinite import domains
 from stayfinite.errors import PatchError
 from stayfinite.patch.code import Code, Spot, quiet
-from stayfinite.syntax import PRIMARY, constant, is_operation, names_in
+from stayfinite.syntax import PRIMARY, callee, constant, is_operation, names_in
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,73 @@ def guard_rest(spot: Spot, node: ast.expr, suffix: str) -> Iterator[Rewrite]:
     if len(here) > 1 or any(spot.source.readers(node.id, after=spot.statement)):
         edit = insert_before(spot.source, spot.statement, f"{node.id} = {node.id}{suffix}")
         yield Rewrite(spot.source, f"Keep {node.id} away from 0 for all that follows.", (edit,))
+
+
+Rewrites = Callable[[Spot], Iterator[Rewrite]]
+
+
+def together(spot: Spot, rewrites_of: Rewrites) -> Iterator[Rewrite]:
+    """The rewrites of the expression, each with the same change of its twins in the statement.
+
+    What failed in one of them today fails in another tomorrow.
+    """
+    others = [list(rewrites_of(dataclasses.replace(spot, node=twin))) for twin in twins_of(spot)]
+    for number, one in enumerate(rewrites_of(spot)):
+        edits = list(one.edits)
+        for at, rewrites in enumerate(others, 2):
+            same = rewrites[number] if number < len(rewrites) else None
+            if same is not None and same.what == one.what and same.source is one.source:
+                edits += _renamed(same.edits, edits, at)
+        yield dataclasses.replace(one, edits=tuple(dict.fromkeys(edits)))
+
+
+def twins_of(spot: Spot) -> Iterator[ast.expr]:
+    """Expressions of the statement that do the same as the one that went bad, to other values."""
+    for node in ast.walk(spot.statement):
+        if not isinstance(node, ast.expr) or node is spot.node or type(node) is not type(spot.node):
+            continue
+        if isinstance(node, ast.Call):
+            is_twin = callee(node) == callee(spot.node) in _DOMAINS
+        elif is_operation(node, ast.Div) and is_operation(spot.node, ast.Div):
+            is_twin = _are_alike(node.right, spot.node.right)
+        else:
+            is_twin = False
+        if is_twin:
+            yield node
+
+
+_DOMAINS = (
+    *(*domains.LOGS, *domains.ROOTS, *domains.ARCS, *domains.ARCS_OF_LARGE, *domains.EXPONENTIALS),
+    *("log1p", "std", "var", "norm", "softmax"),
+)
+
+
+def _are_alike(one: ast.expr, other: ast.expr) -> bool:
+    """Whether both are written alike, and called alike: `h_t` and `h_p`, `a.norm()`, `b.norm()`."""
+    names = [[each.id for each in names_in(node)] for node in (one, other)]
+    shapes = [[type(each) for each in ast.walk(node)] for node in (one, other)]
+    if shapes[0] != shapes[1] or ast.dump(one) == ast.dump(other):
+        return False
+    if isinstance(one, ast.Call):
+        return callee(one) == callee(other)
+    return all(a[0] == b[0] or a[-1] == b[-1] for a, b in zip(*names, strict=True))
+
+
+def _renamed(edits: tuple[Edit, ...], taken: list[Edit], number: int) -> list[Edit]:
+    """The edits, with another name for a variable that those before have made already."""
+    made = {name for edit in taken if (name := _made_by(edit))}
+    clash = next((name for edit in edits if (name := _made_by(edit)) in made), None)
+    if clash is None:
+        return list(edits)
+    new = f"{clash}_{number}"
+    swapped = (re.sub(rf"\b{clash}\b", new, edit.text) for edit in edits)
+    return [dataclasses.replace(edit, text=text) for edit, text in zip(edits, swapped, strict=True)]
+
+
+def _made_by(edit: Edit) -> str | None:
+    """The variable that a new line sets."""
+    found = re.match(r"\s*(\w+) = ", edit.text) if edit.start == edit.end else None
+    return found and found.group(1)
 
 
 def set_keyword(source: Code, call: ast.Call, name: str, value: str) -> Edit:

@@ -125,7 +125,93 @@ def use_logits(spot: Spot) -> Iterator[Rewrite]:
             yield Rewrite(spot.source, "Use the loss that works on logits.", edits)
 
 
-LOGS = (log_space, use_tanh, use_logits)
+def binary_cross_entropy(spot: Spot) -> Iterator[Rewrite]:
+    """-(y * log(p) + (1 - y) * log(1 - p)) to torch's own loss, on logits if p is a sigmoid."""
+    source = spot.source
+    if not spot.ran(("log",)) and spot.op not in ("mul", "add", "neg"):
+        return
+    for node in ast.walk(spot.statement):
+        found = _two_sided(source, node) if isinstance(node, ast.BinOp) else None
+        if found is None or not isinstance(node, ast.BinOp):
+            continue
+        probability, target = found
+        whole, reduction = _around(source, node)
+        sign = "-" if whole is node and isinstance(node.op, ast.Add) else ""
+        f, imports = source.functional
+        value = source.value_of(probability)
+        logits = source.operand(value) if is_call(value, "sigmoid") else None
+        name, given = "binary_cross_entropy", probability
+        if logits is not None:
+            name, given = "binary_cross_entropy_with_logits", logits
+        text = f"{f}.{name}({source.one_line(given)}, {source.one_line(target)}{reduction})"
+        what = f"Use F.{name}, which is finite at 0 and 1."
+        edits = place(source, whole, sign + text, name="loss")
+        made = source.assignment(probability) if logits is not None else None
+        edits = (*edits, *_removals(source, [made], list(edits))) if made is not None else edits
+        yield Rewrite(source, what, tuple(edits), tuple(imports))
+
+
+def _two_sided(source: Code, node: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
+    """(p, y) of y * log(p) + (1 - y) * log(1 - p), in either order; also of its negative."""
+    if not isinstance(node.op, (ast.Add, ast.Sub)):
+        return None
+    left, right = _weighted_log(source, node.left), _weighted_log(source, node.right)
+    if left is None or right is None or left[2] != isinstance(node.op, ast.Sub) or right[2]:
+        return None
+    for (y, p, _), (rest, other, _) in ((left, right), (right, left)):
+        if _is_one_minus(rest, y) and _is_one_minus(other, p):
+            return p, y
+    return None
+
+
+def _weighted_log(source: Code, node: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
+    """(y, p, whether it is negative) of y * log(p), less an eps inside of the logarithm."""
+    is_negative = False
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        is_negative, node = True, node.operand
+    if not is_operation(node, ast.Mult):
+        return None
+    for weight, log in ((node.left, node.right), (node.right, node.left)):
+        inner = source.operand(log) if is_call(log, "log") else None
+        if inner is None:
+            continue
+        if isinstance(weight, ast.UnaryOp) and isinstance(weight.op, ast.USub):
+            is_negative, weight = not is_negative, weight.operand
+        if is_operation(inner, ast.Add) and _is_eps(inner.right):
+            inner = inner.left
+        return weight, inner, is_negative
+    return None
+
+
+def _is_one_minus(node: ast.expr, other: ast.expr) -> bool:
+    if not is_operation(node, ast.Sub) or constant(node.left) != 1:
+        return False
+    return ast.dump(node.right) == ast.dump(other)
+
+
+def _around(source: Code, node: ast.expr) -> tuple[ast.expr, str]:
+    """The negative mean or sum around the expression, and the reduction that torch's loss needs."""
+    each = ', reduction="none"'
+    parent = source.parents.get(node)
+    reduced, outer = None, parent
+    if isinstance(parent, ast.Attribute) and parent.attr in ("mean", "sum"):
+        reduced, outer = parent.attr, source.parents.get(parent)
+    elif is_call(parent, "mean", "sum") and parent.args == [node]:
+        reduced = callee(parent)
+    if reduced is not None:
+        call = outer
+        if not isinstance(call, ast.Call) or len(call.args) + len(call.keywords) > (parent is call):
+            reduced = None
+    if reduced is not None and isinstance(outer, ast.Call):
+        negative = source.parents.get(outer)
+        if isinstance(negative, ast.UnaryOp) and isinstance(negative.op, ast.USub):
+            return negative, "" if reduced == "mean" else ', reduction="sum"'
+    if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.USub):
+        return parent, each
+    return node, each
+
+
+LOGS = (binary_cross_entropy, log_space, use_tanh, use_logits)
 
 
 _SELECTIONS = frozenset(

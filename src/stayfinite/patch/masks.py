@@ -282,7 +282,7 @@ def mean_of_nothing(spot: Spot) -> Iterator[Rewrite]:
     if isinstance(spot.node, ast.Call) and first is not None:
         x = source.in_brackets(first)
         text = f"({source.of(spot.node)} if {x}.numel() else {x}.sum())"
-        yield rewrite(spot, spot.node, text, "Leave the term out when nothing is selected.")
+        yield rewrite(spot, spot.node, text, "Skip the term when nothing is selected.")
 
 
 def _count(source: Code, call: ast.Call, inner: ast.expr) -> str:
@@ -331,7 +331,7 @@ def all_ignored(spot: Spot) -> Iterator[Rewrite]:
         index = str(spot.fact("scalars", {}).get("ignore_index", -100))
         loss = source.of(spot.node)
         text = f"({loss} if ({target} != {index}).any() else {logits}.sum() * 0.0)"
-        yield rewrite(spot, spot.node, text, "Leave out a batch without a label that counts.")
+        yield rewrite(spot, spot.node, text, "Skip a batch without a label that counts.")
 
 
 def no_alignment(spot: Spot) -> Iterator[Rewrite]:

@@ -430,7 +430,7 @@ def leave_out_batch(spot: Spot) -> Iterator[Rewrite]:
     indent, end = source.indent(statement), source.newline
     at = source.offset(statement.lineno, 0)
     text = f"{indent}if {test}:{end}{indent}{source.deeper(statement)}continue{end}"
-    what = "Leave out a batch that is not finite; better, repair it where it is read."
+    what = "Skip a batch that is not finite. This hides bad data; repair it where it is read."
     yield Rewrite(source, what, (Edit(at, at, text),), imports)
 
 

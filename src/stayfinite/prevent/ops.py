@@ -240,7 +240,9 @@ def _together(first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Te
 def eps_of(dtype: torch.dtype, eps: float | None = None, *, steepness: float = 1.0) -> float:
     """The given eps or the default, but so large that steepness / eps leaves two bits of room."""
     if eps is not None and not eps > 0:
-        raise ConfigError(f"eps is {eps}; it must be greater than 0. Leave it out for the default.")
+        raise ConfigError(
+            f"eps is {eps}; it must be greater than 0. Do not pass it to use the default."
+        )
     return max(eps or EPS, 4 * steepness / torch.finfo(dtype).max)
 
 

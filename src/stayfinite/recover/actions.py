@@ -119,7 +119,7 @@ def act(
         return Cannot("the parameters are sharded over ranks")
     try:
         if keeps_weights and (bad := first_bad_state(situation, trouble)):
-            return Cannot(f"{bad} is not finite already, and only a good snapshot mends that")
+            return Cannot(f"{bad} is not finite already, and only a good snapshot can restore it")
         return action(situation, config, trouble)
     except TrainingAbortedError:
         raise
@@ -142,6 +142,8 @@ def reduce_scale(situation: Situation, config: RecoveryConfig, trouble: Trouble)
     scale = current_scale(scaler)
     if scale is None:
         return Cannot("there is no enabled loss scaler")
+    if trouble.cause == "transient_fault":
+        return Cannot("the step was finite with the same loss scale when it was run again")
     given = getattr(scaler, "min_scale", None)
     # Below a scale of 1 the loss would be made smaller, which no overflow needs.
     floor = float(given) if isinstance(given, (int, float)) and given > 0 else 1.0
@@ -231,7 +233,7 @@ def rewind(situation: Situation, config: RecoveryConfig, trouble: Trouble) -> An
     answer = _go_back(situation, config.rewind_snapshots)
     if isinstance(answer, Cannot) or not config.rewind_skip_batches:
         return answer
-    left_out = f"; the next {config.rewind_skip_batches} batches are left out"
+    left_out = f"; the next {config.rewind_skip_batches} batches are skipped"
     return replace(answer, detail=answer.detail + left_out)
 
 
@@ -278,7 +280,7 @@ def raise_precision(situation: Situation, config: RecoveryConfig, trouble: Troub
     module = find_module(situation.model, situation.module)
     name = f"module {situation.module!r}" if situation.module else "the model"
     if situation.model is None or module is None:
-        return Cannot("it is not known which module is to blame")
+        return Cannot("the module that made the bad value was not found")
     if is_raised(module):
         return Cannot(f"{name} runs in float32 already")
     # A module without weights gets what others compute.
@@ -498,7 +500,7 @@ def load_from_disk(situation: Situation, place: str | os.PathLike[str]) -> Answe
 
     model, optimizer = situation.model, situation.optimizer
     if model is None:
-        return Cannot(f"it is not known which model {place} is for")
+        return Cannot(f"no model was found that {place} is for")
     ours = {id(param) for param in model.parameters()}
     if not all_finite(param for param in params_of(optimizer) if id(param) not in ours):
         return Cannot("the optimizer has bad parameters that are not the model's")

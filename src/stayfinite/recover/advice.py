@@ -185,7 +185,7 @@ def look_at_the_data(past: Past) -> Iterator[Advice]:
     if bad:
         where = _most_common(each.location for each in bad if each.location.startswith("inputs"))
         what = f"{where} was" if where else "the batches were"
-        text = f"Look at the data: {what} bad at {_steps(bad)}; leave those samples out."
+        text = f"Look at the data: {what} bad at {_steps(bad)}; skip those samples."
         yield _DIAGNOSED + len(bad) / len(past.recoveries), text
 
 

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from stayfinite.causes import Sort
 from stayfinite.errors import ConfigError
 from stayfinite.settings import is_number
 
@@ -35,9 +36,13 @@ class RecoveryStrategy(Enum):
 class Rung:
     """A strategy on a ladder, and how often it may be used before the next rung is climbed.
 
-    With `in_a_row` it is also left when a streak of bad steps is longer than that.
+    With `in_a_row` it is also left when a streak of bad steps is longer than that. With `share` it
+    may be used more often than `budget` while no more than that share of all steps is bad.
+    `against` are the sorts of causes that it is meant for, by default all of them: "sample" (a bad
+    sample or a singular value), "precision", "divergence", "unknown". A ladder with such rungs has
+    a place for each sort of its own.
 
-    >>> ladder = [Rung("skip", budget=20, in_a_row=2), Rung("lower_lr", budget=2), Rung("reset")]
+    >>> ladder = [Rung("skip", budget=20, in_a_row=2), Rung("lower_lr", against="divergence")]
     >>> RecoveryConfig(ladder=ladder).strategies[0]
     <RecoveryStrategy.SKIP_STEP: 'skip'>
     """
@@ -45,13 +50,27 @@ class Rung:
     strategy: RecoveryStrategy
     budget: int = 1
     in_a_row: int | None = None
+    share: float | None = None
+    against: tuple[Sort, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", strategy_of(self.strategy, "strategy"))
+        sorts = (self.against,) if isinstance(self.against, str) else tuple(self.against)
+        object.__setattr__(self, "against", sorts)
+        if unknown := [sort for sort in sorts if sort not in get_args(Sort)]:
+            known = ", ".join(map(repr, get_args(Sort)))
+            raise ConfigError(
+                f"against of {self.strategy.value!r} has {unknown[0]!r}; it must be of {known}."
+            )
+        if self.share is not None and not (is_number(self.share) and 0 < self.share <= 1):
+            raise ConfigError(
+                f"the share of {self.strategy.value!r} is {self.share!r}; "
+                "it must be between 0 and 1, such as 0.5, or None for no more than the budget."
+            )
         if not _is_whole(self.budget) or self.budget < 1:
             raise ConfigError(
                 f"the budget of {self.strategy.value!r} is {self.budget!r}; "
-                "it must be a whole number of at least 1. To do without a rung, leave it out."
+                "it must be a whole number of at least 1. To do without a rung, do not list it."
             )
         if self.in_a_row is not None and not (_is_whole(self.in_a_row) and self.in_a_row >= 1):
             raise ConfigError(
@@ -71,8 +90,10 @@ class RecoveryConfig:
     elements and clips nothing. `checkpoint_path` is a checkpoint, or a folder whose newest good
     one is taken: 'reset' loads it where there is no snapshot in memory. The bad step that makes
     `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
-    `on_forecast` is what is done when something is about to overflow, and undone when the trend is
-    gone; `on_spike` what is done when the loss jumps. Both need `watch(..., forecast=True)`.
+    With `quarantine` a sample that made a step bad is not read again: another one of its batch
+    takes its place. `on_forecast` is what is done when something is about to overflow, and undone
+    when the trend is gone; `on_spike` what is done when the loss jumps. Both need
+    `watch(..., forecast=True)`.
 
     >>> RecoveryConfig(primary_strategy="clip").primary_strategy
     <RecoveryStrategy.CLIP_GRADIENTS: 'clip'>
@@ -96,6 +117,7 @@ class RecoveryConfig:
     snapshot_slots: int = 2
     drop_whole_tensors: bool = False
     max_recoveries: int | None = None
+    quarantine: bool = True
     on_forecast: Literal["lower_lr", "raise_precision", "clip"] | None = None
     on_spike: Literal["skip", "lower_lr", "rewind"] | None = None
 
@@ -191,12 +213,15 @@ _ANSWERS = {
 }
 
 
+_FLAGS = ("skip_batch_after_nan", "drop_whole_tensors", "lower_lr_goes_back", "quarantine")
+
+
 def _problems(config: RecoveryConfig) -> Iterator[str]:
     for name, accepts, accepted in _NUMBERS:
         value = getattr(config, name)
         if not accepts(value):
             yield f"{name} is {value!r}; it must be {accepted}."
-    for name in ("skip_batch_after_nan", "drop_whole_tensors", "lower_lr_goes_back"):
+    for name in _FLAGS:
         if not isinstance(getattr(config, name), bool):
             yield f"{name} is {getattr(config, name)!r}; it must be True or False."
     for name, known in _ANSWERS.items():
@@ -224,3 +249,31 @@ def _problems(config: RecoveryConfig) -> Iterator[str]:
                 f"rewind_snapshots is {back}, but only {slots} snapshots are kept; "
                 f"set snapshot_slots to at least {back + 1}."
             )
+
+
+UNATTENDED = RecoveryConfig(
+    ladder=(
+        Rung(RecoveryStrategy.RAISE_PRECISION, budget=8, against=("precision",)),
+        Rung(RecoveryStrategy.SKIP_STEP, budget=200, in_a_row=2, share=0.5),
+        Rung(RecoveryStrategy.RAISE_PRECISION, against=("unknown",)),
+        # A sample that is bad, or a value that is singular, is none of the learning rate's doing.
+        Rung(RecoveryStrategy.LOWER_LR, budget=6, against=("divergence",)),
+        Rung(RecoveryStrategy.CLIP_GRADIENTS, budget=1000, share=1.0),
+        Rung(RecoveryStrategy.REWIND, against=("divergence",)),
+        Rung(
+            RecoveryStrategy.SKIP_STEP,
+            budget=200,
+            in_a_row=8,
+            share=0.5,
+            against=("precision", "unknown"),
+        ),
+        Rung(RecoveryStrategy.LOWER_LR, budget=6, against=("precision", "unknown")),
+        Rung(RecoveryStrategy.SKIP_STEP, budget=200, share=0.5),
+    ),
+    lower_lr_goes_back=True,
+    deescalate_after=50,
+    max_consecutive_nans=100_000,
+    rewind_skip_batches=10,
+    snapshot_every=10,
+)
+"""What is done for a script whose author is not asked: rungs that follow the cause."""

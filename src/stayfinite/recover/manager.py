@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stayfinite.causes import Sort, cause_of
 from stayfinite.errors import NonFiniteError
 from stayfinite.records import NaNReport
 from stayfinite.recover.actions import (
@@ -34,6 +35,7 @@ from stayfinite.recover.policy import PolicyState, choose
 from stayfinite.snapshot import Snapshot, SnapshotRing, TrainingState
 from stayfinite.snapshot.copies import same
 from stayfinite.snapshot.walk import PARTS
+from stayfinite.text import count
 from stayfinite.training import params_of
 
 logger = logging.getLogger("stayfinite")
@@ -82,6 +84,7 @@ class NaNRecoveryManager:
         self._given: tuple[Any, ...] = ()  # whom the ring is for
         self._state: TrainingState | None = None
         self._raised = ExitStack()
+        self._effects = RecoveryEffects()
         self._loads: list[int] = []  # what was loaded was last written then
 
     def recover(
@@ -124,21 +127,24 @@ class NaNRecoveryManager:
         scale = current_scale(situation.scaler)
         dtypes = {param.dtype for param in params_of(situation.optimizer)}
         lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+        news = self._effects.look(situation, cause, had_good=self._good_since > 0)
         self._before, self._good_since = self._history().after_bad_step(), 0
-        tried: dict[RecoveryStrategy, str] = {}
+        tried: dict[RecoveryStrategy, str] = dict(self._effects.futile)
+        sort = cause_of(cause).sort
         while True:
-            strategy = choose(self.config, self._before, cannot=tried.keys())
+            strategy = choose(self.config, self._before, cannot=tried.keys(), sort=sort)
             answer = self._circle(strategy, situation) or self._act(strategy, situation, trouble)
             if isinstance(answer, Done):
                 break
             tried[strategy] = answer.reason
-        self._remember(strategy, answer)
+        self._remember(strategy, answer, sort)
+        self._effects.note(strategy, situation, cause, before=rate)
         recovery = Recovery(
             step=step,
             location=trouble.report.location if trouble.report else "",
             strategy=strategy,
             succeeded=strategy is not RecoveryStrategy.ABORT,
-            detail=answer.detail,
+            detail="; ".join((answer.detail, *news)),
             tried=tuple(tried.items()),
             cause=cause,
             module=situation.module,
@@ -150,8 +156,21 @@ class NaNRecoveryManager:
             dtype=None if lowest is None else str(lowest).removeprefix("torch."),
         )
         self._recoveries.append(recovery)
-        logger.info("step %d: %s: %s", step, strategy.value, answer.detail)
+        if not recovery.succeeded:
+            detail = "; ".join((recovery.detail, *self._last_words()))
+            recovery = self._recoveries[-1] = dataclasses.replace(recovery, detail=detail)
+        logger.info("step %d: %s: %s", step, strategy.value, recovery.detail)
         return recovery
+
+    def _last_words(self) -> list[str]:
+        """How many steps were bad, of which cause, and what to do next."""
+        history = self._history()
+        share = f"{history.bad} of {count(history.steps, 'step')} ({history.share:.0%}) were bad"
+        causes = Counter(bad.cause for bad in self._recoveries)
+        cause, times = causes.most_common(1)[0]
+        most = "" if cause in (None, "unknown") else f", {times} of them by {cause}"
+        advice = self.get_recommendations()[:1]
+        return [share + most, *(f"next: {each.rstrip('.')}" for each in advice)]
 
     def record_good_step(
         self,
@@ -214,7 +233,7 @@ class NaNRecoveryManager:
         return self._ring.take(step=self._history().good if step is None else step)
 
     def take_skipped_batch(self) -> bool:
-        """Whether the next batch is to be left out after REWIND; counts it."""
+        """Whether the next batch is to be skipped after REWIND; counts it."""
         if self.batches_to_skip <= 0:
             return False
         self.batches_to_skip -= 1
@@ -259,8 +278,10 @@ class NaNRecoveryManager:
             return None
         return Cannot(f"it went back {history.returns} times without getting any farther")
 
-    def _remember(self, strategy: RecoveryStrategy, done: Done) -> None:
-        self._before = self._before.after_use(self.config, strategy, back_at=done.went_back_to)
+    def _remember(self, strategy: RecoveryStrategy, done: Done, sort: Sort) -> None:
+        self._before = self._before.after_use(
+            self.config, strategy, sort=sort, back_at=done.went_back_to
+        )
         if done.loaded_from is not None:
             self._loads.append(changed_at(str(self.config.checkpoint_path)))
         if done.undo is not None:
@@ -271,6 +292,59 @@ class NaNRecoveryManager:
 
 def _finite(values: Iterable[Any]) -> list[float]:
     return [number for number in map(float, values) if math.isfinite(number)]
+
+
+_LASTING = (RecoveryStrategy.LOWER_LR, RecoveryStrategy.REWIND, RecoveryStrategy.RESET_MODEL)
+
+
+class RecoveryEffects:
+    """Whether what was done lasts: a strategy that had no effect is not used again.
+
+    `futile` are those, each with its reason: for good where a learning rate was set back, else up
+    to the next good step.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[RecoveryStrategy, str | None] | None = None
+        self._cut: tuple[float, float] | None = None  # the learning rate before and after
+        self._of_streak: dict[RecoveryStrategy, str] = {}
+        self._for_good: dict[RecoveryStrategy, str] = {}
+
+    @property
+    def futile(self) -> dict[RecoveryStrategy, str]:
+        return {**self._of_streak, **self._for_good}
+
+    def look(self, situation: Situation, cause: str | None, *, had_good: bool) -> list[str]:
+        """Before a bad step is answered: what is new about the answer to the one before."""
+        known = self.futile
+        if had_good:
+            self._of_streak.clear()
+        elif self._last is not None and self._last[1] == cause:
+            said = "the same step was bad again right after it"
+            self._of_streak[self._last[0]] = said
+        self._last = None
+        if self._cut is not None:
+            (before, after), self._cut = self._cut, None
+            now = max(rates_of(situation.optimizer), default=0.0)
+            if now > math.sqrt(before * after):
+                said = f"the script or its scheduler has set the learning rate back to {now:g}"
+                self._for_good[RecoveryStrategy.LOWER_LR] = said
+        new = {each: why for each, why in self.futile.items() if each not in known}
+        return [f"{each.value} is not repeated, because {why}" for each, why in new.items()]
+
+    def note(
+        self,
+        strategy: RecoveryStrategy,
+        situation: Situation,
+        cause: str | None,
+        *,
+        before: float | None,
+    ) -> None:
+        """A strategy was used, for this cause; the learning rate was `before`."""
+        self._last = (strategy, cause) if strategy in _LASTING else None
+        after = max(rates_of(situation.optimizer), default=0.0)
+        if strategy is RecoveryStrategy.LOWER_LR and before and after < before:
+            self._cut = before, after
 
 
 class FarthestState:

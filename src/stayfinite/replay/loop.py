@@ -230,6 +230,20 @@ def yields_at(code: CodeType, line: int) -> list[ast.Yield]:
     return [n for n in nodes if isinstance(n, ast.Yield) and n.lineno <= line <= _last(n)]
 
 
+def question_at(code: CodeType, line: int) -> ast.expr | None:
+    """What an `assert` on this line asserts, or the nearest `if` around it asks; None without."""
+    scope = _scope(code.co_filename, code.co_name, code.co_firstlineno)
+    nodes = () if scope is None else _walk_scope(scope)
+    asked = [n for n in nodes if isinstance(n, (ast.Assert, ast.If)) and _is_within(n, line)]
+    return max(asked, key=lambda node: node.lineno).test if asked else None
+
+
+def _is_within(node: ast.Assert | ast.If, line: int) -> bool:
+    if isinstance(node, ast.Assert):
+        return node.lineno <= line <= _last(node)
+    return node.body[0].lineno <= line <= _last(node.body[-1])
+
+
 def _last(node: ast.expr | ast.stmt) -> int:
     return node.lineno if node.end_lineno is None else node.end_lineno
 

@@ -20,7 +20,6 @@ from collections.abc import Container, Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,7 +31,7 @@ from stayfinite.nested import named_tensors
 from stayfinite.replay.loop import loops_around, variables_of
 from stayfinite.snapshot.copies import CONSTANTS, Cell, FunctionsCell, is_generator_type, same
 from stayfinite.snapshot.mark import KeptTensors, TensorWatch
-from stayfinite.snapshot.rng import generator_cell, numpy_cell
+from stayfinite.snapshot.rng import SeldomReadCell, generator_cell, numpy_cell
 from stayfinite.training import params_of
 
 Kind = Literal["entered", "delivered", "updated", "passed"]
@@ -65,19 +64,19 @@ class Moment:
     """One moment of training: what has to be put back to go on from there once more."""
 
     __slots__ = (
-        *("attributes", "batch", "buffers", "gradients", "kind", "spots"),
+        *("attributes", "batch", "buffers", "frames", "gradients", "kind"),
         *("names", "nbytes", "optimizer", "random", "rates", "weights"),
     )
 
     def __init__(
         self,
         kind: Kind,
-        spots: tuple[FrameSpot, ...],
+        frames: list[tuple[int, CodeType, int]],  # what a FrameSpot has, innermost first
         names: list[tuple[int, dict[str, Any]]],
         random: list[tuple[Cell, Any]],
         buffers: KeptTensors | None,
     ) -> None:
-        self.kind, self.spots, self.names = kind, spots, names
+        self.kind, self.frames, self.names = kind, frames, names
         self.random, self.buffers = random, buffers
         self.attributes: list[tuple[weakref.ref[Any], str, Any]] = []  # of the user's objects
         self.optimizer: int | None = None  # whose update it follows
@@ -87,15 +86,20 @@ class Moment:
         self.batch: Any = None
         self.nbytes = 0
 
+    @property
+    def spots(self) -> tuple[FrameSpot, ...]:
+        """Where the user's frames were, innermost first."""
+        return tuple(itertools.starmap(FrameSpot, self.frames))
+
     def line_in(self, frame: FrameType) -> int | None:
         path = self.path_from(frame)
         return path[0][1] if path else None
 
     def path_from(self, frame: FrameType) -> list[tuple[CodeType, int]]:
         """The functions with their lines, from this frame inwards; [] if it was not there."""
-        for number, spot in enumerate(self.spots):
-            if spot.frame == id(frame) and spot.code is frame.f_code:
-                return [(s.code, line_at(s.code, s.lasti)) for s in self.spots[number::-1]]
+        for place, (number, code, _) in enumerate(self.frames):
+            if number == id(frame) and code is frame.f_code:
+                return [(code, line_at(code, lasti)) for _, code, lasti in self.frames[place::-1]]
         return []
 
     def values_in(self, frame: FrameType) -> dict[str, Any]:
@@ -200,8 +204,8 @@ class Moments:
 
     def of_update(self, optimizer: Optimizer, frame: FrameType | None) -> Moment:
         """The moment of an update that is under way; it is not kept."""
-        spots = tuple(FrameSpot(id(each), each.f_code, each.f_lasti) for each in user_frames(frame))
-        moment = Moment("updated", spots, [], [], None)
+        frames = [(id(each), each.f_code, each.f_lasti) for each in user_frames(frame)]
+        moment = Moment("updated", frames, [], [], None)
         moment.optimizer = id(optimizer)
         moment.rates = [group.get("lr") for group in optimizer.param_groups]
         moment.gradients = [param.grad for param in params_of(optimizer)]
@@ -243,6 +247,11 @@ class Moments:
                 for _ in range(number):
                     kept.popleft()
                 return
+
+    @property
+    def passes_since_update(self) -> int:
+        """Backward passes since an optimizer made its last update."""
+        return self._passes
 
     def counts_pass(self) -> bool:
         """A backward pass is over: is it noted? It is where not each is followed by an update."""
@@ -287,17 +296,17 @@ class Moments:
             found = list(_things_in(user_frames(frame)))
             self._generators.add(thing for thing in found if is_generator_type(type(thing)))
             self._attributes.add(found)
-        spots, names = [], []
+        frames, names = [], []
         for each in user_frames(frame):
             number, code, lasti = id(each), each.f_code, each.f_lasti
-            spots.append(FrameSpot(number, code, lasti))
+            frames.append((number, code, lasti))
             known = _known.get((id(code), lasti)) or _names_at(code, lasti)
             if known[1] is not None:
                 names.append((number, _values_in(each, *known[1])))
         # Between an update and a batch no training happens, so buffers stay.
         newest = self.newest if kind == "delivered" else None
         buffers = self._buffers.keep() if newest is None else newest.buffers
-        moment = Moment(kind, tuple(spots), names, self._generators.read(), buffers)
+        moment = Moment(kind, frames, names, self._generators.read(), buffers)
         moment.attributes = self._attributes.read()
         self._kept.append(moment)
         return moment
@@ -392,9 +401,10 @@ class _Generators:
     """All random number generators, each read as often as it has to be."""
 
     def __init__(self) -> None:
-        self._host = [generator_cell(torch.default_generator, "torch")]
-        self._seldom: list[_SeldomRead] = [
-            _SeldomRead(FunctionsCell("python", "random", random.getstate, random.setstate))
+        self._host: list[Cell] = []
+        self._seldom: list[SeldomReadCell] = [
+            SeldomReadCell(generator_cell(torch.default_generator, "torch")),
+            SeldomReadCell(FunctionsCell("python", "random", random.getstate, random.setstate)),
         ]
         self._known: dict[int, Any] = {id(torch.default_generator): torch.default_generator}
         self._has_numpy = self._has_cuda = False
@@ -402,13 +412,13 @@ class _Generators:
     def read(self) -> list[tuple[Cell, Any]]:
         if not self._has_numpy and "numpy.random" in sys.modules:
             self._has_numpy = True
-            self._seldom.append(_SeldomRead(numpy_cell()))
+            self._seldom.append(SeldomReadCell(numpy_cell()))
         if not self._has_cuda and torch.cuda.is_initialized():
             self._has_cuda = True  # their states are a seed and an offset, which the host knows
             for number, generator in enumerate(torch.cuda.default_generators):
                 self._host.append(generator_cell(generator, f"cuda:{number}"))
         states = [(cell, cell.content()) for cell in self._host]
-        states += [(each.cell, each.state()) for each in self._seldom]
+        states += [(each.cell, each.content()[0]) for each in self._seldom]
         return states
 
     def add(self, generators: Iterable[Any]) -> None:
@@ -419,38 +429,7 @@ class _Generators:
                 if isinstance(found, torch.Generator):
                     self._host.append(cell)
                 else:
-                    self._seldom.append(_SeldomRead(cell))
-
-
-class _SeldomRead:
-    """A generator of the host whose state is large, and which most trainings never use.
-
-    It is read every time once it was seen to change, or while that is not known yet.
-    """
-
-    _SURE = 8
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-        self._last: Any = None
-        self._looks = 0
-        self._is_used = False
-
-    def state(self) -> Any:
-        looks = self._looks = self._looks + 1
-        if self._is_used or looks <= self._SURE or not looks & (looks - 1):
-            now = self.cell.content()
-            self._is_used = self._is_used or (looks > 1 and not _are_equal(now, self._last))
-            self._last = now
-        return self._last
-
-
-def _are_equal(one: Any, two: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_are_equal(one[key], two[key]) for key in one)
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, two))
-    return bool(one == two)
+                    self._seldom.append(SeldomReadCell(cell))
 
 
 def _things_in(frames: Iterable[FrameType]) -> Iterator[Any]:

@@ -485,7 +485,7 @@ def _no_effects(*, taken: dict[int, Any], is_last: bool) -> Iterator[None]:
 # others, hand what they are given to a thread of their own by a queue.
 _WRITERS: list[tuple[Any, str]] = [
     *((torch, "save"), (torch.jit, "save"), (queue.Queue, "put"), (time, "sleep")),
-    *((os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir")),
+    *((os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir", "fsync")),
     *((shutil, name) for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree")),
 ]
 _SENDERS: list[tuple[Any, str]] = [
@@ -513,10 +513,51 @@ def _next_again(
     return original(iterator, *default)
 
 
-def _open_for_reading(original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    """Open the file, or in its place the null device if it is to be written."""
-    writes = isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode)
-    return original(os.devnull if writes else file, mode.replace("x", "w"), *args, **kwargs)
+def _open_for_reading(
+    original: Any,
+    file: Any,
+    mode: str = "r",
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Open the file, or in its place one that keeps nothing if it is to be written."""
+    if not isinstance(mode, str) or {"w", "a", "x", "+"}.isdisjoint(mode):
+        return original(file, mode, buffering, encoding, errors, newline, *args, **kwargs)
+    raw = _Nowhere()
+    if "b" in mode and buffering == 0:
+        return raw
+    buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+    return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+
+
+class _Nowhere(io.FileIO):
+    """A file that keeps nothing but how long it is, and where one stands in it: zip files ask."""
+
+    def __init__(self) -> None:
+        super().__init__(os.devnull, "w+")
+        self._at = self._end = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._at += size
+        self._end = max(self._end, self._at)
+        return size
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
+        self._at = start + offset
+        return self._at
+
+    def truncate(self, size: int | None = None) -> int:
+        self._end = self._at if size is None else size
+        return self._end
 
 
 @contextlib.contextmanager

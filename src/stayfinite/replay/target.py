@@ -42,12 +42,12 @@ def values_at_start(loop: Loop, frame: FrameType, delivered: Sequence[Any]) -> d
     if not changed or all(_is_same_again(name, node.body) for name in changed):
         return {}
     if not isinstance(node, ast.For):
-        raise CannotRunError("an argument was changed, and what it was is not known")
+        raise CannotRunError("an argument was changed, and its old value was not kept")
     variables = variables_of(frame)
     target, source, index = _unwrapped(node)
     item = delivered[-1] if delivered else _item(source, index, frame, variables)
     if item is _NOWHERE:
-        raise CannotRunError("its variable was changed, and what it was is not known")
+        raise CannotRunError("its variable was changed, and its old value was not kept")
     values = _bound(target, item)
     is_known = changed <= values.keys()
     if not is_known or any(values[n] is not variables.get(n) for n in values.keys() - changed):

@@ -168,6 +168,7 @@ class IncidentView:
     incident: Incident
     headline: str
     spot: str
+    library: str
     source: list[SourceLine]
     birth: str
     op: str
@@ -185,6 +186,7 @@ def view_of(incident: Incident, *, folder: Path | None, width: int) -> IncidentV
         incident=incident,
         headline=wording.headline(incident),
         spot=wording.spot(origin),
+        library=wording.library(origin),
         source=excerpt(origin, folder=folder, width=width) if origin else [],
         birth=wording.birth(incident, origin) if origin else "",
         op=wording.full_op(origin) if origin else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import importlib
 import logging
@@ -14,7 +15,14 @@ from typing import Any
 
 from stayfinite.records import Forecast, Incident, TensorSummary
 from stayfinite.safely import Safely, beside_bars
-from stayfinite.text import forecast_words, on_rank, source_line, what_was_done
+from stayfinite.text import (
+    count,
+    forecast_words,
+    library_line,
+    on_rank,
+    source_line,
+    what_was_done,
+)
 
 logger = logging.getLogger("stayfinite")
 Sink = Callable[[Incident], None]
@@ -35,8 +43,11 @@ def told_to(sinks: Iterable[Sink] | None, *more: Sink) -> Sink:
 
     One that fails does not keep the others from being told, and is logged once.
     """
-    chosen = [*(_unasked() if sinks is None else sinks), *more]
-    message = "a sink failed; it is told of later incidents all the same"
+    chosen = [*(unasked() if sinks is None else sinks), *more]
+    for end in (getattr(sink, "end", None) for sink in chosen) if sinks is None else ():
+        if end is not None:
+            atexit.register(end)
+    message = "a sink failed; it still gets later incidents"
     safely = [Safely(message) for _ in chosen]
 
     def tell(incident: Incident) -> None:
@@ -54,9 +65,9 @@ def forecasts_told_to(sinks: Iterable[Any] | None, *more: Any) -> Callable[[Fore
 
     Without any sinks, the terminal and the trackers that are running.
     """
-    told = (*more, *(_unasked() if sinks is None else sinks))
+    told = (*more, *(unasked() if sinks is None else sinks))
     chosen = [getattr(sink, "on_forecast", None) for sink in told]
-    message = "a sink failed; it is told of later forecasts all the same"
+    message = "a sink failed; it still gets later forecasts"
     safely = [(hear, Safely(message)) for hear in chosen if hear is not None]
 
     def tell(forecast: Forecast) -> None:
@@ -69,35 +80,88 @@ def forecasts_told_to(sinks: Iterable[Any] | None, *more: Any) -> Callable[[Fore
     return tell
 
 
-def _unasked() -> list[Sink]:
+def unasked() -> list[Sink]:
     """Who is told where nobody was chosen."""
     return [terminal(), tell_trackers]
+
+
+class Repeats:
+    """How often each incident has come: those with one cause and line are one.
+
+    So are the bad steps that follow directly on one where nothing was undone, and those of which
+    nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self.times: dict[object, int] = {}
+        self.first: dict[object, Incident] = {}
+        self._last: tuple[object, int] | None = None
+
+    def note(self, incident: Incident) -> int:
+        """Count it: the how manieth it is of its kind; 0 for one that follows from another."""
+        key: object = incident.fingerprint if _is_known(incident) else None
+        is_passive = incident.outcome is not None and incident.outcome.strategy == "warn"
+        follows = self._last is not None and is_passive and incident.step <= self._last[1] + 1
+        if follows and self._last is not None:
+            key = self._last[0]
+        self._last = key, incident.step
+        self.times[key] = self.times.get(key, 0) + 1
+        self.first.setdefault(key, incident)
+        return 0 if follows else self.times[key]
+
+    def summary(self) -> str:
+        """One line on what came more than once; empty if nothing did."""
+        often = [(self.first[key], times) for key, times in self.times.items() if times > 1]
+        if not often:
+            return ""
+        said = [f"{_place_of(first)} {times} times" for first, times in often[:3]]
+        more = f" and {len(often) - 3} others" if len(often) > 3 else ""
+        total = sum(self.times.values())
+        return f"{count(total, 'bad step')}: {', '.join(said)}{more}"
+
+
+def is_told(times: int) -> bool:
+    """Whether the so manieth time is worth a line: the first, the tenth, the hundredth."""
+    return times > 0 and str(times).strip("0") == "1"
+
+
+def _is_known(incident: Incident) -> bool:
+    return incident.diagnosis is not None and incident.origin is not None
 
 
 class TerminalSink:
     """Prints to stderr: a report for an incident, one line for a forecast.
 
-    One line also for an incident whose cause and place are those of an earlier one.
+    An incident whose cause and place are those of an earlier one is counted, and told in one line
+    the tenth time, the hundredth and so on.
     """
 
     def __init__(self) -> None:
-        self._seen: set[object] = set()
+        self._repeats = Repeats()
 
     def __call__(self, incident: Incident) -> None:
-        is_known = incident.diagnosis is not None and incident.origin is not None
+        times = self._repeats.note(incident)
+        if not is_told(times):
+            return
         with beside_bars():
-            if is_known and incident.fingerprint in self._seen:
-                print(_again(incident), file=sys.stderr)
+            if times > 1:
+                print(_again(incident, times), file=sys.stderr)
                 return
             with unchanged_random():
                 from stayfinite.report.terminal import show
 
                 show(incident)
-        if is_known:
-            self._seen.add(incident.fingerprint)
 
     def on_forecast(self, forecast: Forecast) -> None:
         print_forecast(forecast)
+
+    def end(self) -> None:
+        """One line on what came more than once; told once."""
+        summary = self._repeats.summary()
+        self._repeats = Repeats()
+        if summary:
+            with beside_bars():
+                print(f"stayfinite: {summary}", file=sys.stderr)
 
 
 def terminal() -> TerminalSink:
@@ -124,13 +188,18 @@ def unchanged_random() -> Iterator[None]:
         random.setstate(state)
 
 
-def _again(incident: Incident) -> str:
-    cause = incident.diagnosis.cause if incident.diagnosis is not None else "not finite"
-    place = source_line(incident.origin)
-    at = f", at {place}" if place else ""
+def _again(incident: Incident, times: int) -> str:
     done = f"; {what_was_done(incident)}" if incident.outcome is not None else ""
     where = f"step {incident.step}{on_rank(incident)}"
-    return f"stayfinite: {where}: {cause} again{at}{done}"
+    return f"stayfinite: {where}: {_place_of(incident)} again, {times} times so far{done}"
+
+
+def _place_of(incident: Incident) -> str:
+    """Cause and line, as far as they are known."""
+    cause = incident.diagnosis.cause if incident.diagnosis is not None else "not finite"
+    place, inner = source_line(incident.origin), library_line(incident.origin)
+    at = f" at {place}" if place else ""
+    return cause + at + (f" (in {inner})" if inner else "")
 
 
 class TrackersSink:
@@ -152,7 +221,9 @@ class TrackersSink:
                     say(sink)
             except Exception:
                 _failed.add(ours)
-                logger.exception("%s could not be told of an incident; no more of them", name)
+                logger.exception(
+                    "%s could not be notified of an incident; it gets no more of them", name
+                )
 
 
 tell_trackers = TrackersSink()

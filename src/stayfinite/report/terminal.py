@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ LIMIT = 30  # lines of a report that is not verbose
 _MOST_EVIDENCE = 3  # pieces that are shown in a short report
 _MOST_CHANGED = 6  # lines of a patch that are never cut: half a change cannot be made
 _WIDEST = 28  # cells of one column of a table
+_PLACE = re.compile(r"\S:\d+")  # train.py:46
 
 Lines = list[Text]
 
@@ -77,7 +79,9 @@ def show_proof(incident: Incident, since: Incident, *, file: TextIO) -> None:
     if now is None or now == before:
         return
     known = () if before is None else before.evidence
-    new = tuple(each for each in now.evidence if each not in known)
+    new = tuple(each for each in now.evidence if each not in (*known, REPEATED))
+    if not new and before is not None and before.confidence == now.confidence:
+        return
     _print(_Proof(incident=incident, evidence=new), file)
 
 
@@ -95,7 +99,7 @@ class _Report:
     verbose: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Lines:
-        layout = _Layout(self.incident.origin, console, max(options.max_width, NARROWEST))
+        layout = _Layout(self.incident.origin, max(options.max_width, NARROWEST))
         parts = [part for part in self._parts(layout) if part.lines]
         lines = [line for part in parts for line in part.lines]
         if self.verbose or len(lines) <= LIMIT:
@@ -112,6 +116,8 @@ class _Report:
         yield _Section(layout.wrap(head, layout.width), least=2)
         arrow = Text.assemble((" " * (layout.margin - 1) + "--> ", "blue"))
         yield _Section(layout.hang(arrow, Text(wording.spot(origin))), least=2)
+        if inner := wording.library(origin):
+            yield _Section(layout.hang(Text(" " * arrow.cell_len), Text(inner)), least=2)
         if origin is not None:
             yield self._source(layout, origin)
             yield self._tensors(layout, origin)
@@ -124,7 +130,10 @@ class _Report:
         if origin is not None and not origin.exact:
             yield _Section(layout.row("note", wording.INFERRED))
         if diagnosis is not None:
-            seen = diagnosis.evidence[:-1] if diagnosis.patch else diagnosis.evidence
+            seen, trial = diagnosis.evidence, wording.trial_of(diagnosis)
+            if trial:
+                at = len(seen) - 1 - seen[::-1].index(trial)
+                seen = (*seen[:at], *seen[at + 1 :])
             if not self.verbose:
                 seen = tuple(t for t in seen if t not in (REPEATS, REPEATED))[:_MOST_EVIDENCE]
             yield _Section(layout.rows("seen", list(map(plain, seen))), least=0)
@@ -180,8 +189,7 @@ class _Report:
         shown = list(filter(None, patch)) if self.verbose else _changed_lines(patch)
         lines = [layout.long_row(line) for line in shown]
         yield _Section(lines, least=min(len(lines), _MOST_CHANGED))
-        if diagnosis.patch and diagnosis.evidence:
-            yield _Section(layout.row("test", plain(diagnosis.evidence[-1]), "green"))
+        yield _Section(layout.row("test", plain(wording.trial_of(diagnosis)), "green"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,17 +200,16 @@ class _Proof:
     evidence: tuple[str, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Lines:
-        layout = _Layout(self.incident.origin, console, max(options.max_width, NARROWEST))
+        layout = _Layout(self.incident.origin, max(options.max_width, NARROWEST))
         diagnosis = self.incident.diagnosis
         assert diagnosis is not None
         sure = f"{wording.CONFIDENCE[diagnosis.confidence]}: {plain(diagnosis.cause)}"
-        lines = layout.row("now", sure)
-        is_tried = bool(diagnosis.patch) and diagnosis.evidence[-1:] == self.evidence[-1:]
-        if is_tried:
+        lines, trial = layout.row("now", sure), wording.trial_of(diagnosis)
+        if trial in self.evidence:
             changed = _changed_lines((diagnosis.patch or "").split("\n"))
             lines += [layout.long_row(line) for line in changed]
-            lines += layout.row("test", plain(self.evidence[-1]), "green")
-        seen = self.evidence[:-1] if is_tried else self.evidence
+            lines += layout.row("test", plain(trial), "green")
+        seen = [said for said in self.evidence if said != trial]
         return [*lines, *layout.rows("seen", list(map(plain, seen)))]
 
 
@@ -229,10 +236,16 @@ def _shrunk_sizes(parts: list[_Section]) -> list[int]:
 class _Layout:
     """Places text right of a margin that has the line numbers."""
 
-    def __init__(self, origin: Origin | None, console: Console, width: int) -> None:
-        self._console, self.width = console, width
+    def __init__(self, origin: Origin | None, width: int) -> None:
+        self.width = width
         last = max(origin.line or 0, origin.end_line or 0) if origin else 0
         self.margin = len(str(last)) + 1
+        files = [origin.file, *(hop.file for hop in origin.lineage)] if origin else []
+        named = [plain(file) for file in files if file and " " in file]
+        # A file whose name has spaces is one word, whole and without its folders; so is a quotient.
+        named = [*named, *(name.rsplit("/", 1)[-1] for name in named), "0 / 0", "1 / 0", "x / 0"]
+        named = sorted(named, key=len)[::-1]
+        self._word = re.compile(f"(?:{'|'.join([*map(re.escape, named), r'[^ ]'])})+ *")
 
     def gutter(self, number: int | None = None) -> Text:
         """The line number and the bar; the bar alone without a number."""
@@ -264,13 +277,40 @@ class _Layout:
         """The text after the lead, wrapped to stand under its own first word."""
         wrapped = self.wrap(text, max(self.width - lead.cell_len, 8))
         blank = Text(" " * lead.cell_len)
-        return [(blank if i else lead).copy().append(line) for i, line in enumerate(wrapped)]
+        lines = [(blank if i else lead).copy().append(line) for i, line in enumerate(wrapped)]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ignore"
+        return lines
 
     def wrap(self, text: Text, width: int) -> Lines:
-        lines = list(text.wrap(self._console, width))
+        """The text on lines of this width; a `path:line` is never broken, as it is to be copied."""
+        starts, filled = [], 0
+        for word in self._word.finditer(text.plain):
+            size = cell_len(word.group().rstrip())
+            if filled and filled + size > width:
+                starts.append(word.start())
+                filled = 0
+            filled += cell_len(word.group())
+            if size > width and not _PLACE.search(word.group()):
+                folds = _folds(word.group(), width)
+                starts += [word.start() + at for at in folds]
+                filled = cell_len(word.group()[folds[-1] :])
+        lines = list(text.divide(starts))
         for line in lines:
             line.rstrip()
         return lines
+
+
+def _folds(word: str, width: int) -> list[int]:
+    """Where a word that is too long is cut; one too long for a line only has at least one."""
+    found, filled = [], 0
+    for at, character in enumerate(word.rstrip()):
+        size = cell_len(character)
+        if filled + size > width:
+            found.append(at)
+            filled = 0
+        filled += size
+    return found
 
 
 def _changed_lines(patch: list[str]) -> list[str]:

@@ -201,7 +201,7 @@ def replay(capsule: Capsule, path: Path, *, seconds: float) -> OtherRun:
     if is_step and (not capsule.batch or capsule.state is None):
         raise CapsuleError(
             f"{path} was made without its batch or state, so its step cannot be run again. Make "
-            "it anew with with_batch=True."
+            "it again with with_batch=True."
         )
     with tempfile.TemporaryDirectory(prefix="stayfinite-replay-") as name:
         scene = _scene(capsule, Path(name).resolve(), path)

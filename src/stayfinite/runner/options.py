@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stayfinite.errors import ConfigError
+from stayfinite.report.sinks import Repeats
 from stayfinite.runner.plan import Plan
 from stayfinite.runner.script import Target
 from stayfinite.settings import GuardSettings
@@ -25,7 +26,7 @@ class RunOptions:
     on_nan: Literal["stop", "warn", "recover"] = option(
         "stop",
         "stop: end the script before the update, exit code 3. warn: report and go on. "
-        "recover: leave bad updates out, and do more if they go on; exit code 3 if nothing helps.",
+        "recover: skip bad updates, and do more if they continue; exit code 3 if nothing helps.",
     )
     second_run: Literal["auto", "always", "never"] = option(
         "auto",
@@ -61,7 +62,7 @@ class RunOptions:
     with_batch: bool = option(
         False, "Put the batch, and values computed from it, into the capsule too."
     )
-    no_source: bool = option(False, "Leave your source files out of the capsule.")
+    no_source: bool = option(False, "Do not include your source files in the capsule.")
     verbose: bool = option(False, "Show the whole report.")
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class Scene:
     is_rank: bool = False
     cwd: str = field(default_factory=os.getcwd)
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    repeats: Repeats = field(default_factory=Repeats)
 
     @property
     def started(self) -> float:

@@ -49,7 +49,7 @@ class PreflightOptions:
     """What `preflight` can be told."""
 
     json: str | None = option(None, "Write all risks to this file, as JSON.")
-    verbose: bool = option(False, "Show those of low level too.")
+    verbose: bool = option(False, "Show those of low level too, and what can be forecast.")
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -58,12 +58,13 @@ class PreflightOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What `stayfinite preflight --json FILE` writes."""
+    """What `stayfinite preflight --json FILE` writes; `forecasts` is what can be told before."""
 
     schema: int = SCHEMA
     exit: Verdict = "clean"
     steps: int = 0
     risks: tuple[Risk, ...] = ()
+    forecasts: tuple[str, ...] = ()
 
 
 def preflight(target: Target, *, options: PreflightOptions) -> None:
@@ -110,9 +111,17 @@ def _close(plan: Plan, code: int, options: PreflightOptions) -> int:
     verdict: Verdict = "risks" if any(risk.is_warning for risk in risks) else "clean"
     if (code and not stopped) or not steps:
         verdict = "script-error"
-    findings = Findings(exit=verdict, steps=steps, risks=tuple(worst_of_each(risks)))
+    findings = Findings(
+        exit=verdict,
+        steps=steps,
+        risks=tuple(worst_of_each(risks)),
+        forecasts=next((each.forecasts for each in found if each.steps), ()),
+    )
     _write(findings, options)
     show(findings.risks, everything=options.verbose)
+    if options.verbose:
+        for line in findings.forecasts:
+            say(f"run --forecast can tell of {line}")
     say(_last_line(findings, code, stopped, refusal(records)))
     return {"clean": CLEAN, "risks": RISKS, "script-error": FAILED}[verdict]
 
@@ -184,7 +193,8 @@ class RiskReporter:
             return
         self._has_written = True
         script.detach()
-        found = Findings(steps=script.steps, risks=tuple(script.risks()))
+        risks, forecasts = tuple(script.risks()), script.forecasts()
+        found = Findings(steps=script.steps, risks=risks, forecasts=forecasts)
         if os.path.isdir(folder):
             write_atomically(os.path.join(folder, f"risks-{os.getpid()}.json"), to_json(found))
 

@@ -169,7 +169,7 @@ def _without_our_stop(process: Any, theirs: Callable[[], None], watch: Watch) ->
         except BaseException as error:
             if is_consequence(error, watch):
                 raise SystemExit(INCIDENT_CODE) from None
-            with step_aside("telling the other ranks"):
+            with step_aside("notifying the other ranks"):
                 if watch.guard is not None:
                     watch.guard.tell_ranks(error)
             # What multiprocessing prints for an error in run(), without the frame of this one.

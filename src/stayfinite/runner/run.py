@@ -19,8 +19,9 @@ from pathlib import Path
 from stayfinite.budget import Budget
 from stayfinite.errors import ConfigError, SandboxError
 from stayfinite.records import Exit, Incident, RunResult, to_json
+from stayfinite.report.sinks import Repeats, is_told
 from stayfinite.report.sinks import rank_here as rank
-from stayfinite.report.store.writer import RESULT
+from stayfinite.report.store.writer import RESULT, forget_run
 from stayfinite.runner import processes, sandbox, script
 from stayfinite.runner.capsules import ORDER, run_ordered, wish_of
 from stayfinite.runner.case import UNHELD, UNHELD_CODE, Case, Stage, run_stages
@@ -131,8 +132,10 @@ def _tell(scene: Scene, incident: Incident) -> None:
     plan, path = scene.plan, scene.options.json
     if os.getpid() != plan.pid:
         return  # a forked child, which tells by itself
-    if not plan.stops:  # else the report follows soon enough
-        say(f"{one_line(incident)}; {plan.what_follows(incident)}.")
+    times = scene.repeats.note(incident)
+    if not plan.stops and is_told(times):  # else the report follows soon enough
+        again = "" if times == 1 else f"; {times} times so far"
+        say(f"{one_line(incident)}; {plan.what_follows(incident)}{again}.")
     if path is not None and not scene.is_rank:
         so_far = merged_result(load_records(plan.folder), only_first=plan.stops)
         write_atomically(path, to_json(dataclasses.replace(so_far, exit="incident"), indent=1))
@@ -171,6 +174,8 @@ def close(scene: Scene, watch: Watch, ending: Ending, early: list[Incident]) -> 
             for remark in result.remarks if result.incidents else ():
                 say(remark)
             say(last_line(records, result, verdict, ended, scene.options.on_nan))
+            if not scene.is_rank and result.exit == "finite":
+                _forget_short_run(scene)
         elif watch.has_stopped:
             time.sleep(processes.GRACE)  # the launcher ends the one that speaks when this one ends
     if scene.is_rank:
@@ -206,10 +211,21 @@ def _conclude(
         say(note)
     if result.incidents and (run_dir := _recorded_in(scene)) is not None:
         name = shlex.quote(os.path.relpath(run_dir, scene.cwd))
-        say(f"recorded in {name}; to see it as a page: stayfinite html {name}")
+        say(f"recorded in {name}; to view it as an HTML page: stayfinite html {name}")
         if any(incident.diagnosis and incident.diagnosis.patch for incident in result.incidents):
-            say(f"to make the change that was tried: stayfinite fix --write {name}")
+            say(f"to apply the tested change: stayfinite fix --write {name}")
     return result
+
+
+_SHORT = 60.0  # seconds
+
+
+def _forget_short_run(scene: Scene) -> None:
+    """A healthy run that was short is not worth a record, unless one was asked for."""
+    run_dir, is_asked = _recorded_in(scene), scene.options.run_dir is not None
+    if run_dir is not None and not is_asked and time.time() - scene.plan.started < _SHORT:
+        with step_aside("removing the record of a short run"):
+            forget_run(run_dir)
 
 
 def _recorded_in(scene: Scene) -> str | None:
@@ -218,14 +234,12 @@ def _recorded_in(scene: Scene) -> str | None:
 
 
 def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incident]:
-    """All of them; of those that were recovered from, each cause and line once.
-
-    That is the first one whose operation was seen, if one was.
-    """
-    if scene.options.on_nan != "recover":
-        return list(incidents)
+    """Each cause and line once: the first one whose operation was seen, if one was."""
     first: dict[object, Incident] = {}
+    repeats = Repeats()
     for incident in incidents:
+        if repeats.note(incident) > 1 and incident.fingerprint not in first:
+            continue  # it follows from the one before
         before = first.get(incident.fingerprint)
         is_better = before is not None and not _is_seen(before) and _is_seen(incident)
         if before is None or is_better:

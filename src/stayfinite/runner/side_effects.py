@@ -147,7 +147,7 @@ class Audit:
             is_standard and "site-packages" not in file and package not in _UNHEARD_OF_PYTHON
         )
         if not (is_standard or package in _HEARD_PACKAGES):
-            self._tell(f"uses {package}, which may write files by itself")
+            self._tell(f"uses {package}, which may write files")
 
 
 class Effects:

@@ -94,10 +94,10 @@ def last_line(
         return f"{how}{steps} checked; {losses}, skipped by the script itself."
     if on_nan == "stop":
         if ending.code != INCIDENT_CODE:
-            return f"the script ended itself with exit code {ending.code}; a NaN was behind it."
+            return f"the script ended itself with exit code {ending.code}; the cause was a NaN."
         if first.outcome is not None and first.outcome.strategy == "none":
             return f"the script had ended when step {first.step} was found to be bad; exit code 3."
-        return f"the script was ended at step {first.step}; exit code 3."
+        return f"the script was stopped at step {first.step}; exit code 3."
     # Incidents are one for each bad step; of very many, only the first are kept.
     found = len(result.incidents)
     # The step that ended the run has not been counted yet.
@@ -145,7 +145,7 @@ def _what_was_checked(records: list[ProcessRecord], result: RunResult, verdict: 
     if not any(record.saw_torch for record in records):
         return f"the script did not import torch, so nothing was checked{but}."
     if not result.steps and any(record.has_begun for record in records):
-        return f"training began, but what became of it was not heard{but}."
+        return f"training started, but its process did not report back{but}."
     if not result.steps:
         return f"no backward pass and no optimizer step was seen, so nothing was checked{but}."
     skipped = result.skipped_by_scaler
@@ -182,6 +182,8 @@ def _at_the_end(records: list[ProcessRecord], *, is_finite: bool) -> list[str]:
             said.append(_left_bad(after.bad_at_end))
         if after.unseen is not None:
             said.append(f"the weights could not be looked at in the end ({after.unseen})")
+        if after.has_failed:
+            said.append("stayfinite failed inside a step, so not every step was checked")
         if after.is_last_loss_bad and is_finite:
             said.append("the last loss is not finite")
     return list(dict.fromkeys(said))[:_MOST]
@@ -209,7 +211,7 @@ def _how_gone(record: ProcessRecord, *, is_last: bool) -> str | None:
         return f"ended with exit code {record.ended}" if record.ended else None
     if is_running(record):
         return "was still running" if is_last else None
-    return "ended without a word"
+    return "ended without reporting"
 
 
 def signal_name(number: int) -> str:

@@ -259,6 +259,7 @@ class IncidentReporter:
                 self._watch,
                 on_incident=self._tell,
                 on_step=self._stepped,
+                on_pass=self._passed,
                 on_bad_loss=self._trains_on,
                 on_located=self._located,
                 on_forecast=self._foretell,
@@ -290,6 +291,10 @@ class IncidentReporter:
         if self._recorder is not None:
             self._recorder.stepped(optimizer, evidence, skipped=skipped)
 
+    def _passed(self, evidence: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.passed(evidence)
+
     def _trains_on(self, loss: Any) -> None:
         if self._read is not None:
             self._read.trains_on(loss)
@@ -314,10 +319,10 @@ class IncidentReporter:
         with step_aside("keeping a capsule"):
             keep_capsule(watch, incident)
         if watch.plan.repeat is None:  # a run of ours tells nobody else
-            with step_aside("telling the trackers"):
+            with step_aside("notifying the trackers"):
                 tell_trackers(incident)
         for listen in watch.listeners:
-            with step_aside("telling of the incident"):
+            with step_aside("reporting the incident"):
                 listen(watch, incident)
 
     def _foretell(self, forecast: Forecast) -> None:
@@ -327,8 +332,11 @@ class IncidentReporter:
         if self._recorder is not None:
             with step_aside("recording the forecast"):
                 self._recorder.on_forecast(forecast)
+        if watch.plan.repeat is None:  # a run of ours tells nobody else
+            with step_aside("telling the trackers of a forecast"):
+                tell_trackers.on_forecast(forecast)
         if forecast.severity != "info":
-            with step_aside("telling of the forecast"):
+            with step_aside("reporting the forecast"):
                 print_forecast(forecast)
 
     def crashed(self, error: BaseException) -> None:
@@ -429,7 +437,10 @@ def watch_group(watch: Watch) -> None:
             watch.join_group()
             return result
 
-        module.init_process_group = init_process_group  # type: ignore[attr-defined]
+        # The package has the name from this module, and before us if it was imported already.
+        for holder in (module, sys.modules.get("torch.distributed")):
+            if getattr(holder, "init_process_group", None) is theirs:
+                setattr(holder, "init_process_group", init_process_group)  # noqa: B010
 
     after_import("torch.distributed.distributed_c10d", react)
 

@@ -188,8 +188,17 @@ class BoxCell(_Named):
         return self.content_type(self.value)
 
     def put_back(self, content: Any) -> None:
+        # A box that refuses changes, as the configuration of a library may, has not changed.
+        if self._has_still(content):
+            return
         self.value.clear()
         (self.value.extend if self.content_type is list else self.value.update)(content)
+
+    def _has_still(self, content: Any) -> bool:
+        now = self.content()
+        if isinstance(content, dict):
+            return same([*now], [*content]) and same([*now.values()], [*content.values()])
+        return now == content if isinstance(content, set) else same(now, content)
 
 
 class ArrayCell(_Named):

@@ -17,9 +17,9 @@ from stayfinite.snapshot.copies import (
     Contents,
     FrozenCell,
     Memories,
-    TensorCopies,
     copy_all,
     is_constant,
+    is_simple,
     like,
     memories,
     put_back,
@@ -27,7 +27,7 @@ from stayfinite.snapshot.copies import (
     same,
     size_of,
 )
-from stayfinite.snapshot.rng import global_cells
+from stayfinite.snapshot.rng import SeldomReadCells, global_cells
 from stayfinite.snapshot.walk import (
     Census,
     SnapshotMembers,
@@ -62,11 +62,12 @@ class Marker:
     """Makes marks of one training job.
 
     There are many modules, so these are walked again only when something in them is another
-    thing than before; param groups, schedulers and scaler are walked each time.
+    thing than before, and so are param groups; schedulers and scaler are walked each time.
     """
 
     def __init__(self, members: SnapshotMembers) -> None:
         self._members = members
+        self._random = SeldomReadCells()
         self._rated: list[Tensor] = []
         self._tensors, self._gradients = TensorWatch([]), GradientWatch([])
         self._walk_modules()
@@ -80,6 +81,8 @@ class Marker:
         for module in modules:
             add_buffers(census, module, "", "buffers")
             add_attributes(census, module, "", "attributes", is_managed=module in managed)
+        for optimizer in self._members.optimizers:
+            add_param_groups(census, optimizer)
         tensors = [item.tensor for item in census.items]
         self._buffers = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
         # Dicts first, then lists, so that what is in them is found in two goes.
@@ -90,7 +93,7 @@ class Marker:
         self._cells: list[Cell] = [census.cells[number] for number in numbers]
         self._counts = ranks.count(0), ranks.count(0) + ranks.count(1)
         self._family = [m._modules for m in modules] + [m._parameters for m in own]
-        self._things = self._things_in([cell.content() for cell in self._cells])
+        self._values = self._values_in([cell.content() for cell in self._cells])
         self._held = held
         self._set_params()
 
@@ -100,26 +103,27 @@ class Marker:
         if not same(params, self._gradients.params):
             self._gradients = GradientWatch(params)
 
-    def _things_in(self, contents: list[Any]) -> list[Any]:
-        """All that may have to be walked into; constants may become others."""
+    def _values_in(self, contents: list[Any]) -> list[Any]:
+        """All that is in the dicts and lists."""
         dicts, lists = self._counts
         boxes = map(dict.values, chain(contents[:dicts], self._family))
-        values = chain(chain.from_iterable(boxes), *contents[dicts:lists])
-        return [value for value in values if type(value) not in CONSTANTS]
+        return [*chain.from_iterable(boxes), *chain.from_iterable(contents[dicts:lists])]
 
-    def mark(self) -> Mark:
+    def mark(self, *, exact: bool) -> Mark:
+        """All of it as it is now; unless `exact`, generators that nobody seems to use excepted."""
         contents = [cell.content() for cell in self._cells]
-        things = self._things_in(contents)
-        if not _are_alike(things, self._things):
-            self._walk_modules()
-            contents = [cell.content() for cell in self._cells]
-        else:
-            self._things = things
+        values = self._values_in(contents)
+        if not same(values, self._values):
+            if _hold_same_things(values, self._values):
+                self._values = values
+            else:
+                self._walk_modules()
+                contents = [cell.content() for cell in self._cells]
         rated = [param for optimizer in self._members.optimizers for param in params_of(optimizer)]
         if not same(rated, self._rated):
             self._rated = rated
             self._set_params()
-        others = self._followers()
+        others = self._followers(exact=exact)
         tensors = self._buffers + [item.tensor for item in others.items]
         if not same(tensors, self._tensors.tensors):
             self._tensors = TensorWatch(tensors, self._tensors)
@@ -127,28 +131,24 @@ class Marker:
         pairs += [(cell, cell.content()) for cell in (self._frozen, *others.cells)]
         return Mark(pairs, self._tensors.keep(), self._gradients.keep())
 
-    def _followers(self) -> Census:
-        """Param groups, schedulers, scaler and generators."""
+    def _followers(self, *, exact: bool) -> Census:
+        """Schedulers, scaler and generators."""
         census = Census()
-        for optimizer in self._members.optimizers:
-            add_param_groups(census, optimizer)
         for owner in self._members.schedulers:
             add_object(census, owner, "scheduler", "scheduler")
         if self._members.scaler is not None:
             add_object(census, self._members.scaler, "scaler", "scaler")
-        census.cells += global_cells()
+        census.cells += global_cells() if exact else self._random.cells()
         for generator in self._members.generators:
             census.value(generator, "random.generator", "random")
         return census
 
 
-def _are_alike(new: list[Any], old: list[Any]) -> bool:
-    """Whether they hold the same things, but for tuples of constants."""
-    if same(new, old):
-        return True
-    pairs = zip(new, old, strict=False)
-    return len(new) == len(old) and all(
-        n is o or (is_constant(n) and is_constant(o)) for n, o in pairs
+def _hold_same_things(new: list[Any], old: list[Any]) -> bool:
+    """Whether all that may have to be walked into is the same; constants may become others."""
+    one, two = ([v for v in values if type(v) not in CONSTANTS] for values in (new, old))
+    return len(one) == len(two) and all(
+        n is o or (is_constant(n) and is_constant(o)) for n, o in zip(one, two, strict=True)
     )
 
 
@@ -165,51 +165,79 @@ class TensorWatch:
         self.tensors = tensors
         unique = {id(tensor): tensor for tensor in tensors}.values()
         values = [tensor for tensor in unique if memories(tensor)]
-        known = {id(large.tensor): large for large in before._large} if before else {}
+        known = {id(single.tensor): single for single in before._single} if before else {}
         is_late = before is not None and bool(before.tensors)
-        self._small = [tensor for tensor in values if size_of(tensor) <= SMALL]
-        self._large: list[_LargeTensor] = [
-            known.get(id(tensor)) or _LargeTensor(tensor, is_late=is_late)
+        small = [t for t in values if size_of(t) <= SMALL and is_simple(t)]
+        others = set(map(id, values)) - set(map(id, small))
+        self._small = _SmallTensors(small)
+        self._single: list[_SingleTensor] = [
+            known.get(id(tensor)) or _SingleTensor(tensor, is_late=is_late)
             for tensor in values
-            if size_of(tensor) > SMALL
+            if id(tensor) in others
         ]
-        self._pool: list[TensorCopies] = []
+        self._is_empty = not values
 
     def keep(self) -> KeptTensors | None:
         """Their values now; None when there is nothing to keep."""
-        return self._keep() if self._small or self._large else None
+        return None if self._is_empty else self._keep()
 
     @undisturbed
     def _keep(self) -> KeptTensors:
-        copies = self._pool.pop() if self._pool else TensorCopies(self._small)
-        copies.fill()
-        return KeptTensors(copies, self._pool, [large.keep() for large in self._large])
+        return KeptTensors(self._small.keep(), [single.keep() for single in self._single])
 
 
 class KeptTensors:
-    """Values of tensors at one moment; the memory goes back to its pool in the end."""
+    """Values of tensors at one moment."""
 
-    def __init__(
-        self, copies: TensorCopies, pool: list[TensorCopies], large: list[_KeptLarge]
-    ) -> None:
-        self._copies, self._pool, self._large = copies, pool, large
-
-    def __del__(self) -> None:
-        self._pool.append(self._copies)
+    def __init__(self, small: list[_KeptGroup], single: list[_KeptSingle]) -> None:
+        self._small, self._single = small, single
 
     def restore(self) -> None:
-        self._copies.put_back()
-        changed = [(t, kept) for t, kept, version in self._large if kept and version != t._version]
+        for tensors, shapes, values in self._small:
+            parts = values.split([shape.numel() for shape in shapes])
+            put_back(tensors, [[p.view(s)] for p, s in zip(parts, shapes, strict=True)])
+        changed = [(t, kept) for t, kept, version in self._single if kept and version != t._version]
         put_back([tensor for tensor, _ in changed], [kept for _, kept in changed])
 
 
-_KeptLarge = tuple[Tensor, Memories, int]
+_KeptGroup = tuple[list[Tensor], list[torch.Size], Tensor]
+"""Tensors, their shapes, and their values one after the other."""
+
+
+class _SmallTensors:
+    """Ordinary tensors, of which those of one dtype and device are copied by one call."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._arrange()
+
+    def _arrange(self) -> None:
+        groups: dict[object, list[Tensor]] = {}
+        for tensor in self._tensors:
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        self._groups = [
+            (group, [tensor.shape for tensor in group], [t.detach().view(-1) for t in group])
+            for group in groups.values()
+        ]
+        self._places = self._places_now()
+
+    def _places_now(self) -> list[int]:
+        """Where their memory is: `tensor.data = ...` gives them another, and so may resize_()."""
+        return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.numel, self._tensors)]
+
+    def keep(self) -> list[_KeptGroup]:
+        if self._places_now() != self._places:
+            self._arrange()
+        return [(group, shapes, torch.cat(flat)) for group, shapes, flat in self._groups]
+
+
+_KeptSingle = tuple[Tensor, Memories, int]
 """A tensor, its value, and the version that needs no restoring."""
 _ALWAYS = -1
 
 
-class _LargeTensor:
-    """A tensor that is worth a look before it is copied: most large buffers never change.
+class _SingleTensor:
+    """A tensor that is copied by itself, if it is large only after a look: most never change.
 
     torch counts writes to a tensor, but not those through `.data` or by batch norm. So the first
     steps, and then some, compare bytes: who was caught once is copied each time. One that is
@@ -219,13 +247,14 @@ class _LargeTensor:
 
     def __init__(self, tensor: Tensor, *, is_late: bool) -> None:
         self.tensor = tensor
-        self._is_late = is_late
+        is_small = size_of(tensor) <= SMALL
+        self._is_late = is_late and not is_small
         self._kept: Memories = []
         self._version = -1
         self._looks = 0
-        self._writes_silently = False
+        self._writes_silently = is_small  # or may; it is not worth a look
 
-    def keep(self) -> _KeptLarge:
+    def keep(self) -> _KeptSingle:
         version = self.tensor._version  # torch's own count; there is no public name for it
         if self._is_late:
             self._is_late = False

@@ -65,6 +65,68 @@ def generator_cell(generator: Any, name: str, part: str = PART) -> Cell:
     return FunctionsCell(name, part, lambda: bits.state, functools.partial(setattr, bits, "state"))
 
 
+class SeldomReadCells:
+    """The global generators, of which the host's large ones are read only if steps use them."""
+
+    def __init__(self) -> None:
+        self._seldom: dict[str, SeldomReadCell] = {}
+
+    def cells(self) -> list[Cell]:
+        return [self._cell(cell) for cell in global_cells()]
+
+    def _cell(self, cell: Cell) -> Cell:
+        if cell.name not in _LARGE:
+            return cell
+        if cell.name not in self._seldom:
+            self._seldom[cell.name] = SeldomReadCell(cell)
+        return self._seldom[cell.name]
+
+
+_LARGE = ("random.python", "random.numpy")
+
+
+class SeldomReadCell:
+    """A generator of the host whose state takes long to read, and which most steps never use.
+
+    It is read every time once it was seen to change; before that in the first steps, and in
+    some.
+    """
+
+    _SURE, _EVERY = 8, 32
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.name, self.part = cell, cell.name, cell.part
+        self._last: Any = None
+        self._looks = 0
+        self._is_used = False
+
+    def content(self) -> tuple[Any, bool]:
+        """Its state, and whether that was read just now."""
+        looks = self._looks = self._looks + 1
+        if not self._is_used and looks > self._SURE and looks % self._EVERY:
+            return self._last, False
+        now = self.cell.content()
+        self._is_used = self._is_used or (looks > 1 and not _are_equal(now, self._last))
+        self._last = now
+        return now, True
+
+    def put_back(self, content: tuple[Any, bool]) -> None:
+        """Put the state back; one that was not read may be older than the step, and is not."""
+        state, was_read = content
+        if was_read:
+            self.cell.put_back(state)
+        else:
+            self._is_used = not _are_equal(self.cell.content(), state)
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_are_equal(one[key], two[key]) for key in one)
+    if isinstance(one, (np.ndarray, Tensor)):
+        return bool(np.array_equal(one, two))
+    return bool(one == two)
+
+
 @dataclass(frozen=True)
 class RandomState:
     """All global random number generators: python, numpy, torch, and each accelerator's."""

@@ -122,14 +122,18 @@ class TrainingState:
         parts = PARTS if rewind_loader else [part for part in PARTS if part != "loader"]
         snapshot.restore(parts=parts)
 
-    def mark(self) -> Mark:
-        """Where a step begins: all but parameters, optimizer state and averages."""
+    def mark(self, *, exact: bool = True) -> Mark:
+        """Where a step begins: all but parameters, optimizer state and averages.
+
+        Without `exact`, generators of python and numpy that no step has drawn from so far are not
+        read each time. One that is then used for the first time goes on from where it is.
+        """
         if self._marker is None:
             self._marker = Marker(self.members)
-        return self._marker.mark()
+        return self._marker.mark(exact=exact)
 
     def go_back(self, mark: Mark) -> None:
-        """As if the step had not begun; for steps whose update was vetoed."""
+        """As if the step had not begun; for steps whose update was not applied."""
         mark.restore()
 
     def check_restore(self, step_fn: Callable[[], Any], *, parts: Collection[str] = PARTS) -> None:

@@ -218,4 +218,4 @@ def test_missing_targets_are_told_with_their_count() -> None:
     assert (finding.level, finding.where, finding.kind) == ("medium", "batch.1", "non_finite")
     assert finding.evidence["nan"] == int(y.isnan().sum())
     assert finding.indices == tuple(y.isnan().any(1).nonzero().flatten().tolist())
-    assert "leave them out of the loss" in finding.fix
+    assert "exclude them from the loss" in finding.fix

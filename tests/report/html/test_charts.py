@@ -230,7 +230,7 @@ def test_lineage_goes_from_birth_to_what_was_noticed() -> None:
     found = lineage(born([hop("birth", "log"), hop("conversion", "mul"), hop("spread", "sum")]))
     assert found is not None
     said = [station.what for station in found.stations]
-    assert said == ["born at log", "became at mul", "still at sum", "noticed in the loss"]
+    assert said == ["first appeared at log", "became at mul", "still at sum", "noticed in the loss"]
 
 
 def test_each_pass_has_its_lane() -> None:

@@ -64,23 +64,23 @@ def test_nothing_of_the_source_is_left(
     for secret in ("secret_code", "train.py", "20260101-train", str(folder), *lines):
         assert secret not in page
     assert "on_nan" in page
-    assert "Source code and paths were left out of this report." in page
+    assert "Source code and paths are not in this report." in page
 
 
 def test_what_is_said_in_general_stays(folder: Path, incidents: Incidents) -> None:
     page = hidden(record(folder / "run", incidents=[incidents["forward"]]))
     assert "log(0) is -Inf and its gradient 1 / 0 is Inf" in page
-    assert "Inf</b> born at log" in page
+    assert "Inf</b> first appeared at log" in page
     assert "encoder.0.weight" in page
 
 
 @pytest.mark.parametrize(
     ("text", "left"),
     [
-        ("finite with `x + 1`", "finite with (left out)"),
-        ("in /a/b/c.py:3, twice", "in (left out) twice"),
-        ("in train.py", "in (left out)"),
-        (r"in C:\me\net.py", "in (left out)"),
+        ("finite with `x + 1`", "finite with (removed)"),
+        ("in /a/b/c.py:3, twice", "in (removed) twice"),
+        ("in train.py", "in (removed)"),
+        (r"in C:\me\net.py", "in (removed)"),
         ("the loss is 1.5e-3", "the loss is 1.5e-3"),
     ],
 )

@@ -89,7 +89,7 @@ def test_every_kind_of_incident_has_a_page(
 
 def test_an_incident_of_which_nothing_is_known_has_a_page(tmp_path: Path) -> None:
     text = text_of(page_at(record(tmp_path / "run", incidents=[Incident(step=3)])))
-    for said in ("Not explained", "where it was born is not known", "The cause is not known."):
+    for said in ("Not explained", "the line was not found", "The cause is unknown."):
         assert said in text
 
 

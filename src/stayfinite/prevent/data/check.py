@@ -53,7 +53,7 @@ def check_data(
     and `targets` are paths in a batch, such as "labels" or 1, where the usual guess is wrong.
     `progress` shows a bar; by default if stderr is a terminal.
 
-    The loader is as if nobody had read it: training gets the same batches in the same order. One
+    The loader is as if it had not been read: training gets the same batches in the same order. One
     pass finds the 32 largest and 32 smallest outliers of each column, a second one all of them.
 
     >>> import torch
@@ -253,7 +253,7 @@ def _error_words(errors: Sequence[tuple[Any, str]], one: str, many: str) -> str:
 def _reading_failure(
     kind: Kind, where: str, what: str, places: Sequence[int] = (), indices: tuple[Any, ...] = ()
 ) -> DataFinding:
-    fix = "Open such a sample yourself, `dataset[index]`, and repair it or leave it out."
+    fix = "Open such a sample yourself, `dataset[index]`, and repair it or remove it."
     found = finding_of(
         kind, where, "high", "bad_input_data", what, fix, places=places, indices=indices
     )

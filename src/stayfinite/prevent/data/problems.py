@@ -224,7 +224,7 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str) -> DataFinding:
                 cause = "bad_label"
                 what += " One of them makes the loss of its whole batch NaN."
                 fix = (
-                    "If they mark what was not measured, leave them out of the loss: `keep = "
+                    "If they mark what was not measured, exclude them from the loss: `keep = "
                     "~y.isnan()`, `loss(p[keep], y[keep]).sum() / keep.sum().clamp_min(1)`. "
                     "Otherwise repair or drop these rows."
                 )
@@ -251,15 +251,14 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str) -> DataFinding:
                 level, evidence["classes"] = "high", classes
                 what += f"; {classes} classes have labels 0 to {classes - 1}."
                 fix = (
-                    "Correct them, or have the loss leave them out with `ignore_index`, which is "
+                    "Correct them, or let the loss ignore them with `ignore_index`, which is "
                     f"{index} here."
                 )
         case "all_ignored":
             level, cause, evidence = "high", "bad_label", {"batches": counts["batches"]}
             batches = f"{counts['batches']:,} of {amount(inspection.batches, 'batch', 'batches')}"
             what = (
-                f"In {batches} every label is {index}, which the loss leaves out: its mean is "
-                "0 / 0."
+                f"In {batches} every label is {index}, which the loss ignores: its mean is 0 / 0."
             )
             fix = (
                 "Divide by a count that is at least 1: `F.cross_entropy(x, y, reduction='sum') / "
@@ -270,7 +269,7 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str) -> DataFinding:
             expected = evidence["expected_batches"] = share**size * inspection.batches
             level, cause = "medium" if expected > 0.01 else "low", "bad_label"
             what = (
-                f"{rows} have only labels of {index}, which the loss leaves out; {expected:.2g} "
+                f"{rows} have only labels of {index}, which the loss ignores; {expected:.2g} "
                 f"batches of {size} in each epoch would have no others."
             )
             fix = "Drop these rows, or divide the loss by a count of labels that is at least 1."
@@ -405,7 +404,7 @@ def _same(inspection: Inspection, tensor: TensorStatistics) -> Iterator[DataFind
         named = _columns(numbers, name).capitalize()
         what = f"{named} {verb} {value} in all {tensor.rows:,} rows."
         fix = (
-            "Leave out what does not vary; where it is standardised, divide by "
+            "Remove what does not vary; where it is standardised, divide by "
             "`std.clamp_min(1e-6)`, since its std is 0."
         )
         evidence: Evidence = {"columns": len(numbers), "first": numbers[0]}

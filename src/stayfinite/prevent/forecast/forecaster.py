@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class Forecaster:
         self._model, self._optimizer, self._on_forecast = model, optimizer, on_forecast
         self._rules = rules or TrendRules()
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
+        self._last: _Watched | None = None  # the one that stepped last
         self._handles: list[Any] = []
         self._failures = Safely("stayfinite makes no more forecasts in this run")
 
@@ -115,30 +117,37 @@ class Forecaster:
         if self._failures.has_failed:
             return []
         try:
-            watched = self._watched.get(optimizer)
-            if watched is None:
-                watched = _Watched(optimizer, self._model, self._rules)
-                self._watched[optimizer] = watched
+            watched = self._last
+            if watched is None or watched.optimizer() is not optimizer:
+                watched = self._last = self._of(optimizer)
             told = watched.stepped(loss, norm, scale, skipped)
         except Exception as error:
             self._failures.note(error)
             self.close()
             return []
-        self.forecasts += told
-        if self._on_forecast is not None:
-            for forecast in told:
-                self._on_forecast(forecast)
+        if told:
+            self.forecasts += told
+            if self._on_forecast is not None:
+                for forecast in told:
+                    self._on_forecast(forecast)
         return told
+
+    def _of(self, optimizer: Optimizer) -> _Watched:
+        watched = self._watched.get(optimizer)
+        if watched is None:
+            watched = _Watched(optimizer, self._model, self._rules)
+            self._watched[optimizer] = watched
+        return watched
 
     def is_spike(self, optimizer: Optimizer, loss: float) -> bool:
         """Whether this loss, of an update that is still to come, is far outside of the recent."""
         watched = self._watched.get(optimizer)
         return watched is not None and loss > watched.outlook.losses.limit
 
-    def is_rising(self, optimizer: Optimizer) -> bool:
-        """Whether the last samples still show a trend."""
+    def room(self, optimizer: Optimizer) -> float | None:
+        """Doublings that are left of what was told last; None before anything was."""
         watched = self._watched.get(optimizer)
-        return watched is not None and watched.outlook.is_rising
+        return None if watched is None else watched.outlook.room
 
     def close(self) -> None:
         """Read what is still on its way, and leave no hook behind."""
@@ -153,39 +162,53 @@ class _Watched:
     """One optimizer's training."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None, rules: TrendRules) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self.sampler = SignalSampler(model)
         self.outlook = Outlook(self.sampler.rows, rules)
-        self._loss_row = self.sampler.number("loss", None, None, limit=float(np.finfo("f4").max))
+        limit = float(np.finfo("f4").max)
+        self._loss_rows = np.array([self.sampler.number("loss", None, None, limit=limit)])
+        self._norm_row = self.sampler.number("grad_norm", None, torch.float32)
         self._step = 0
         self._is_open = False
         self._far: deque[tuple[int, _Late]] = deque(maxlen=_MOST_WAITING)
         self._norms = SpikeDetector()
         self._scale = ScaleWatch()
         self._loss = math.nan
+        self._ended = 0.0  # when the last step was over
 
     def stepped(self, loss: Any, norm: Any, scale: float | None, skipped: bool) -> list[Forecast]:
-        step, self._step = self._step, self._step + 1
+        """What is to be told after a step; most steps only look at their loss."""
+        step = self._step
+        self._step = step + 1
+        began = time.perf_counter()
+        outlook = self.outlook
         told: list[Forecast] = []
-        if loss is not None and not isinstance(loss, Tensor):
-            self._loss = loss
-            if self.outlook.saw_loss(step, loss):
-                told.append(self._spike(step, "loss_spike", loss, self.outlook.losses))
-        elif loss is not None:
+        if isinstance(loss, Tensor):
             self._far.append((step, _Late(loss)))
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return told
-        if self._is_open:
-            self._is_open = False
-            self.sampler.take(optimizer, step=step, norm=norm)
-        if found := self._scale.stepped(step, skipped=skipped, scale=scale):
+        elif loss is not None:
+            self._loss = loss
+            if outlook.saw_loss(step, loss):
+                told.append(self._spike(step, "loss_spike", loss, outlook.losses))
+        found = self._scale.stepped(step, skipped=skipped, scale=scale)
+        if found is not None:
             told.append(found)
-        told += self._read()
-        if self.outlook.is_due(step + 1):
+        if self._is_open:
+            self._take(step, norm)
+        elif self._ended:
+            outlook.pace.steps.append(began - self._ended)
+        if self._far or self.sampler.waiting:
+            told += self._read()
+        if outlook.is_due(step + 1) and (optimizer := self.optimizer()) is not None:
             self._is_open = True
             self.sampler.open(optimizer)
+        self._ended = time.perf_counter()
         return told
+
+    def _take(self, step: int, norm: Any) -> None:
+        self._is_open = False
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            self.sampler.take(optimizer, step=step, norm=norm)
 
     def _read(self) -> list[Forecast]:
         told = []
@@ -195,21 +218,25 @@ class _Watched:
             if self.outlook.saw_loss(at, self._loss):
                 told.append(self._spike(at, "loss_spike", self._loss, self.outlook.losses))
         for reading in self.sampler.ready():
+            began = time.perf_counter()
             rows, values = reading.rows, reading.values
             if not math.isnan(self._loss):
                 size = size_of_loss(self._loss, self.outlook.losses)
-                rows, values = np.append(rows, self._loss_row), np.append(values, size)
+                rows = np.concatenate((rows, self._loss_rows))
+                values = np.concatenate((values, (size,)))
             trend = self.outlook.learn(reading.step, rows, values)
             if trend is not None:
                 told.append(self._forecast(trend))
             told += self._norm_spike(reading.step, rows, values)
+            taken, self.sampler.seconds = self.sampler.seconds, 0.0
+            self.outlook.pace.sampled(taken + time.perf_counter() - began)
         return told
 
     def _norm_spike(self, step: int, rows: Any, values: Any) -> list[Forecast]:
-        for row, value in zip(rows, values, strict=True):
-            if self.sampler.rows[row].signal == "grad_norm" and self._norms.add(float(value)):
-                return [self._spike(step, "grad_norm_spike", float(value), self._norms)]
-        return []
+        at = np.flatnonzero(rows == self._norm_row)
+        if not len(at) or not self._norms.add(value := float(values[at[0]])):
+            return []
+        return [self._spike(step, "grad_norm_spike", value, self._norms)]
 
     def _forecast(self, trend: Trend) -> Forecast:
         row = self.sampler.rows[trend.row]
@@ -220,7 +247,7 @@ class _Watched:
             value=trend.value,
             slope=trend.slope,
             between=(trend.low, trend.left, trend.high),
-            evidence=evidence_of(trend),
+            evidence=evidence_of(trend, self.outlook),
             rank=rank(),
         )
 

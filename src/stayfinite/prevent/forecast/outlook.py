@@ -9,10 +9,11 @@ taken to fall like 1 / (1 + q t), and the room is used up after (exp(q h / b) - 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,11 @@ _FEW = 5  # samples that make a trend
 _NEAR = 24  # steps back that the short trend looks
 _QUIET = 0.1  # doublings by which anything varies
 _LEAST = math.log2(2.0**-126)
+_BESIDE: dict[str, tuple[str, Callable[[float], str]]] = {
+    "update_ratio": ("an update moves the weights by", "{:.2g} of their size".format),
+    "adam_denominator": ("of Adam's denominators eps is", "{:.2g}".format),
+    "attention_logits": ("attention logits are up to", "{:.3g}".format),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,8 @@ class TrendRules:
     """When a trend is told. The figures are from the tuning half of benchmarks/forecast.py."""
 
     every: int = 16  # steps between two samples while all is quiet
+    most_every: int = 64  # where a step is so short that a sample takes too large a part of it
+    share: float = 0.0075  # of the time; `Pace` keeps to it. torch's own hooks take as much again
     dense_early: int = 8  # at first every step is sampled, then every fourth
     warm_up: int = 64  # steps in which only an extreme trend is told
     alert: int = 8  # steps that are all sampled when something rises
@@ -49,13 +57,14 @@ class TrendRules:
     least_rise: float = 2.0  # doublings
     rise_share: float = 0.02  # of the room that is left
     least_z: float = 6.0  # the rise, as a multiple of the noise, before the correction
-    farthest: float = 3.0  # how far a trend reaches, as a multiple of the steps that show it
+    farthest: float = 2.0  # how far a trend reaches, as a multiple of the steps that show it
     slowest: float = 5.0  # an end is expected within so many times what the slope of now says
+    surely: float = 4.0  # times the noise that has been risen in each half, beyond doubt
     horizon: int = 400
     extreme_rise: float = 6.0
     extreme_left: float = 12.0
     low: float = 0.3
-    high: float = 2.5
+    high: float = 3.2
     calm: int = 64  # steps without a trend after which the next one is a new one
 
 
@@ -104,8 +113,54 @@ def median_slope(steps: Array, values: Array) -> float:
     """
     if len(steps) < 2:
         return math.nan
-    later, earlier = np.triu_indices(len(steps), 1)[::-1]
-    return float(np.median((values[later] - values[earlier]) / (steps[later] - steps[earlier])))
+    later, earlier = _pairs(len(steps))
+    slopes = (values[later] - values[earlier]) / (steps[later] - steps[earlier])
+    return float(_medians(slopes[None])[0])
+
+
+@functools.cache
+def _pairs(count: int) -> tuple[Array, Array]:
+    """The places of all pairs, the later one first."""
+    earlier, later = np.triu_indices(count, 1)
+    return later, earlier
+
+
+def _medians(table: Array) -> Array:
+    """Of each row; a tenth of what np.median takes for so few columns."""
+    ordered, count = np.sort(table, axis=1), table.shape[1]
+    middle: Array = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+    return middle
+
+
+class Pace:
+    """How many steps apart samples are, so that they take no more than their share of the time.
+
+    Both the time of a step and that of a sample are the least of the last eight: what else runs on
+    the machine makes them longer, never shorter.
+
+    >>> pace = Pace(TrendRules(every=16, share=0.01))
+    >>> pace.steps.extend([0.001] * 8)
+    >>> pace.sampled(0.0003)
+    >>> pace.every
+    32
+    """
+
+    def __init__(self, rules: TrendRules) -> None:
+        self._rules = rules
+        self.steps: deque[float] = deque(maxlen=8)  # seconds of steps without a sample
+        self._samples: deque[float] = deque(maxlen=8)
+        self.every = rules.every
+
+    def sampled(self, seconds: float) -> None:
+        """A sample took so long, in all."""
+        self._samples.append(seconds)
+        if len(self.steps) < 8:
+            return
+        rules, allowed = self._rules, self._rules.share * min(self.steps)
+        every = rules.every
+        while every < rules.most_every and min(self._samples) > every * allowed:
+            every *= 2
+        self.every = every
 
 
 class SpikeDetector:
@@ -147,8 +202,9 @@ class SpikeDetector:
                 self._learn()
                 return False
             return self._above == 1
-        self._above = max(0, self._above - 1)
-        if self._age % 8 == 0 or self._age == self._least:
+        if self._above:
+            self._above -= 1
+        if self._age % 16 == 0 or self._age == self._least:
             self._learn()
         return False
 
@@ -156,10 +212,12 @@ class SpikeDetector:
         if len(self._values) < self._least:
             self.limit = self.raised = math.inf
             return
-        values = sorted(self._values)
-        middle = self.usual = values[len(values) // 2]
-        deviations = sorted(abs(value - middle) for value in values)
-        spread = 1.4826 * deviations[len(deviations) // 2]
+        values = np.fromiter(self._values, dtype=float)
+        values.sort()
+        middle = self.usual = float(values[len(values) // 2])
+        deviations = np.abs(values - middle)
+        deviations.sort()
+        spread = 1.4826 * float(deviations[len(deviations) // 2])
         self.spread = max(spread, 0.02 * abs(middle), 1e-12)
         self.limit = middle + self._width * self.spread
         self.raised = middle + 0.4 * self._width * self.spread
@@ -187,31 +245,36 @@ class Outlook:
         self._base, self._noise = np.zeros(0), np.zeros(0)
         self._is_bad = np.zeros(0, dtype=bool)
         self._told_until = -1
+        self._told_row: int | None = None
+        self._expected = math.inf  # the last step in which the end was expected
         self._alert_until = -1
         self._credit = float(self.rules.credit)
         self._pending: tuple[int, int] | None = None  # of which row a trend was seen, and when
         self.is_rising = False
         self.losses = SpikeDetector()
         self._raised = 0
+        self.pace = Pace(self.rules)
 
     def is_due(self, step: int) -> bool:
         """Whether this step is to be sampled."""
         rules = self.rules
         if step < rules.warm_up:
             return step < rules.dense_early or step % 4 == 0 or step < self._alert_until
-        return step % rules.every == 0 or step < self._alert_until
+        return step % self.pace.every == 0 or step < self._alert_until
 
     def _look_closer(self, step: int, *, is_urgent: bool = False) -> None:
-        if (is_urgent or self._credit >= 1) and self._alert_until <= step + 1:
+        least = -self.rules.credit if is_urgent else 1
+        if self._credit >= least and self._alert_until <= step + 1:
             self._alert_until = step + 1 + self.rules.alert
             self._credit -= self.rules.alert
 
     def saw_loss(self, step: int, loss: float) -> bool:
         """The loss of a step; whether a spike begins with it."""
-        is_spike = self.losses.add(loss)
-        if loss > self.losses.raised:
+        losses = self.losses
+        is_spike = losses.add(loss)
+        if loss > losses.raised:
             self._raised += 1
-            is_urgent = loss > self.losses.limit
+            is_urgent = loss > losses.limit
             if self._raised >= 2 or is_urgent:
                 self._look_closer(step, is_urgent=is_urgent)
         else:
@@ -228,7 +291,7 @@ class Outlook:
         is_good = np.isfinite(sizes) | (values == 0)
         rows, sizes = rows[is_good], np.maximum(sizes[is_good], _LEAST)
         self._add(step, rows, sizes)
-        self._credit = min(float(self.rules.credit), self._credit + self.rules.every / 32)
+        self._credit = min(float(self.rules.credit), self._credit + 0.5)
         risen = self._short[:, -1] - self._base
         room = self._limits - self._short[:, -1]
         rules = self.rules
@@ -250,6 +313,14 @@ class Outlook:
             chosen = chosen[np.argsort(-risen[chosen] / np.maximum(room[chosen], 1.0))[:8]]
         found = [t for row in chosen for t in self._trends(int(row), step, room)]
         return self._told(step, found)
+
+    def beside(self) -> Iterator[str]:
+        """What has at least doubled and has no limit of its own, in sentences."""
+        for number, row in enumerate(self.rows):
+            size, usual = self._short[number, -1], self._base[number]
+            if row.signal in _BESIDE and size - usual >= 1:
+                now, before = (_BESIDE[row.signal][1](2.0**each) for each in (size, usual))
+                yield f"{_BESIDE[row.signal][0]} {now}; {before} is usual"
 
     def _correction(self) -> float:
         """More rows are watched: chance has more tries."""
@@ -273,7 +344,7 @@ class Outlook:
         self._short[:, :-1] = self._short[:, 1:]  # a row that was not measured keeps its last
         self._short[rows, -1] = sizes
         is_early = step < self.rules.warm_up
-        if step % (4 if is_early else self.rules.every) == 0:
+        if step % (4 if is_early else self.pace.every) == 0:
             self._long_steps.append(step)
             self._long[:, :-1] = self._long[:, 1:]
             self._long[rows, -1] = sizes
@@ -284,12 +355,10 @@ class Outlook:
         known = self._long[:, -count:]
         with np.errstate(all="ignore"):
             filled = np.where(np.isnan(known), known[:, -1:], known)
-            self._base = np.median(filled[:, : max(1, count - 1)], axis=1)
+            self._base = _medians(filled[:, : max(1, count - 1)])
             if count >= 4:
-                change = np.diff(filled, axis=1)
-                spread = np.median(
-                    np.abs(change - np.median(change, axis=1, keepdims=True)), axis=1
-                )
+                change = filled[:, 1:] - filled[:, :-1]
+                spread = _medians(np.abs(change - _medians(change)[:, None]))
                 self._noise = np.maximum(_QUIET, 1.05 * spread)
 
     def _trends(self, row: int, step: int, room: Array) -> Iterable[Trend]:
@@ -328,6 +397,10 @@ class Outlook:
         if growth <= 0:  # what grows as a power does takes longer and longer to double
             bent = max(bent, time_left(room, slope, -slope / max(rise, 1.0)))
         sooner, later = sorted((straight, min(bent, self.rules.slowest * straight)))
+        left = math.sqrt(sooner * later)
+        risen_before, risen_since = early * (at[half] - at[0]), late * (at[-1] - at[half])
+        if growth > 0 and risen_since > risen_before > self.rules.surely * noise:
+            left = sooner  # that it rises faster and faster is beyond doubt; no jump looks so
         return Trend(
             row=row,
             step=step,
@@ -336,7 +409,7 @@ class Outlook:
             rise=rise,
             slope=slope,
             growth=growth,
-            left=math.sqrt(sooner * later),
+            left=left,
             low=self.rules.low * sooner,
             high=self.rules.high * later + 2,
             samples=len(at),
@@ -364,13 +437,26 @@ class Outlook:
         first = min(telling, key=lambda trend: trend.left)
         is_new = step > self._told_until
         pending, self._pending = self._pending, (first.row, step)
-        is_confirmed = pending is not None and step - pending[1] <= self.rules.every
+        is_confirmed = pending is not None and step - pending[1] <= self.pace.every
         if is_new and not is_confirmed:
             self._look_closer(step)
             return None
         self.is_rising = True
         self._told_until = step + self.rules.calm
-        return first if is_new else None
+        is_overdue = step > self._expected  # what was told has not come, and it still rises
+        if not is_new and not is_overdue:
+            return None
+        self._expected = step + max(first.high, float(self.rules.every))
+        self._told_row = first.row
+        self._alert_until = step + 1 + 4 * self.rules.alert  # does what is done about it help?
+        return first
+
+    @property
+    def room(self) -> float | None:
+        """Doublings that are left of what was told last, as it was measured last."""
+        if self._told_row is None:
+            return None
+        return float(self._limits[self._told_row] - self._short[self._told_row, -1])
 
 
 class ScaleWatch:
@@ -391,7 +477,8 @@ class ScaleWatch:
         """An update was made or skipped; the scale needs to be known where it was skipped."""
         if not skipped:
             self._good += 1
-            self._is_found = self._is_found or self._good >= 16
+            if self._good == 16:
+                self._is_found = True
             return None
         self._good = 0
         self._skips.append(step)
@@ -465,8 +552,8 @@ def _subject(row: Row, where: str) -> str:
     return f"{names.get(row.signal, row.signal)} overflows {dtype}"
 
 
-def evidence_of(trend: Trend) -> tuple[str, ...]:
-    """What the trend was read from, in sentences."""
+def evidence_of(trend: Trend, outlook: Outlook | None = None) -> tuple[str, ...]:
+    """What the trend was read from, in sentences, and what else has changed with it."""
     speed = f"{trend.slope:.2g} doublings a step"
     grows = (
         "" if abs(trend.growth) < 1e-3 else f", the slope grows {100 * trend.growth:+.0f}% a step"
@@ -475,6 +562,7 @@ def evidence_of(trend: Trend) -> tuple[str, ...]:
         f"{trend.samples} samples over {trend.span} steps: {speed}{grows}",
         f"{2.0 ** min(trend.rise, 1000.0):.3g} times its usual size; "
         f"{trend.room:.1f} doublings are left",
+        *([] if outlook is None else outlook.beside()),
     )
 
 
@@ -542,3 +630,25 @@ def foretold(
 def size_of_loss(loss: float, usual: SpikeDetector) -> float:
     """Its magnitude; below what is usual it counts as usual, since it may be near 0."""
     return max(abs(loss), 0.0 if math.isnan(usual.usual) else abs(usual.usual), 1e-6)
+
+
+def possible_forecasts(
+    *, in_half: bool, is_scaled: bool, has_adam: bool, is_compiled: bool
+) -> tuple[str, ...]:
+    """Of what in a training something can be told before it overflows, in a line each.
+
+    >>> possible_forecasts(in_half=True, is_scaled=False, has_adam=False, is_compiled=True)[1]
+    'activations: not with torch.compile, since a hook would make it compile again'
+    """
+    dtype = "float16" if in_half else "float32"
+    room = "" if in_half else "; its end is far, so that only a divergence comes near to it"
+    compiled = "not with torch.compile, since a hook would make it compile again"
+    found = [
+        f"gradients, their norm and the loss: when they overflow {dtype}{room}",
+        f"activations: {compiled if is_compiled else f'which module overflows {dtype}, and when'}",
+    ]
+    if is_scaled:
+        found.append("the loss scale: when it has fallen to 1")
+    if has_adam:
+        found.append("Adam's denominators against eps, and its updates: told beside a forecast")
+    return tuple(found)

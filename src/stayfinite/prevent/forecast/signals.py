@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +18,15 @@ from torch.optim import Optimizer
 
 from stayfinite.detect.hooks import Attachment, together, wrapped
 from stayfinite.detect.memory import local, undisturbed
+from stayfinite.living import has_compiled
 from stayfinite.prevent.forecast.outlook import Row
 from stayfinite.records import Signal
 from stayfinite.training import pairs_of
 
 _PROBED = 4  # parameters of which some elements are followed from one update to the next
 _PROBES = 64  # elements of each
+_PROBE_EVERY = 4  # samples; what it tells is no forecast of its own
+_TRIES = 16  # samples in which attention is looked for; without any there is none
 _MOST_CALLS = 64  # of one module in one step, as a cell of an RNN is called
 
 
@@ -40,28 +43,30 @@ class SignalSampler:
     """Measures one step when it is asked to: `open` before it begins, `take` after its update.
 
     In between, a hook on all modules notes the largest magnitude of what they return, and
-    attention the largest norms of its queries and keys. Nothing is read here: `ready` gives what
-    has come to the host by itself. Without a call to `open` no hook is there.
+    attention the size of its logits. Nothing is read here: `ready` gives what has come to the host
+    by itself. Without a call to `open` no hook is there. `seconds` is what this has taken so far.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.rows: list[Row] = []
         self._owners: list[Callable[[], Any]] = []
-        self._numbers: dict[tuple[str, int, torch.dtype | None], int] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
         self._only = None if model is None else {id(module) for module in model.modules()}
         self._hooks: Attachment | None = None
         self._last: Tensor | None = None  # a container returns what its last child returned
         self._calls: dict[int, int] = {}
         self._seen: dict[int, tuple[Tensor, ...]] = {}
-        self._attention: list[tuple[Tensor, torch.dtype]] = []
+        self._attention: list[tuple[int, Tensor]] = []
         self._probe: Tensor | None = None
-        self._waiting: list[_Copy] = []
+        self.waiting: list[_Copy] = []  # on their way to the host
+        self._opened, self._has_attention = 0, False
+        self.seconds = 0.0
 
     def number(
         self, signal: Signal, owner: Any, dtype: torch.dtype | None, limit: float | None = None
     ) -> int:
         """The row of a signal of a module or parameter; a new one if it has none."""
-        key = (signal, id(owner), dtype)
+        key = (signal, id(owner), dtype, limit)
         found = self._numbers.get(key)
         if found is not None and (owner is None or self._owners[found]() is owner):
             return found
@@ -77,12 +82,19 @@ class SignalSampler:
 
     def open(self, optimizer: Optimizer) -> None:
         """The step that begins now is measured."""
-        if self._hooks is None and not _has_compiled():
-            hook = register_module_forward_hook(self._returned)
-            functional: Any = nn.functional
-            attention = wrapped(functional, "scaled_dot_product_attention", self._attending)
-            self._hooks = together(Attachment(hook.remove), attention)
-        self._probe = _probe_of(optimizer)
+        began = time.perf_counter()
+        # What is compiled is guarded by the hooks that there are: it would be compiled anew.
+        if self._hooks is None and not has_compiled():
+            hook = Attachment(register_module_forward_hook(self._returned).remove)
+            self._hooks = hook
+            if self._has_attention or self._opened < _TRIES:
+                functional: Any = nn.functional
+                attention = wrapped(functional, "scaled_dot_product_attention", self._attending)
+                softmax = wrapped(functional, "softmax", self._normalising)
+                self._hooks = together(hook, attention, softmax)
+        self._opened += 1
+        self._probe = _probe_of(optimizer) if self._opened % _PROBE_EVERY == 1 else None
+        self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
         """No hook is left."""
@@ -93,6 +105,7 @@ class SignalSampler:
         self._calls, self._seen, self._attention = {}, {}, []
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        began = time.perf_counter()
         if isinstance(output, tuple) and output:
             output = output[0]
         if type(output) is not Tensor or output is self._last or not module.training:
@@ -106,53 +119,66 @@ class SignalSampler:
         if calls & (calls - 1) == 0 or calls == _MOST_CALLS:
             number = self.number("activation", module, output.dtype)
             self._seen[number] = _ends(output)
+        self.seconds += time.perf_counter() - began
 
     def _attending(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def attend(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
             if type(query) is Tensor and len(self._attention) < _MOST_CALLS:
+                # A bound is no size: it tells that queries and keys grow, not what overflows.
+                number = self.number("attention_logits", None, query.dtype, limit=math.inf)
                 with torch.no_grad():
-                    self._attention.append((_logit_bound(query, key), query.dtype))
+                    self._attention.append((number, _logit_bound(query, key)))
             return original(query, key, *args, **kwargs)
 
         return attend
 
+    def _normalising(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def softmax(input: Any, *args: Any, **kwargs: Any) -> Any:
+            is_attention = type(input) is Tensor and input.dim() > 2 and _is_plain(input)
+            if is_attention and len(self._attention) < _MOST_CALLS:
+                number = self.number("attention_logits", None, input.dtype)
+                self._attention.append((number, _largest(input)))
+            return original(input, *args, **kwargs)
+
+        return softmax
+
     def take(self, optimizer: Optimizer, *, step: int, norm: Any = None) -> None:
         """The measured step is over: collect it, and begin to copy it to the host."""
-        numbers, values = list(self._seen), [*self._seen.values()]
-        for number, bound in self._attention_rows():
+        began = time.perf_counter()
+        numbers, values = list(self._seen), list(self._seen.values())
+        self._has_attention = self._has_attention or bool(self._attention)
+        for number, size in self._attention:
             numbers.append(number)
-            values.append((bound,))
-        gradients = []
+            values.append((size,))
+        params, gradients = [], []
         for param, gradient in pairs_of(optimizer):
             if _is_plain(gradient := local(gradient)):
-                numbers.append(self.number("gradient", param, gradient.dtype))
-                values.append(_ends(gradient))
+                params.append(param)
                 gradients.append(gradient)
-        ratio = None if self._probe is None else _ratio(self._probe, _probe_of(optimizer))
-        if ratio is not None:
-            numbers.append(self.number("update_ratio", None, None))
-            values.append((ratio,))
+        numbers += [
+            self.number("gradient", param, gradient.dtype)
+            for param, gradient in zip(params, gradients, strict=True)
+        ]
+        values += _all_ends(gradients)
+        if self._probe is not None:
+            for signal, value in _update_signals(self._probe, optimizer):
+                numbers.append(self.number(signal, None, None))
+                values.append((value,))
         known = {}
         if norm is not None and not isinstance(norm, Tensor):
             known[self.number("grad_norm", None, torch.float32)] = float(norm)
         elif gradients and (whole := _norm(gradients)) is not None:
             numbers.append(self.number("grad_norm", None, torch.float32))
             values.append((whole,))
-        self._waiting.append(_Copy(step, numbers, values, known))
+        self.waiting.append(_Copy(step, numbers, values, known))
         self.close()
-
-    def _attention_rows(self) -> list[tuple[int, Tensor]]:
-        # A bound is no size: it tells that queries and keys grow, not when something overflows.
-        return [
-            (self.number("attention_logits", None, dtype, limit=math.inf), bound)
-            for bound, dtype in self._attention
-        ]
+        self.seconds += time.perf_counter() - began
 
     def ready(self, *, wait: bool = False) -> list[SampledStep]:
         """What has come to the host since; with `wait`, all of it."""
         found = []
-        while self._waiting and (wait or self._waiting[0].is_there()):
-            found.append(self._waiting.pop(0).reading())
+        while self.waiting and (wait or self.waiting[0].is_there()):
+            found.append(self.waiting.pop(0).reading())
         return found
 
 
@@ -161,15 +187,6 @@ def _row(signal: Signal, dtype: torch.dtype | None, limit: float) -> Row:
     """One object for all modules that have the same."""
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     return Row(signal=signal, dtype=name, limit=limit)
-
-
-def _has_compiled() -> bool:
-    """Whether torch.compile has been at work: what it made is guarded by the hooks that there are.
-
-    With another hook it would be compiled anew. Private, as torch does not tell in public.
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and bool(utils.counters.get("frames"))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -190,13 +207,31 @@ def _ends(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 @undisturbed
+def _all_ends(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The same of several, with fewer calls: on the CPU, aminmax is by far the fastest."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return [tuple(torch.aminmax(tensor)) for tensor in tensors]
+    if len({tensor.device for tensor in tensors}) == 1:
+        # All in one launch; private, and what clip_grad_norm_ itself uses.
+        return [(norm,) for norm in torch._foreach_norm(tensors, math.inf)]
+    return [(torch.linalg.vector_norm(tensor, math.inf),) for tensor in tensors]
+
+
+@undisturbed
 def _norm(gradients: list[Tensor]) -> Tensor | None:
     """Over all of them, if they are of one kind."""
     if len({(gradient.dtype, gradient.device) for gradient in gradients}) > 1:
         return None
     # All norms in one call; torch.nn.utils.get_total_norm asks more of its caller.
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return whole
+
+
+@undisturbed
+def _largest(logits: Tensor) -> Tensor:
+    """Of what softmax is given; what a mask has set to -inf does not count."""
+    return logits.amax().abs()
 
 
 def _logit_bound(query: Tensor, key: Tensor) -> Tensor:
@@ -206,25 +241,57 @@ def _logit_bound(query: Tensor, key: Tensor) -> Tensor:
     return bound
 
 
+def _probed(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """The first parameters of the optimizer that are matrices: each, and what is here of it."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for param in optimizer.param_groups[0]["params"][: 4 * _PROBED]:
+        part = local(param)
+        if len(found) < _PROBED and part.dim() > 1 and part.is_contiguous():
+            found.append((param, part))
+    return found
+
+
+def _some_of(parts: list[Tensor]) -> Tensor | None:
+    """Some elements of each, copied, if they are of one kind."""
+    if len({(part.dtype, part.device) for part in parts}) != 1:
+        return None
+    return torch.cat([part.detach().view(-1)[:: max(1, part.numel() // _PROBES)] for part in parts])
+
+
 @undisturbed
 def _probe_of(optimizer: Optimizer) -> Tensor | None:
     """Some elements of the first parameters of the optimizer, copied."""
-    parts: list[Tensor] = []
-    for param in optimizer.param_groups[0]["params"][: 4 * _PROBED]:
-        param = local(param)
-        if len(parts) < _PROBED and param.dim() > 1 and param.is_contiguous():
-            parts.append(param.detach().view(-1)[:: max(1, param.numel() // _PROBES)])
-    is_one_kind = len({(part.dtype, part.device) for part in parts}) == 1
-    return torch.cat(parts) if is_one_kind else None
+    return _some_of([part for _, part in _probed(optimizer)])
 
 
 @undisturbed
-def _ratio(before: Tensor, after: Tensor | None) -> Tensor | None:
-    """How much an update has moved them, as a part of their size."""
-    if after is None or after.shape != before.shape:
+def _update_signals(before: Tensor, optimizer: Optimizer) -> list[tuple[Signal, Tensor]]:
+    """How an update has moved the probed weights, and what it was divided by if Adam made it."""
+    found: list[tuple[Signal, Tensor]] = []
+    probed = _probed(optimizer)
+    after = _some_of([part for _, part in probed])
+    if after is not None and after.shape == before.shape:
+        moved, size = (torch.linalg.vector_norm(each) for each in (after - before, before))
+        found.append(("update_ratio", moved / size))
+    share = _share_of_eps(optimizer, [param for param, _ in probed])
+    return found if share is None else [*found, ("adam_denominator", share)]
+
+
+def _share_of_eps(optimizer: Optimizer, params: list[Tensor]) -> Tensor | None:
+    """What part of Adam's denominator is its eps, in the median of the probed weights.
+
+    It rises to 1 when the second moment is forgotten, or the gradients vanish: then an update no
+    longer has the size of the rate, and what comes next is too large for it.
+    """
+    eps = optimizer.param_groups[0].get("eps")
+    kept = [optimizer.state.get(param, {}).get("exp_avg_sq") for param in params]
+    if not isinstance(eps, float) or not all(isinstance(each, Tensor) for each in kept):
         return None
-    ratio: Tensor = torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)
-    return ratio
+    moments = [local(each) for each in kept]
+    if not all(map(Tensor.is_contiguous, moments)):
+        return None
+    square = _some_of(moments)
+    return None if square is None else eps / (square.float().sqrt().median() + eps)
 
 
 class _Copy:
@@ -251,7 +318,7 @@ class _Copy:
 
     @undisturbed
     def _sent(self, device: torch.device, values: list[Tensor]) -> Tensor:
-        stacked = torch.stack([value.detach() for value in values]).float()
+        stacked = torch.stack(values).float()
         if device.type == "cpu":
             return stacked
         there = stacked.to("cpu", non_blocking=True)

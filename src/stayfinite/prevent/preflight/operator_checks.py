@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from stayfinite.detect.memory import undisturbed
+from stayfinite.living import Names
 from stayfinite.locate.provenance import Site, covers_storage
-from stayfinite.locate.source import Place
+from stayfinite.locate.source import Place, resolve
 from stayfinite.prevent.preflight.bounds import INF, Reach, SeenValues, words
 from stayfinite.prevent.preflight.formulas import limits_of
-from stayfinite.prevent.preflight.places import Places
 from stayfinite.prevent.risks import Level, Risk, risk_of
-from stayfinite.records import Phase
+from stayfinite.records import Origin, Phase
 
 UNLIKELY = 1e-12  # a chance of an empty mask that is no risk, even if samples are not independent
 _ALL_IGNORED = 1e-5  # padding is ignored too, and there it is always so
@@ -94,7 +95,7 @@ def line_risks(uses: Iterable[Use], roots: Iterable[Reach], places: Places) -> l
                 continue
             if mask is not None:
                 told.add(id(mask))
-            site = Site(use.place, use.site.modules, use.site.entry)
+            site = dataclasses.replace(use.site, place=use.site.place or use.place)
             found.append((use.name, places.locate(risk, site)))
     worst: dict[tuple[str, str], Risk] = {}
     for name, risk in sorted(found, key=lambda pair: pair[1].rank):
@@ -509,7 +510,7 @@ def all_ignored(use: Use, args: Sequence[Any]) -> Risk | None:
         cause="bad_label",
         what=f"cross_entropy takes the mean over {kept} labels of {labels} and ignores the others; "
         "of a batch without any label left, the mean is 0 / 0.",
-        fix="Leave out samples without a label, or divide yourself: `F.cross_entropy(..., "
+        fix="Skip samples without a label, or divide yourself: `F.cross_entropy(..., "
         'reduction="sum") / (target != ignore_index).sum().clamp_min(1)`.',
         score=chance,
         evidence={"labels": labels, "kept": kept, "chance": chance},
@@ -570,7 +571,7 @@ def spread_of_one(use: Use, args: Sequence[Any]) -> Risk | None:
         cause="var_of_single",
         what=f"{use.name} runs over the {elements} values of a minibatch, one for each sample; for "
         "a minibatch of one it is NaN.",
-        fix="Leave out a last minibatch of one (`drop_last=True`), or take "
+        fix="Drop a last minibatch of one (`drop_last=True`), or take "
         "`x.std(correction=0)`, which is 0 there.",
         evidence={"elements": elements},
     )
@@ -688,3 +689,52 @@ def risk_in_arguments(use: Use, args: Sequence[Any]) -> Risk | None:
     """What the arguments of the operation say."""
     check = next((check for check, names in _AT_ONCE.items() if use.name in names), None)
     return check(use, args) if check is not None else None
+
+
+NOWHERE = "the first step"
+
+
+class Places:
+    """Where things are: names of modules and lines, looked up once.
+
+    `outside` is the place from which all is called, which is no answer to where.
+    """
+
+    def __init__(self, folder: str | None, *, outside: Place | None = None) -> None:
+        self.folder = folder
+        self._outside = outside
+        self._names: Names | None = None
+
+    def line(self, site: Site) -> str:
+        """file:line, or the module where no line of the user's is nearer."""
+        return self._where(site)[0]
+
+    def _where(self, site: Site) -> tuple[str, str, str]:
+        """(file:line, dotted name of the innermost module, source); the latter two may be ""."""
+        module = ""
+        if site.modules:
+            self._names = self._names or Names()
+            root, name = self._names.module(site.modules[-1], site.modules)
+            module = name or root
+        if site.place is None or (self._outside and site.place.code is self._outside.code):
+            return module or NOWHERE, module, ""
+        span = resolve(site.place, folder=self.folder)
+        return f"{span.file}:{span.line}", module, span.code
+
+    def line_of(self, origin: Origin) -> str:
+        """The same of a place that the tracer found."""
+        is_known = origin.file is not None and origin.line is not None
+        if is_known and self._outside is not None:
+            outside = resolve(self._outside, folder=self.folder)
+            is_known = (origin.file, origin.function) != (outside.file, outside.function)
+        return (
+            f"{origin.file}:{origin.line}"
+            if is_known
+            else (origin.module or origin.root or NOWHERE)
+        )
+
+    def locate(self, risk: Risk, site: Site) -> Risk:
+        """The risk with its place."""
+        where, module, code = self._where(site)
+        named = {key: value for key, value in (("module", module), ("code", code)) if value}
+        return dataclasses.replace(risk, where=where, evidence={**risk.evidence, **named})

@@ -14,7 +14,7 @@ from stayfinite.explain.clue import Context
 from stayfinite.explain.rules import diagnose
 from stayfinite.locate.search import first_origin, loss_of
 from stayfinite.nested import map_leaves, named_tensors
-from stayfinite.prevent.preflight.places import Places
+from stayfinite.prevent.preflight.operator_checks import Places
 from stayfinite.prevent.risks import Risk, risk_of
 from stayfinite.snapshot import Snapshot
 

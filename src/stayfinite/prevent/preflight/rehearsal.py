@@ -29,9 +29,9 @@ from stayfinite.locate.provenance import Site
 from stayfinite.locate.search import ignore_hooks
 from stayfinite.locate.source import Place, user_place
 from stayfinite.prevent.data.check import batch_risks
+from stayfinite.prevent.forecast.outlook import possible_forecasts
 from stayfinite.prevent.preflight.bounds import Reach
-from stayfinite.prevent.preflight.operator_checks import line_risks
-from stayfinite.prevent.preflight.places import Places
+from stayfinite.prevent.preflight.operator_checks import Places, line_risks
 from stayfinite.prevent.preflight.probe import ModuleCall
 from stayfinite.prevent.preflight.range_tracer import RangeTracer
 from stayfinite.prevent.preflight.training_checks import (
@@ -192,7 +192,7 @@ class ScriptRehearsal:
         self._enough = enough
         self._updates_of: dict[int, int] = {}
         self._unscaled: set[int] = set()
-        self._in_scaler = False
+        self._in_scaler = self._has_adam = False
         self._safely = Safely(STEP_FAILED)
         self._attachment: Attachment | None = None
         self._stance: Any = None
@@ -246,6 +246,15 @@ class ScriptRehearsal:
             for call in self.rehearsal.calls[:_MOST_PROBED]:
                 edges += call.probe(self.rehearsal.places)
         return worst_of_each(proven(found, edges))
+
+    def forecasts(self) -> tuple[str, ...]:
+        """What `stayfinite run --forecast` can tell of in this training."""
+        return possible_forecasts(
+            in_half=self.rehearsal.recorder.trains_in_half,
+            is_scaled=self.rehearsal.scaling.scale is not None,
+            has_adam=self._has_adam,
+            is_compiled=self._stance is not None,
+        )
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         with self._safely:
@@ -321,6 +330,7 @@ class ScriptRehearsal:
             self._enough()
             return
         self._updates += 1
+        self._has_adam |= "betas" in optimizer.defaults and "eps" in optimizer.defaults
         with self._safely:
             place = user_place(sys._getframe(1))
             self.rehearsal.before_update(optimizer, is_scaled=is_scaled, place=place)

@@ -19,7 +19,7 @@ from stayfinite.explain.rules import diagnose
 from stayfinite.locate.origin import origin_of
 from stayfinite.locate.provenance import Event
 from stayfinite.prevent.init import InitProblem, check_init
-from stayfinite.prevent.preflight.places import NOWHERE, Places
+from stayfinite.prevent.preflight.operator_checks import NOWHERE, Places
 from stayfinite.prevent.preflight.range_tracer import HIGHEST, HalfRange, RangeTracer
 from stayfinite.prevent.risks import Evidence, Level, Risk, risk_of
 from stayfinite.records import NaNType
@@ -113,7 +113,7 @@ def optimizer_risks(optimizer: Optimizer, where: str, *, is_scaled: bool = False
     for number, group in enumerate(groups):
         rate = _number(group.get("lr"))
         if rate is not None and not (math.isfinite(rate) and rate >= 0):
-            what = f"The learning rate of group {number} is {rate}; the update spoils all weights."
+            what = f"The learning rate of group {number} is {rate}: no update with it is finite."
             evidence: Evidence = {"group": number, "lr": str(rate)}
             risks.append(risk_of("high", "bad_lr_schedule", what, where, evidence))
         eps = _number(group.get("eps"))

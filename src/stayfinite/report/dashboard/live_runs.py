@@ -165,7 +165,7 @@ class GlancedRun(Run):
                 "Upgrade stayfinite to read it."
             )
         if self.has_begun and not self.ranks[0].info.started:
-            return "Its first line cannot be read, so it is not known what was run."
+            return "Its first line cannot be read, so the command that was run is unknown."
         return None
 
     @property

@@ -312,6 +312,7 @@ def _line(incident: Incident) -> dict[str, Any]:
         "time": incident.time,
         "headline": wording.headline(incident),
         "spot": wording.spot(incident.origin) if incident.origin else "",
+        "library": wording.library(incident.origin),
         "cause": plain(diagnosis.cause) if diagnosis else "",
         "why": plain(diagnosis.why) if diagnosis else "",
         "confidence": wording.CONFIDENCE[diagnosis.confidence] if diagnosis else "",
@@ -325,6 +326,7 @@ def _first_operation(view: IncidentView) -> dict[str, Any] | None:
         return None
     return {
         "spot": view.spot,
+        "library": view.library,
         "source": [{"number": line.number, "parts": line.parts} for line in view.source],
         "birth": view.birth if origin.op else "",
         "op": view.op,

@@ -524,7 +524,12 @@ def _thin(points: list[Point]) -> list[Point]:
 ROW = 52  # pixels, as in the style sheet
 _LANE = 22
 _MOST = 12  # stations; of more the middle is left out
-_VERBS = {"birth": "born", "foreign": "came in", "conversion": "became", "spread": "still"}
+_VERBS = {
+    "birth": "first appeared",
+    "foreign": "came in",
+    "conversion": "became",
+    "spread": "still",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class GuardReport:
         return "\n".join([verdict_of(len(self.incidents), self.steps).text, *texts]).rstrip()
 
 
-LEFT_OUT = "(left out)"
+LEFT_OUT = "(removed)"
 _CODE = re.compile(r"`[^`]*`")
 _FILE = re.compile(r"[^\s'\"(]*(?:[/\\][^\s'\"(]*|\.py\b[^\s'\")]*)")
 _NO_PLACE: dict[str, Any] = {"file": None, "line": None, "code": ""}

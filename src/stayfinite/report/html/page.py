@@ -122,7 +122,7 @@ class PageVerdict:
 
 _ENDS = {
     "running": ("busy", "The run is still being recorded."),
-    "killed": ("bad", "The run ended without a word: killed."),
+    "killed": ("bad", "The run ended without reporting: killed."),
     "script-error": ("bad", "The script ended with an error of its own."),
 }
 

@@ -26,6 +26,7 @@ import operator
 import os
 import platform
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -44,6 +45,7 @@ logger = logging.getLogger("stayfinite")
 RUNS = "stayfinite-runs"
 SCHEMA = 1
 RESULT = "result.json"
+_IGNORE = ".gitignore"
 COLUMNS = ("step", "time", "seconds", "loss", "norm", "lr", "scale", "skipped")
 """Of a `steps` line. `time` is in seconds since the beginning, `seconds` what the step took,
 `skipped` is 1 where the update was left out; `terms` has more columns, by the name of a term."""
@@ -216,6 +218,10 @@ class StoreWriter:
 
     def _open(self, info: RunInfo) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.folder.parent.name == RUNS:
+            ignore = self.folder.parent / _IGNORE
+            with contextlib.suppress(FileExistsError), open(ignore, "x") as written:
+                written.write("*\n")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         for name in (f"rank-{info.rank}.jsonl", f"rank-{info.rank}-{info.pid}.jsonl"):
             with contextlib.suppress(FileExistsError):
@@ -256,6 +262,15 @@ def new_run_folder(script: str, *, started: float, within: str | os.PathLike[str
     names = (f"{clock}-{name}" + f"-{n}" * (n > 1) for n in itertools.count(1))
     folders = (Path(within).absolute() / name for name in names)
     return next(folder for folder in folders if not os.path.lexists(folder))
+
+
+def forget_run(folder: str | os.PathLike[str]) -> None:
+    """Remove a run that nobody asked for, and the folder of runs if there is no other."""
+    path = Path(folder)
+    shutil.rmtree(path, ignore_errors=True)
+    runs = path.parent
+    if runs.name == RUNS and [each.name for each in runs.iterdir()] == [_IGNORE]:
+        shutil.rmtree(runs, ignore_errors=True)
 
 
 def run_info(

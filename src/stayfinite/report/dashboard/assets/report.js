@@ -43,19 +43,20 @@ const part = (title, nodes) => el("section", { class: "part" }, el("h3", { text:
 const note = (text) => el("p", { class: "muted", text });
 
 function firstOperation(first) {
-  if (!first) return [note("It is not known where it was born.")];
+  if (!first) return [note("The line was not found.")];
   const rows = first.source.map(({ number: line, parts: [before, marked, after] }) =>
     el("span", { class: marked ? "source-line guilty" : "source-line" },
       el("span", { class: "line-number", text: line === null ? "" : String(line) }),
       el("code", {}, before, el("mark", { text: marked }), after)));
   const hops = first.path.map((hop) => el("li", { class: `hop ${hop.kind}`, text: hop.words }));
   return [
-    el("p", {}, el("code", { text: first.spot })),
+    el("p", { class: "scroll" }, el("code", { class: "place", text: first.spot })),
+    first.library ? el("p", { class: "scroll muted" }, el("code", { class: "place", text: first.library })) : null,
     rows.length ? el("pre", { class: "source", tabindex: "0" }, ...rows) : null,
     first.birth ? el("p", { class: "birth", text: first.birth }) : null,
     first.op ? el("p", { class: "muted" }, el("code", { text: first.op })) : null,
     first.exact ? null : note("This place was inferred, not seen; the true origin may be earlier."),
-    hops.length ? el("ol", { class: "lineage", "aria-label": "From birth to what was noticed" },
+    hops.length ? el("ol", { class: "lineage", "aria-label": "From the first bad value to what was noticed" },
       ...hops, el("li", { class: "hop reached", text: `reached ${first.reached}` })) : null,
   ];
 }

@@ -16,7 +16,13 @@ import torch
 from checkpoints import Job
 from torch import nn
 
-from stayfinite.checkpoint import latest_good, load_checkpoint, save_checkpoint, validate_checkpoint
+from stayfinite.checkpoint import (
+    folder,
+    latest_good,
+    load_checkpoint,
+    save_checkpoint,
+    validate_checkpoint,
+)
 from stayfinite.checkpoint.folder import generations
 
 
@@ -207,6 +213,28 @@ def test_many_writers_of_one_path(tmp_path: Path) -> None:
     assert failures == []
     assert len(steps(path)) == 2
     assert names(tmp_path) == ["last.ckpt", "last.ckpt.1"]
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_one_that_another_writer_saves_just_before_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
+) -> None:
+    path, wait = tmp_path / "last.ckpt", folder.locked_folder
+    if was_there:
+        save(path, 1)
+        spoil(path)
+    writers = [0]
+
+    def another_was_quicker(parent: Path) -> Any:
+        writers[0] += 1
+        if writers[0] == 2:  # ours has been written and is about to take its place
+            save(path, 2)
+        return wait(parent)
+
+    monkeypatch.setattr(folder, "locked_folder", another_was_quicker)
+    save(path, 3)
+    assert steps(path) == [3, 2]
+    assert names(tmp_path) == ["last.ckpt", "last.ckpt.1", "last.ckpt.damaged"][: 2 + was_there]
 
 
 # latest_good

@@ -51,9 +51,12 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
     it pushes no good one out; what is there already stays, since it may be anything. A folder
     can take no other's place: between two renames there is only the one before, as path.1.
     """
-    is_good = os.path.lexists(path) and is_whole(path)
-    older = generation_of(path, 1) if is_good else Path(f"{path}.damaged")
+    judged = _identity(path)
+    is_good = judged is not None and is_whole(path)
     with locked_folder(path.parent) as folder:
+        if _identity(path) != judged:  # another writer has put its own there since
+            is_good = os.path.lexists(path) and is_whole(path)
+        older = generation_of(path, 1) if is_good else Path(f"{path}.damaged")
         if is_good:
             _make_room(path)
         if os.path.lexists(path) and not os.path.lexists(older):
@@ -78,6 +81,15 @@ def install(temporary: Path, path: Path, *, keep: int, is_whole: Callable[[Path]
                 _remove_folder(old, of=path) if old.is_dir() else os.unlink(old)
             except OSError as error:  # the new checkpoint is safe: no reason to fail
                 logger.warning("stayfinite could not remove the old checkpoint %s: %s", old, error)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Tells one file or folder from another of the same name; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _make_room(path: Path) -> None:

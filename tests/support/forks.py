@@ -222,10 +222,30 @@ def _import_what_forks_need(having: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         each.atexit = False  # torch's own: taking its operators apart takes many seconds
+    _keep_process_groups()
     for module in (stayfinite.runner.case, stayfinite.runner.preflight_run):
         forking = types.SimpleNamespace(**vars(subprocess))
         forking.Popen = _popen
         vars(module)["subprocess"] = forking
+
+
+def _keep_process_groups() -> None:
+    """Let none be destroyed before the process ends.
+
+    When the last that has one goes, often the Reducer of a DDP model, torch joins the threads of
+    gloo without giving the GIL away, and a thread that is about to free a tensor waits for the
+    GIL: about one run in ten of a plain script never ended on a busy machine.
+    """
+    from torch.distributed import distributed_c10d
+
+    make, kept = distributed_c10d._new_process_group_helper, []
+
+    def make_and_keep(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options)
+        kept.append(made)
+        return made
+
+    distributed_c10d._new_process_group_helper = make_and_keep
 
 
 def _set_executable(path: str) -> None:

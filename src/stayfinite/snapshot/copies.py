@@ -54,7 +54,7 @@ def memories(tensor: Tensor) -> list[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]  # the mesh of a DTensor is among them
         return [memory for part in parts if isinstance(part, Tensor) for memory in memories(part)]
-    if _is_odd(tensor) or tensor.is_contiguous():
+    if is_odd(tensor) or tensor.is_contiguous():
         return [tensor]
     return [compact(tensor)]
 
@@ -71,7 +71,7 @@ def is_simple(tensor: Tensor) -> bool:
     )
 
 
-def _is_odd(tensor: Tensor) -> bool:
+def is_odd(tensor: Tensor) -> bool:
     """Whether it can only be copied alone."""
     return (
         tensor.layout is not torch.strided
@@ -94,7 +94,7 @@ def place_of(tensor: Tensor) -> tuple[int, ...]:
 
 def like(tensor: Tensor, offload: Offload = "none") -> Tensor:
     """New memory for a value like this one."""
-    if _is_odd(tensor):
+    if is_odd(tensor):
         return tensor.clone()
     device = tensor.device if offload == "none" else _CPU
     return torch.empty_like(tensor, device=device, requires_grad=False)
@@ -104,7 +104,7 @@ def grouped(pairs: Iterable[Pair]) -> list[Group]:
     """Pairs that one call can copy together, as two lists."""
     groups: dict[object, Group] = {}
     for to, source in pairs:
-        odd_one = id(to) if _is_odd(to) else None
+        odd_one = id(to) if is_odd(to) else None
         key = (to.dtype, source.dtype, to.device, source.device, odd_one)
         targets, sources = groups.setdefault(key, ([], []))
         targets.append(to)

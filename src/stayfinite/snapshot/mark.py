@@ -19,6 +19,7 @@ from stayfinite.snapshot.copies import (
     Memories,
     copy_all,
     is_constant,
+    is_odd,
     is_simple,
     like,
     memories,
@@ -167,7 +168,7 @@ class TensorWatch:
         values = [tensor for tensor in unique if memories(tensor)]
         known = {id(single.tensor): single for single in before._single} if before else {}
         is_late = before is not None and bool(before.tensors)
-        small = [t for t in values if size_of(t) <= SMALL and is_simple(t)]
+        small = [t for t in values if size_of(t) <= SMALL and is_simple(t) and not is_odd(t)]
         others = set(map(id, values)) - set(map(id, small))
         self._small = _SmallTensors(small)
         self._single: list[_SingleTensor] = [
@@ -193,19 +194,20 @@ class KeptTensors:
         self._small, self._single = small, single
 
     def restore(self) -> None:
-        for tensors, shapes, values in self._small:
-            parts = values.split([shape.numel() for shape in shapes])
-            put_back(tensors, [[p.view(s)] for p, s in zip(parts, shapes, strict=True)])
+        for tensors, kinds, values in self._small:
+            parts = values.split([shape.numel() * dtype.itemsize for shape, dtype in kinds])
+            pairs = zip(parts, kinds, strict=True)
+            put_back(tensors, [[part.view(dtype).view(shape)] for part, (shape, dtype) in pairs])
         changed = [(t, kept) for t, kept, version in self._single if kept and version != t._version]
         put_back([tensor for tensor, _ in changed], [kept for _, kept in changed])
 
 
-_KeptGroup = tuple[list[Tensor], list[torch.Size], Tensor]
-"""Tensors, their shapes, and their values one after the other."""
+_KeptGroup = tuple[list[Tensor], list[tuple[torch.Size, torch.dtype]], Tensor]
+"""Tensors, their shapes and dtypes, and the bytes of their values one after the other."""
 
 
 class _SmallTensors:
-    """Ordinary tensors, of which those of one dtype and device are copied by one call."""
+    """Ordinary tensors, of which those of one device are copied by one call, as bytes."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -213,10 +215,15 @@ class _SmallTensors:
 
     def _arrange(self) -> None:
         groups: dict[object, list[Tensor]] = {}
-        for tensor in self._tensors:
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        # Those with the larger elements first, so that each begins where its dtype may.
+        for tensor in sorted(self._tensors, key=Tensor.element_size, reverse=True):
+            groups.setdefault(tensor.device, []).append(tensor)
         self._groups = [
-            (group, [tensor.shape for tensor in group], [t.detach().view(-1) for t in group])
+            (
+                group,
+                [(tensor.shape, tensor.dtype) for tensor in group],
+                [tensor.detach().view(-1).view(torch.uint8) for tensor in group],
+            )
             for group in groups.values()
         ]
         self._places = self._places_now()
@@ -228,7 +235,7 @@ class _SmallTensors:
     def keep(self) -> list[_KeptGroup]:
         if self._places_now() != self._places:
             self._arrange()
-        return [(group, shapes, torch.cat(flat)) for group, shapes, flat in self._groups]
+        return [(group, kinds, torch.cat(flat)) for group, kinds, flat in self._groups]
 
 
 _KeptSingle = tuple[Tensor, Memories, int]

@@ -1,7 +1,8 @@
 """A script run inside stayfinite.watch: `python watch_around.py MODE RESULT train.py`.
 
 Every optimizer is watched, with the smallest module that has its parameters, from the first call of
-a module on: where a user would write the line. What was found is written to RESULT at the end.
+a module on: where a user would write the line. One that another optimizer has inside is left to
+that. What was found is written to RESULT at the end.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def watch_from_the_next_call(mode: Any) -> None:
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nn.Module.__call__ = _call  # type: ignore[method-assign]
-        while new:
-            optimizer = new.pop()
+        inside = [each for outer in new for each in vars(outer).values()]
+        outermost = [each for each in new if not any(each is one for one in inside)]
+        new.clear()
+        for optimizer in outermost:
             guards.append(stayfinite.watch(model_of(optimizer), optimizer, on_nan=mode, sinks=[]))
         return _call(self, *args, **kwargs)
 

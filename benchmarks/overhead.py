@@ -123,6 +123,10 @@ class Stopwatch:
         for key, hook in hooks.items():
             hooks[key] = self._timed(hook)
 
+    def wrap_methods(self, owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             start = time.perf_counter()

@@ -5,8 +5,9 @@
 
 All contestants take turns, one block of steps each, so that a slow moment hits all of them;
 figures are medians over the rounds of the ratio to a plain step in the same round. Watching
-without tracing is timed directly too: our functions, inside the steps that they sit in. What is
-done rarely does not show in a median, so their sum over a run from its second step is given too.
+without tracing is timed directly too: our functions, inside the steps that they sit in; and so is
+what is noted in each step so that it can be run again. What is done rarely does not show in a
+median, so the sum over a run from its second step is given too.
 On a machine with other work, --cpu-time --threads 1 counts what the processor did for us.
 Memory is the highest sum of living tensor bytes that torch's profiler saw in one step.
 """
@@ -38,7 +39,8 @@ from workloads import Workload, workload
 from stayfinite.guard import Guard, GuardSettings
 
 TRACED, WATCHED, PLAIN = "stayfinite, traced", "stayfinite, watching", "nothing"
-TRACE_BARS = {"gpt": 1.4, "cnn": 1.4, "mlp": 8.0}
+TRACE_BARS = {"gpt": 1.35, "cnn": 1.4, "mlp": 8.0}
+MARK_BARS = {"gpt": 0.2, "cnn": 0.3, "mlp": 5.0}
 WATCH_BARS = {"gpt": 1.0, "cnn": 1.0}
 BLOCKS = {"gpt": 1, "cnn": 2, "mlp": 30}
 LIVES = {"gpt": 60, "cnn": 300, "mlp": 2000}
@@ -53,8 +55,10 @@ def plain(work: Workload) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def guarded(work: Workload, trace: Any) -> Iterator[Step]:
+def guarded(work: Workload, trace: Any, notes: Stopwatch | None = None) -> Iterator[Step]:
     guard = Guard(GuardSettings(trace=trace))
+    if notes is not None:
+        notes.wrap_methods(guard.past.moments, "entered", "updated", "before_backward", "passed")
     guard.attach()
     try:
         yield work.step
@@ -168,13 +172,14 @@ def engine_as_before() -> Iterator[None]:
         graph._engine_run_backward, torch.autograd._engine_run_backward = before
 
 
-def directly(work: Workload, steps: int) -> tuple[list[float], list[float]]:
-    """Of each step from the second on: what our functions take while watching, and the rest."""
-    engine, hooks = EngineWatch(), Stopwatch()
-    ours, rest = [], []
+def directly(work: Workload, steps: int) -> tuple[list[float], list[float], list[float]]:
+    """Of each step from the second on: what our functions take while watching, what of that is
+    noting what a replay needs, and the rest."""
+    engine, hooks, notes = EngineWatch(), Stopwatch(), Stopwatch()
+    ours, noted, rest = [], [], []
     with engine_as_before():
         engine.wrap("inside")
-        with guarded(work, "never") as step:
+        with guarded(work, "never", notes) as step:
             step()  # it puts our hooks on the optimizer
             engine.wrap("around")
             hooks.wrap(torch_optimizer._global_optimizer_pre_hooks)
@@ -183,14 +188,15 @@ def directly(work: Workload, steps: int) -> tuple[list[float], list[float]]:
             hooks.wrap(work.optimizer._optimizer_step_pre_hooks)
             hooks.wrap(work.optimizer._optimizer_step_post_hooks)
             for _ in range(steps):
-                hooks.total = engine.inside = engine.around = 0.0
+                hooks.total = notes.total = engine.inside = engine.around = 0.0
                 start = time.perf_counter()
                 step()
                 taken = time.perf_counter() - start
                 added = hooks.total + engine.around - engine.inside
                 ours.append(added)
+                noted.append(notes.total)
                 rest.append(taken - added)
-    return ours, rest
+    return ours, noted, rest
 
 
 def memory(work: Workload, contestant: Callable[[Workload], Any]) -> tuple[int, int]:
@@ -219,7 +225,7 @@ def measure(name: str, rounds: int, clock: Clock) -> dict[str, Any]:
         key: statistics.median(a / b for a, b in zip(taken, times[PLAIN], strict=True))
         for key, taken in times.items()
     }
-    ours, rest = directly(work, LIVES[name])
+    ours, noted, rest = directly(work, LIVES[name])
     (most, left), (most_plain, left_plain) = (
         memory(work, CONTESTANTS[key]) for key in (TRACED, PLAIN)
     )
@@ -231,6 +237,9 @@ def measure(name: str, rounds: int, clock: Clock) -> dict[str, Any]:
         "watching_percent": 100 * statistics.median(ours) / statistics.median(rest),
         "watching_life_percent": 100 * sum(ours) / sum(rest),
         "watching_longest_ms": 1e3 * max(ours),
+        "marks_us": 1e6 * statistics.median(noted),
+        "marks_percent": 100 * statistics.median(noted) / statistics.median(rest),
+        "marks_bar_percent": MARK_BARS[name],
         "life_steps": LIVES[name],
         "watch_bar_percent": WATCH_BARS.get(name),
         "memory_mib": {"plain": most_plain / 2**20, "traced": most / 2**20},
@@ -251,6 +260,9 @@ def table(results: dict[str, Any]) -> Table:
             shown.add_row("  its bar", *(f"{r['trace_bar']}x" for r in rows))
     shown.add_row("watching, us", *(f"{r['watching_us']:.0f}" for r in rows))
     shown.add_row("  of a step", *(f"{r['watching_percent']:.2f}%" for r in rows))
+    shown.add_row("  for a replay, us", *(f"{r['marks_us']:.0f}" for r in rows))
+    shown.add_row("    of a step", *(f"{r['marks_percent']:.2f}%" for r in rows))
+    shown.add_row("    its bar", *(f"{r['marks_bar_percent']}%" for r in rows))
     shown.add_row("  of so many steps", *(str(r["life_steps"]) for r in rows))
     shown.add_row("  from the second on", *(f"{r['watching_life_percent']:.2f}%" for r in rows))
     lives = [r["watch_bar_percent"] for r in rows]

@@ -32,6 +32,11 @@ _OVERWRITES = {
     "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_",
     "log_normal_", "cauchy_", "geometric_", "resize_",
 }  # fmt: skip
+# Whatever else they are given: of a finite first argument they make nothing non-finite.
+_KEEPERS = {
+    "relu", "relu_", "threshold_backward", "max_pool2d_with_indices", "clone", "gelu", "silu",
+    "sigmoid", "tanh", "hardtanh", "_softmax",
+}  # fmt: skip
 
 
 class OpInfo(NamedTuple):
@@ -46,6 +51,7 @@ class OpInfo(NamedTuple):
     is_view: bool
     allocates: bool
     fills: bool
+    keeps_finite: bool
     is_collective: bool
 
 
@@ -99,6 +105,7 @@ def learn(func: Any) -> OpInfo:
         or ((bool(getattr(func, "is_view", False)) or aliases) and not written),
         allocates=base in _ALLOCATORS,
         fills=base in _FILLS,
+        keeps_finite=base in _KEEPERS and func.namespace == "aten",
         is_collective=func.namespace in ("c10d", "_c10d_functional", "c10d_functional"),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -86,6 +87,7 @@ class Tracer(TorchDispatchMode):
         self._arrivals = Arrivals(self.nodes)
         self._infos = OpInfos()
         self._bad: StorageMap[tuple[Event, ...]] = StorageMap()
+        self._good: dict[int, weakref.ref[Tensor]] = {}  # in this step
         self._past = Provenance()
         self.first_birth: Event | None = None  # in the step under way
         self.facts = Facts(self._past, self.nodes, reads, buffers)
@@ -195,7 +197,8 @@ class Tracer(TorchDispatchMode):
             call = Call(info, args, kwargs)
             written = written_by(call) if info.written else ()
             reads = written and not info.overwrites
-            before = tuple(t for t in written if is_bad(t)) if reads else ()
+            stays_good = info.keeps_finite and bool(args) and self._is_known_as_good(args[0])
+            before = tuple(filter(self._is_bad, written)) if reads and not stays_good else ()
             if self.kept is not None:
                 self.kept.note_before(written if reads else ())
         except Exception as error:
@@ -211,7 +214,12 @@ class Tracer(TorchDispatchMode):
                     self._bad.drop(tensor)
                     self._past.note_allocation(tensor, site)
             elif not info.is_view:
-                self._look(call, out, written, before)
+                if not stays_good:
+                    self._look(call, out, written, before)
+                elif not written:
+                    self._note_good(tensors_in(out))
+                for tensor in written:
+                    self._past.note_write(tensor)
                 if info.overwrites or not info.written:
                     self._past.note_result(info, args, out)
             elif info.name in _FRESH and is_bad(out):
@@ -228,10 +236,22 @@ class Tracer(TorchDispatchMode):
         for tensor in written or tensors_in(out):
             if is_bad(tensor):
                 self._record(call, tensor, written, before)
-            elif written and self._bad and covers_storage(tensor):
+                continue
+            if written and self._bad and covers_storage(tensor):
                 self._bad.drop(tensor)
-        for tensor in written:
-            self._past.note_write(tensor)
+            self._good[id(tensor)] = weakref.ref(tensor)
+
+    def _note_good(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._good[id(tensor)] = weakref.ref(tensor)
+
+    def _is_bad(self, tensor: Tensor) -> bool:
+        return not self._is_known_as_good(tensor) and is_bad(tensor)
+
+    def _is_known_as_good(self, tensor: Tensor) -> bool:
+        """Whether it was looked at in this step, and nothing bad was put into its memory since."""
+        known = self._good.get(id(tensor))
+        return known is not None and known() is tensor and not self._bad.get(tensor)
 
     def _record(
         self, call: Call, bad: Tensor, written: tuple[Tensor, ...], before: tuple[Tensor, ...]
@@ -315,6 +335,7 @@ class Tracer(TorchDispatchMode):
         """The guard's clock has ticked."""
         self.clock, self._count_before = clock, self.count
         self._past.next_step()
+        self._good.clear()
         self.facts.roots = ()
         if self.kept is not None:
             self.kept.next_step()

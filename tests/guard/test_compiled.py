@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -24,15 +25,16 @@ def _compile_anew() -> Iterator[None]:
 
 
 class WrongCompiler:
-    """A backend whose code is right until it is told to go wrong."""
+    """A backend whose code is right until it is told to go wrong, `times` times."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1000) -> None:
         self.is_wrong = False
+        self._left = repeat(True, times)  # a number would be put back after a replay
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         def run(*args: Any) -> Any:
-            out = graph(*args)
-            return [o * float("nan") if self.is_wrong else o for o in out]
+            out, is_wrong = graph(*args), self.is_wrong and next(self._left, False)
+            return [o * float("nan") if is_wrong else o for o in out]
 
         return run
 
@@ -44,7 +46,12 @@ def net_of(compiler: WrongCompiler) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def is_said_of_compiler(incident: Incident) -> bool:
     diagnosis = incident.diagnosis
-    return diagnosis is not None and "run again in eager mode" in diagnosis.why
+    assert diagnosis is not None
+    is_sure = "bad as compiled code, and finite twice in eager mode" in diagnosis.why
+    is_possible = "run again in eager mode" in diagnosis.why
+    assert is_sure == (diagnosis.confidence == "proven")
+    assert is_possible == (diagnosis.confidence == "possible")
+    return is_sure
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, compiler: WrongCompiler) -> None:
@@ -58,14 +65,15 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, compiler: WrongCompi
             optimizer.step()
 
 
-def test_loop_that_is_bad_only_when_compiled() -> None:
-    compiler = WrongCompiler()
+@pytest.mark.parametrize(("times", "is_sure"), [(1000, True), (1, False)])
+def test_loop_that_is_bad_only_when_compiled(times: int, is_sure: bool) -> None:
+    compiler = WrongCompiler(times)
     with pytest.raises(TrainingAbortedError) as caught:
         train(*net_of(compiler), compiler)
     incident = caught.value.incident
     assert incident is not None
     assert incident.step == 6
-    assert is_said_of_compiler(incident)
+    assert is_said_of_compiler(incident) is is_sure
 
 
 def test_guarded_step_that_is_bad_only_when_compiled() -> None:
@@ -82,7 +90,7 @@ def test_guarded_step_that_is_bad_only_when_compiled() -> None:
             compiler.is_wrong = number == 6
             guard.step(step, torch.randn(8, 4))
     assert len(guard.incidents) == 1
-    assert is_said_of_compiler(guard.incidents[0])
+    assert not is_said_of_compiler(guard.incidents[0])
 
 
 def test_torch_does_not_warn_of_hooks_that_are_ours() -> None:

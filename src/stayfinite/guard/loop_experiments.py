@@ -9,7 +9,7 @@ from torch import nn
 from stayfinite.explain.experiments import CannotReplayError, Change, Seen
 from stayfinite.guard.conditions import changed_conditions, terms_of
 from stayfinite.guard.replay import NO_BATCH, KnownStep, samples_of, seen_of
-from stayfinite.living import living
+from stayfinite.living import has_compiled_module, living
 from stayfinite.records import Incident
 from stayfinite.replay.moments import GONE
 
@@ -36,8 +36,10 @@ class LoopExperiments(KnownStep):
 
     def run(self, change: Change) -> Seen:
         """Run the step with the change; everything is as before afterwards."""
-        if change.is_compiled or change.steps:
-            raise CannotReplayError("only this step can be run again, and under the tracer")
+        if change.steps:
+            raise CannotReplayError("only this step can be run again")
+        if change.is_compiled:
+            return self._run_compiled()
         instead = None
         if self.split is not None and (change.rows is not None or change.precision is not None):
             instead = (self._batch, self.split.changed(change))
@@ -51,6 +53,12 @@ class LoopExperiments(KnownStep):
         if found.incident is None and not found.came_to_end:
             raise CannotReplayError(found.reason or "it did not come to its end")
         return seen_of(found.incident, change)
+
+    def _run_compiled(self) -> Seen:
+        found = self._step.run(is_traced=False)
+        if not has_compiled_module() or not (found.was_bad or found.came_to_end):
+            raise CannotReplayError(found.reason or "nothing in it is compiled")
+        return Seen(is_finite=not found.was_bad)
 
     def samples(self) -> tuple[list[Any] | None, str]:
         """The dataset's numbers of the rows, if they are known, and its name."""

@@ -202,6 +202,7 @@ class Replayed:
     came_to_end: bool = False
     gradients: Mapping[str, Tensor] | None = None  # copies, if it came to its update and was finite
     computed: ComputedStep | None = None  # if it is then the whole step that the update is for
+    was_bad: bool = False  # whether or not the operation was seen
     error: BaseException | None = None  # with which it ended, if that came out of the user's code
     is_over: bool = False  # it came to its end, or to where it was bad
     has_passed: bool = False  # there was a backward pass in it
@@ -218,10 +219,12 @@ class StepAgain:
     finding: BadValues
     standing: Sequence[tuple[FrameType, int]]
 
-    def run(self, **changed: Any) -> Replayed:
-        """Run it again, with these fields of its turn changed."""
+    def run(self, *, is_traced: bool = True, **changed: Any) -> Replayed:
+        """Run it again, with these fields of its turn changed; in eager mode if it is traced."""
         turn = dataclasses.replace(self.turn, **changed)
-        return self.replay.run(turn, self.incident, self.finding, self.standing)
+        return self.replay.run(
+            turn, self.incident, self.finding, self.standing, is_traced=is_traced
+        )
 
 
 class LoopReplay:
@@ -269,7 +272,7 @@ class LoopReplay:
         if best is None and finite is not None:
             turn, found = finite
             once_more = self.run(turn, incident, finding, standing)
-            return self._with_passing_fault(incident, finding, turn, found, once_more)
+            return self._with_passing_fault(incident, finding, standing, turn, found, once_more)
         if best is None or best[1].incident is None:
             if time.monotonic() >= until:
                 logger.warning(
@@ -300,6 +303,7 @@ class LoopReplay:
         self,
         incident: Incident,
         finding: BadValues,
+        standing: Sequence[tuple[FrameType, int]],
         turn: Turn,
         again: Replayed,
         once_more: Replayed,
@@ -307,8 +311,18 @@ class LoopReplay:
         is_together: bool = False,
     ) -> Incident | None:
         """The incident of a step that was finite when it was run again; None if nothing is sure."""
-        from stayfinite.guard.replay import FINITE_IN_EAGER, NOT_REPEATABLE, passing_fault
+        from stayfinite.guard.replay import (
+            BAD_WHEN_COMPILED,
+            FINITE_IN_EAGER,
+            NOT_REPEATABLE,
+            passing_fault,
+        )
 
+        if has_compiled_module() and not is_together:
+            # While it is traced, a step runs in eager mode.
+            compiled = self.run(turn, incident, finding, standing, is_traced=False)
+            if compiled.was_bad:
+                return dataclasses.replace(incident, diagnosis=BAD_WHEN_COMPILED)
         if again.gradients is None or once_more.gradients is None:
             is_repeated = again.loss is not None and again.loss == once_more.loss
             is_compiled = is_repeated and has_compiled_module()
@@ -487,7 +501,7 @@ class LoopReplay:
                 once_more = self.run(turn, incident, finding, standing, ranks=ranks)
                 self._meet(ranks, once_more)
                 return self._with_passing_fault(
-                    incident, finding, turn, found, once_more, is_together=True
+                    incident, finding, standing, turn, found, once_more, is_together=True
                 )
             if ranks.agree(has_passed):
                 return None
@@ -642,11 +656,12 @@ class LoopReplay:
         *,
         seconds: float | None = None,
         ranks: Ranks | None = None,
+        is_traced: bool = True,
     ) -> Replayed:
         """Run the turn again, with all `ranks` if given; everything is as before afterwards."""
         seconds = _MOST_SECONDS if seconds is None else seconds
         try:
-            return self._run(turn, noticed, finding, standing, seconds, ranks)
+            return self._run(turn, noticed, finding, standing, seconds, ranks, is_traced)
         except ReplayEnded as end:  # by something of ours; it must not reach the user's code
             return Replayed(reason=end.reason)
 
@@ -658,6 +673,7 @@ class LoopReplay:
         standing: Sequence[tuple[FrameType, int]],
         seconds: float,
         ranks: Ranks | None,
+        is_traced: bool,
     ) -> Replayed:
         try:
             body = body_of(turn.frame, turn.loop, since=turn.first, until=turn.line)
@@ -681,7 +697,8 @@ class LoopReplay:
             all_of_them.enter_context(guard.evidence.kept())
             all_of_them.enter_context(torch.enable_grad())
             self._put_beginning(turn, body, values)
-            all_of_them.enter_context(guard.traced())
+            if is_traced:
+                all_of_them.enter_context(guard.traced())
             for name, tensor in turn.carried(values):
                 guard.past.tracing.note_carried(name, tensor)
             all_of_them.enter_context(probe.attached())
@@ -903,6 +920,7 @@ class _Probe(StepListener):
             came_to_end=self._came_to_end,
             gradients=self._gradients,
             computed=self._computed,
+            was_bad=self._is_ending,
             error=self._error,
             is_over=self._is_ending or self._came_to_end,
             has_passed=self._passes > 0,

@@ -351,6 +351,19 @@ FINITE_IN_EAGER = Diagnosis(
     confidence="possible",
     evidence=("the step was replayed in eager mode with the same batch, weights and random state",),
 )
+BAD_WHEN_COMPILED = dataclasses.replace(
+    FINITE_IN_EAGER,
+    why="Something in this step is compiled by torch.compile, and its code is the cause: run again "
+    "from the same state, the step was bad as compiled code, and finite twice in eager mode.",
+    fix="Put torch.compiler.disable on the function that goes bad, or train without torch.compile. "
+    "If torch.compile(..., backend='aot_eager') is finite, Inductor's code is at fault; where it "
+    "is fp16 or bf16, torch._inductor.config.emulate_precision_casts = True may help.",
+    confidence="proven",
+    evidence=(
+        *FINITE_IN_EAGER.evidence,
+        "the step was replayed as compiled code, with the same batch, weights and random state",
+    ),
+)
 CLEAN_AGAIN = Diagnosis(
     cause="transient_fault",
     why="The same step, run again from the same state, was finite: it does not repeat.",

@@ -202,10 +202,9 @@ def _import_what_forks_need(having: Sequence[str]) -> None:
 
     import stayfinite.capsule.make
     import stayfinite.cli.script_commands
-    import stayfinite.guard.change_trial
     import stayfinite.guard.discover
-    import stayfinite.guard.loop_experiments
     import stayfinite.guard.loop_replay
+    import stayfinite.guard.loop_trials
     import stayfinite.guard.read_values
     import stayfinite.guard.replay
     import stayfinite.guard.watch

@@ -549,7 +549,7 @@ class LoopReplay:
         seconds = self._guard.settings.change_seconds
         if not seconds:
             return incident
-        from stayfinite.guard.change_trial import with_change
+        from stayfinite.guard.loop_trials import with_change
 
         losses = self._guard.evidence.recent_losses(step.finding.optimizer)
         return with_change(step, incident, seconds=seconds, losses=losses)
@@ -557,7 +557,7 @@ class LoopReplay:
     def _with_proof(self, step: StepAgain, incident: Incident) -> Incident:
         if not self._guard.settings.prove_seconds:
             return incident
-        from stayfinite.guard.loop_experiments import LoopExperiments
+        from stayfinite.guard.loop_trials import LoopExperiments
         from stayfinite.guard.replay import prove
 
         return prove(

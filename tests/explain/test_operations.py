@@ -39,6 +39,18 @@ def second_gradient(function: Callable[[Tensor], Tensor]) -> Any:
     return torch.autograd.grad(first.nan_to_num().sum(), x)
 
 
+@shows("bad_lr_schedule")
+def _update_by_hand() -> Any:
+    base_lr = math.nan
+    return ONE - base_lr * ONE
+
+
+@shows("unknown")
+def _number_that_is_none() -> Any:
+    weight = math.nan
+    return weight * ONE
+
+
 shows("division_by_zero")(lambda: ONE / ZERO)
 shows("division_by_zero")(lambda: ZERO.reciprocal())
 shows("division_by_zero")(lambda: ZERO**-1)

@@ -327,6 +327,16 @@ snippet(
     """,
 )
 snippet(
+    "gamma of a negative beside a 0",
+    ".sign() * x.abs().clamp_min(1e-8) ** gamma",
+    """
+    def run(bad):
+        x = torch.tensor([-0.5 if bad else 0.5, 0.0 if bad else 0.25], requires_grad=True)
+        gamma = 0.4
+        return gradient((x ** gamma).sum(), x)
+    """,
+)
+snippet(
     "root by a power",
     ".clamp_min(1e-8)",
     """

@@ -32,6 +32,44 @@ def test_crash_by_a_nan_is_explained(scripts):
     assert incident["diagnosis"]["cause"] in ("log_of_negative", "log_of_zero")
 
 
+IN_A_CHILD = """
+import math, multiprocessing, sys, torch
+
+
+def train():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(9):
+        loss = torch.log(net(torch.ones(3, 2)).square() * (step != 5)).mean()
+        if not math.isfinite(loss.item()):
+            LEAVE
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("METHOD").Process(target=train)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("leave", ["raise ValueError(f'loss {loss}')", "sys.exit(1)"])
+def test_crash_of_a_child_process_is_explained(scripts, method, leave):
+    scripts.write(IN_A_CHILD.replace("METHOD", method).replace("LEAVE", leave))
+    never = ("--second-run", "never", "--prove", "0", "--no-record", "--json", "out.json")
+    done = scripts.warm("train.py", options=never)
+    assert done.code == 1
+    (incident,) = scripts.result()["incidents"]
+    assert (incident["step"], incident["origin"]["line"]) == (5, 10)
+    assert incident["origin"]["exact"]
+    assert incident["diagnosis"]["cause"] == "log_of_zero"
+
+
 LOADED = """
 import torch
 from torch.utils.data import DataLoader, Dataset

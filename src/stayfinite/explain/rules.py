@@ -179,9 +179,11 @@ def _from_files(facts: dict[str, Any], *, is_data: bool) -> str:
     if facts.get("files"):
         return f", read from {' and '.join(facts['files'])}"
     last = facts.get("last_file")
-    if last is None or not is_data:
+    is_only = facts.get("only_file")
+    # A dataset that has read all its files before has any of them in a sample, not the last.
+    if last is None or not is_data or ("samples" in facts and not is_only):
         return ""
-    kind = "the only file" if facts.get("only_file") else "the last file"
+    kind = "the only file" if is_only else "the last file"
     return f"; {kind} read before it was {last}"
 
 

@@ -6,6 +6,7 @@ Why numbers got so large only the history of the steps before tells.
 from __future__ import annotations
 
 import math
+import re
 
 from stayfinite.domains import EXPONENTIALS, ROOTS
 from stayfinite.explain.clue import SMALLEST, Clue, diagnosis, largest, number, rule
@@ -13,6 +14,12 @@ from stayfinite.records import Diagnosis, TensorSummary
 
 _SCALES = ("div", "reciprocal", "mul", "linalg_vector_norm")
 _DIVIDES = ("addcdiv", "div", "reciprocal", "rsqrt", "fused_adam", "fused_adamw")
+
+
+_CHECK_SCHEDULE = (
+    "Look for a division by zero in the schedule (zero warm-up or total steps), and for steps past "
+    "its end; check math.isfinite(lr) where it is set."
+)
 
 
 def bad_rate(clue: Clue) -> Diagnosis | None:
@@ -23,8 +30,37 @@ def bad_rate(clue: Clue) -> Diagnosis | None:
     return diagnosis(
         "bad_lr_schedule",
         f"The learning rate is {rate}: the schedule computed it so.",
-        "Look for a division by zero in the schedule (zero warm-up or total steps), and check "
-        "math.isfinite(lr) where it is set.",
+        _CHECK_SCHEDULE,
+    )
+
+
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "lerp", "addcmul", "addcdiv")
+# A name like lr, base_lr, learning_rate or step_size, in whatever is multiplied.
+_RATE = re.compile(r"(?<![a-z])(lr|eta|rate|step_size)(?![a-z])")
+
+
+def bad_number(clue: Clue) -> Diagnosis | None:
+    """A number of Python's or NumPy's that is not finite, given to an operation on good tensors."""
+    bad = [v for v in clue.scalars.values() if isinstance(v, float) and not math.isfinite(v)]
+    if not bad or clue.is_backward or clue.op.rstrip("_") not in _ARITHMETIC:
+        return None
+    said = (
+        f"`{clue.expression}` is given the number {bad[0]}, which no operation of torch computed."
+    )
+    if _RATE.search(clue.expression.lower()):
+        return diagnosis(
+            "bad_lr_schedule",
+            f"{said} It is the learning rate: the schedule computed it so.",
+            _CHECK_SCHEDULE,
+        )
+    if not any(map(math.isnan, bad)):
+        return None  # an Inf that somebody wrote; the rules of the operation know more
+    return diagnosis(
+        "unknown",
+        said,
+        "Find where the number is computed (a mean of nothing, 0 / 0, a fractional power of a "
+        "negative number), and check it with math.isfinite there.",
+        sure="likely",
     )
 
 
@@ -170,6 +206,7 @@ accumulation = rule(
 
 UPDATE_RULES = (
     bad_rate,
+    bad_number,
     half_precision_eps,
     division_in_optimizer,
     overflow_in_optimizer,

@@ -203,6 +203,7 @@ class Replayed:
     gradients: Mapping[str, Tensor] | None = None  # copies, if it came to its update and was finite
     computed: ComputedStep | None = None  # if it is then the whole step that the update is for
     was_bad: bool = False  # whether or not the operation was seen
+    has_bad_gradients: bool = False  # it came to its end without an update, and left these
     error: BaseException | None = None  # with which it ended, if that came out of the user's code
     is_over: bool = False  # it came to its end, or to where it was bad
     has_passed: bool = False  # there was a backward pass in it
@@ -867,7 +868,7 @@ class _Probe(StepListener):
         self._moments = deque(turn.since)
         self._unscaled: list[tuple[Any, Any]] = []
         self._found: Incident | None = None
-        self._is_same = self._is_ending = False
+        self._is_same = self._is_ending = self._has_bad_gradients = False
         self._reason: str | None = None
         self._loss: float | None = None
         self._came_to_end = False
@@ -907,6 +908,8 @@ class _Probe(StepListener):
             self._reason = "it did not come to where the value was noticed"
             self._look_at(results)
             self._came_to_end = True
+            left = (grad for each in living(Optimizer) for grad in gradients_of(each))
+            self._has_bad_gradients = not all_finite(left)
         except ReplayEnded as end:
             self._reason = end.reason
             self._came_to_end = end.reason is None
@@ -921,6 +924,7 @@ class _Probe(StepListener):
             gradients=self._gradients,
             computed=self._computed,
             was_bad=self._is_ending,
+            has_bad_gradients=self._has_bad_gradients,
             error=self._error,
             is_over=self._is_ending or self._came_to_end,
             has_passed=self._passes > 0,

@@ -62,15 +62,18 @@ def with_change(
 
 
 def _loss_with(patch: Patch, step: StepAgain) -> float | None:
-    """The loss of the same step with the change; None if it is bad, or was not run."""
+    """The loss of the same step with the change; None if it is bad, or was not run.
+
+    It is run up to its update: a change may make the loss finite, and not the gradients.
+    """
     loop = step.turn.loop
     is_loops_file = os.path.realpath(patch.file) == os.path.realpath(loop.file)
     changed = changed_loop(loop, patch.after) if is_loops_file else None
     with swapped(patch.file, patch.after) as is_changed:
         if changed is None and not is_changed:
             return None
-        found = step.run() if changed is None else step.run(loop=changed, line=None)
-    is_good = found.incident is None and found.came_to_end and found.loss is not None
+        found = step.run(loop=changed or loop, line=None)
+    is_good = found.came_to_end and not found.was_bad and not found.has_bad_gradients
     return found.loss if is_good else None
 
 

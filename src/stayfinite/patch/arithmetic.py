@@ -442,11 +442,13 @@ def clamp_power(spot: Spot) -> Iterator[Rewrite]:
             yield above_zero
             continue
         x, p = spot.source.in_brackets(base), spot.source.of(exponent)
+        # At 0 the derivative of a root is infinite.
+        size = f"{x}.abs(){guard if seen.zero_count else ''}"
         if isinstance(whole, ast.Call):
-            raised = f"{x}.abs().pow({p})"
+            raised = f"{size}.pow({p})"
         else:
             is_plain = isinstance(exponent, (ast.Name, ast.Constant))
-            raised = f"{x}.abs() ** {p if is_plain else f'({p})'}"
+            raised = f"{size} ** {p if is_plain else f'({p})'}"
         edit = swap(spot.source, whole, f"{x}.sign() * {raised}")
         what = "Raise the magnitude to the power, and give it back its sign."
         signed = Rewrite(spot.source, what, (edit,))

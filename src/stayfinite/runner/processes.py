@@ -164,14 +164,13 @@ def _without_our_stop(process: Any, theirs: Callable[[], None], watch: Watch) ->
     def run() -> None:
         try:
             theirs()
-        except SystemExit:
+        except SystemExit as error:
+            watch.crashed(error)
             raise
         except BaseException as error:
             if is_consequence(error, watch):
                 raise SystemExit(INCIDENT_CODE) from None
-            with step_aside("notifying the other ranks"):
-                if watch.guard is not None:
-                    watch.guard.tell_ranks(error)
+            watch.crashed(error)
             # What multiprocessing prints for an error in run(), without the frame of this one.
             frame, inner = sys._getframe(1), without_our_frames(error).__traceback__
             error.__traceback__ = TracebackType(inner, frame, frame.f_lasti, frame.f_lineno)

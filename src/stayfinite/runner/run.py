@@ -34,6 +34,7 @@ from stayfinite.runner.plan import (
     load_records,
     merged_result,
     read_plan,
+    was_stopped,
     write_atomically,
 )
 from stayfinite.runner.processes import exit_code, tell_once, watch_children
@@ -163,7 +164,7 @@ def close(scene: Scene, watch: Watch, ending: Ending, early: list[Incident]) -> 
             is_last=not scene.is_rank,
         )
         failed = verdict.failure is not None and not code
-        if failed or any(record.stopped for record in records):
+        if failed or was_stopped(records):
             code = INCIDENT_CODE
         if not scene.is_rank or processes.speaks_for_ranks(records, watch):
             exit: Exit = "script-error" if ending.code else "finite"
@@ -174,10 +175,12 @@ def close(scene: Scene, watch: Watch, ending: Ending, early: list[Incident]) -> 
             for remark in result.remarks if result.incidents else ():
                 say(remark)
             say(last_line(records, result, verdict, ended, scene.options.on_nan))
-            if not scene.is_rank and result.exit == "finite":
+            if scene.is_rank:
+                processes.have_spoken(watch)
+            elif result.exit == "finite":
                 _forget_short_run(scene)
-        elif watch.has_stopped:
-            time.sleep(processes.GRACE)  # the launcher ends the one that speaks when this one ends
+        elif was_stopped(records):
+            processes.wait_for_speaker(records, watch)
     if scene.is_rank:
         processes.leave_ranks(watch)
     else:
@@ -298,8 +301,7 @@ def main(*, key: str) -> None:
 
     def finish(ending: Ending) -> int:
         code = exit_code(watch, ending)
-        stopped = any(record.stopped for record in load_records(plan.folder))
-        return INCIDENT_CODE if stopped else code
+        return INCIDENT_CODE if was_stopped(load_records(plan.folder)) else code
 
     watch_and_leave(watch, target, finish=finish)
 

@@ -28,11 +28,13 @@ from stayfinite.runner.plan import (
     Effect,
     Plan,
     ProcessRecord,
+    attempt_here,
     birth_of_process,
     is_running,
     load_records,
     ours,
     save_record,
+    was_stopped,
 )
 from stayfinite.runner.script import Target, is_ours, read_instead, watch_unraisable
 from stayfinite.runner.seeds import Seeds
@@ -163,6 +165,7 @@ class Watch:
             folder=self.plan.guard.folder,
             has_begun=self._has_begun or self.in_group,
             ended=self.code if self.has_ended else None,
+            attempt=attempt_here(),
             aftermath=self.aftermath,
         )
 
@@ -455,7 +458,7 @@ def is_consequence(error: BaseException, watch: Watch) -> bool:
     lost = lost or isinstance(error, PeerLostError)
     if f"{kind.__module__}.{kind.__qualname__}" not in _MACHINERY and not lost:
         return False
-    return any(record.stopped for record in load_records(watch.plan.folder))
+    return was_stopped(load_records(watch.plan.folder))
 
 
 def end_peers(watch: Watch) -> None:

@@ -14,6 +14,8 @@ import pytest
 from stayfinite.records import Incident, RunResult
 from stayfinite.runner import plan, processes
 from stayfinite.runner.plan import ProcessRecord
+from stayfinite.runner.watcher import Watch
+from stayfinite.settings import GuardSettings
 
 GROUP = """
     import os, sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -157,6 +159,55 @@ def test_ranks_that_are_started_again_meet_elsewhere(monkeypatch: pytest.MonkeyP
         folders.append(processes.shared_folder())
         os.rmdir(folders[-1])
     assert folders[0] != folders[1]
+
+
+def test_rank_0_stays_the_one_where_it_began_on_all_ranks(tmp_path: Path) -> None:
+    """Its number looks like none at all."""
+    watch = Watch(plan.Plan(folder=str(tmp_path), guard=GuardSettings()), key="rank-1-0")
+    watch.rank = 1
+    assert watch.with_rank(Incident(step=2, rank=0, time=1.0, world=2)).rank == 0
+    assert watch.with_rank(Incident(step=2, rank=0, time=1.0)).rank == 1
+
+
+BESIDE = """
+    import time, torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.ones(3, 2)
+        if step == 2 and rank == 0 and "nan" in {fault!r}:
+            x = x.log().log()
+        if step == 2 and rank == 1 and "raise" in {fault!r}:
+            raise ValueError("a bad file")
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+"""
+
+
+def side_by_side(scripts: Any, fault: str, *options: str) -> Any:
+    scripts.write(BESIDE.format(fault=fault))
+    run = ["-m", "stayfinite", "run", *options, "train.py"]
+    return scripts.alone("-m", "torch.distributed.run", "--nproc-per-node", "2", *run)
+
+
+def test_ranks_side_by_side_say_once_that_rank_0_went_bad(scripts):
+    done = side_by_side(scripts, "nan", "--on-nan", "recover")
+    assert done.code == 0, done.err.decode()
+    (told,) = [line for line in done.ours if line.startswith("step 2, ")]
+    assert told.startswith("step 2, rank 0: "), told
+    assert done.err.count(b"error[") == 1
+    assert b"NaN at step 2 on rank 0" in done.err or b"Inf at step 2 on rank 0" in done.err
+
+
+def test_a_rank_beside_one_that_raised_gives_no_all_clear(scripts):
+    done = side_by_side(scripts, "raise")
+    assert done.code == 1
+    assert b"all finite" not in done.err, done.err.decode()
 
 
 KILLED = """

@@ -142,6 +142,17 @@ def test_a_signal_that_ended_a_rank_is_named() -> None:
     )
 
 
+def test_a_rank_that_failed_does_not_speak_well_of_the_others() -> None:
+    """They may be on another machine, and have failed first."""
+    assert said(record(ended=1), is_last=False) == (
+        "60 steps checked and finite, but what the other ranks did is not known."
+    )
+    failed = record(pid=2, rank=1, ended=1)
+    assert said(record(ended=1), failed, is_last=False).endswith(
+        "but process 2 (rank 1) ended with exit code 1."
+    )
+
+
 def test_a_stop_is_not_the_end_of_a_run_that_was_started_again() -> None:
     stopped = record(bad=1, steps=5, strategy="stop", stopped=True, ended=3)
     again = record(pid=2, attempt=1)

@@ -191,11 +191,17 @@ def tell_once(watch: Watch, incident: Incident) -> None:
     A parent that waits for this process for ever would otherwise never say why.
     """
     name = "told" if watch.plan.stops else f"told-{incident.step}"
+    if is_first(os.path.join(watch.plan.folder, name)):
+        say(f"{one_line(incident)}; {watch.plan.what_follows(incident)}.")
+
+
+def is_first(path: str) -> bool:
+    """Whether no other process was here before; this one leaves the file to tell so."""
     try:
-        os.close(os.open(os.path.join(watch.plan.folder, name), os.O_CREAT | os.O_EXCL))
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except OSError:
-        return
-    say(f"{one_line(incident)}; {watch.plan.what_follows(incident)}.")
+        return False
+    return True
 
 
 _launched: list[Any] = []  # the ranks that this process has started, as torchrun does
@@ -291,18 +297,7 @@ def speaks_for_ranks(records: list[ProcessRecord], watch: Watch) -> bool:
     if found is None:
         return rank() == 0
     # One that came late may have been missed by another rank, which has spoken then.
-    return found[0].pid == watch.pid and _was_first(os.path.join(watch.plan.folder, _SPEAKER))
-
-
-def _was_first(path: str) -> bool:
-    """Whether there was no such file; there is one now."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    return True
+    return found[0].pid == watch.pid and is_first(os.path.join(watch.plan.folder, _SPEAKER))
 
 
 def have_spoken(watch: Watch) -> None:
@@ -324,10 +319,10 @@ def wait_for_speaker(records: list[ProcessRecord], watch: Watch) -> None:
 def leave_ranks(watch: Watch) -> None:
     """Take this rank's files away; the last one to leave takes the folder.
 
-    A stopped rank leaves its record, from which the others know why they lose it; what the
-    others drew stays then, for its capsule.
+    One that was stopped or failed leaves its record, from which the others know why they lose it;
+    what the others drew stays then, for its capsule.
     """
-    if watch.has_stopped:
+    if watch.has_stopped or watch.code:
         return
     folder = watch.plan.folder
     own = [f"process-{watch.pid}.json", watch.plan.path]
@@ -337,7 +332,7 @@ def leave_ranks(watch: Watch) -> None:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, name))
     with contextlib.suppress(OSError):
-        if set(os.listdir(folder)) <= {_SPEAKER, _SPOKEN}:
+        if not any(name.startswith("plan-") for name in os.listdir(folder)):
             shutil.rmtree(folder)
 
 

@@ -134,7 +134,10 @@ def _tell(scene: Scene, incident: Incident) -> None:
     if os.getpid() != plan.pid:
         return  # a forked child, which tells by itself
     times = scene.repeats.note(incident)
-    if not plan.stops and is_told(times):  # else the report follows soon enough
+    is_new = not plan.stops and is_told(times)  # else the report follows soon enough
+    if is_new and scene.is_rank:  # what all ranks have in common is said once
+        is_new = processes.is_first(os.path.join(plan.folder, f"told-{incident.step}"))
+    if is_new:
         again = "" if times == 1 else f"; {times} times so far"
         say(f"{one_line(incident)}; {plan.what_follows(incident)}{again}.")
     if path is not None and not scene.is_rank:

@@ -210,6 +210,9 @@ def _unheard(
         how = _how_gone(record, is_last=is_last) if record.has_begun else None
         if how is not None and record.pid != speaker and record.pid not in said:
             said[record.pid] = f"process {record.pid}{ranks.get(record.pid, '')} {how}"
+    has_failed = any(record.pid == speaker and record.ended for record in records)
+    if not said and has_failed and not is_last:
+        return ["what the other ranks did is not known"]
     more = len(said) - _MOST
     return [*list(said.values())[:_MOST], *([f"{more} more of them, too"] if more > 0 else [])]
 

@@ -181,8 +181,11 @@ class Watch:
         )
 
     def with_rank(self, incident: Incident) -> Incident:
-        """The incident with the rank of this process, where it has none yet."""
-        if incident.rank or not self.rank:
+        """The incident with the rank of this process, where it has none yet.
+
+        Of ranks that train together it has that of the one where it began, which may be 0.
+        """
+        if incident.world > 1 or incident.rank or not self.rank:
             return incident
         return dataclasses.replace(incident, rank=self.rank)
 

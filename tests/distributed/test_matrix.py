@@ -229,6 +229,7 @@ def test_all_ranks_leave_the_same_step_out_and_name_its_line(
 ) -> None:
     incident = left_out_together(found_in(request, kind), kind, fault)
     assert incident["rank"] in named_for(kind, fault)
+    assert incident["reports"], "the rank where it began has none of the bad shards, perhaps"
     line, module, cause = LINES[fault]
     module = f"0.{module}" if kind == "pipeline" else module  # of its stage
     assert (incident["code"], incident["module"]) == (line, module)

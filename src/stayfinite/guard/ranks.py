@@ -34,6 +34,8 @@ from stayfinite.distributed import (
     heard,
     is_lost_peer,
     last_word,
+    leave,
+    left,
     meet,
     rank,
     say_word,
@@ -152,7 +154,7 @@ class Ranks:
         if named < 0:
             return dataclasses.replace(incident, rank=-1)
         if named == rank():
-            incident = self._with_sight(incident)
+            incident = _with_reports(self._with_sight(incident), topic)
             try:
                 tell(topic, to_json(incident))
             except Exception:
@@ -161,6 +163,8 @@ class Ranks:
                 )
             return incident
         try:
+            if incident.reports:
+                leave(f"{topic}, reports", to_json(incident))
             return from_json(Incident, heard(named, topic))
         except Exception:
             logger.warning("rank %d did not report its incident", named, exc_info=True)
@@ -178,6 +182,19 @@ class Ranks:
         origin = Origin(phase=sight.phase, module=sight.module, exact=False)
         diagnosis = incident.diagnosis or Diagnosis(cause="unknown", why=sight.why, fix="")
         return dataclasses.replace(incident, origin=origin, diagnosis=diagnosis)
+
+
+_SECONDS = 5.0  # in which another rank has told of its shards
+
+
+def _with_reports(incident: Incident, topic: str) -> Incident:
+    """The incident with the bad values of another rank, if this one has none in its own shards."""
+    if incident.reports:
+        return incident
+    with contextlib.suppress(Exception):
+        other = from_json(Incident, left(f"{topic}, reports", seconds=_SECONDS))
+        return dataclasses.replace(incident, reports=other.reports)
+    return incident
 
 
 def lost_peer(error: BaseException) -> PeerLostError:

@@ -371,12 +371,10 @@ class RankGroups:
         for stage in stages:
             looks.attach(_look_at_stage(stage, looks))
         is_replicated = bool(replicas) and not (meshes or stages or len(wrappers) > len(replicas))
-        if self.given is not None:
-            groups: Sequence[Group] = (self.given,)
-        elif is_replicated:
-            groups = (replicas[0].process_group,)
-        else:
-            groups = WORLD if stages or not meshes else _mesh_groups(meshes[0])
+        groups: Sequence[Group] = (self.given,)
+        if self.given is None:
+            # Pipelines alone may be replicas of one another, by the script's own reduction.
+            groups = _groups_of(wrappers, stages, meshes) if wrappers or meshes else WORLD
         return Ranks(
             groups,
             is_replicated=is_replicated,
@@ -408,12 +406,26 @@ def _stages() -> list[Any]:
     return [] if pipelining is None else living(pipelining._PipelineStageBase)
 
 
-def _mesh_groups(mesh: Any) -> Sequence[Group]:
-    """Groups that together reach every rank of the mesh which this one is a part of."""
-    root = mesh._get_root_mesh()  # private: a mesh of one dimension does not say what it is part of
-    if root.size() == world_size():
+def _groups_of(
+    wrappers: Iterable[Any], stages: Iterable[Any], meshes: Iterable[Any]
+) -> Sequence[Group]:
+    """Groups that together reach every rank that trains with this one; others must not be asked."""
+    found: list[Group] = [stage.group for stage in stages]
+    # Private, the second: over it, FSDP1 reduces what it has sharded over the first.
+    names = ("process_group", "_inter_node_pg")
+    # FSDP2 has its groups in the meshes of its parameters.
+    older = [each for each in wrappers if not hasattr(each, "set_custom_reduce_scatter")]
+    found += [getattr(each, name) for each in older for name in names if hasattr(each, name)]
+    # Private: a mesh of one dimension does not say what it is part of.
+    roots = {id(root): root for root in (mesh._get_root_mesh() for mesh in meshes)}
+    for root in roots.values():
+        found += [root.get_group(dimension) for dimension in range(root.ndim)]
+    if None in found:
         return WORLD
-    return [root.get_group(dimension) for dimension in range(root.ndim)]
+    by_ranks = {tuple(sorted(dist.get_process_group_ranks(group))): group for group in found}
+    # They are the dimensions of a mesh, as that of pipelines and of what is inside of a stage.
+    reached = math.prod(map(len, by_ranks))
+    return WORLD if reached == world_size() else list(by_ranks.values())
 
 
 def _look_at_gradient(param: Tensor, looks: EarlyLooks) -> Attachment:

@@ -145,7 +145,7 @@ def test_a_signal_that_ended_a_rank_is_named() -> None:
 def test_a_rank_that_failed_does_not_speak_well_of_the_others() -> None:
     """They may be on another machine, and have failed first."""
     assert said(record(ended=1), is_last=False) == (
-        "60 steps checked and finite, but what the other ranks did is not known."
+        "60 steps checked and finite, but the state of the other ranks is unknown."
     )
     failed = record(pid=2, rank=1, ended=1)
     assert said(record(ended=1), failed, is_last=False).endswith(

@@ -212,7 +212,7 @@ def _unheard(
             said[record.pid] = f"process {record.pid}{ranks.get(record.pid, '')} {how}"
     has_failed = any(record.pid == speaker and record.ended for record in records)
     if not said and has_failed and not is_last:
-        return ["what the other ranks did is not known"]
+        return ["the state of the other ranks is unknown"]
     more = len(said) - _MOST
     return [*list(said.values())[:_MOST], *([f"{more} more of them, too"] if more > 0 else [])]
 

@@ -97,6 +97,18 @@ def heard(rank: int, topic: str) -> str:
     return str(store.get(_key(topic, rank)).decode())
 
 
+def leave(topic: str, text: str) -> None:
+    """Leave a text for whichever rank asks; of several that do, one is heard."""
+    _store().set(f"stayfinite/{topic}", text)
+
+
+def left(topic: str, *, seconds: float) -> str:
+    """The text that some rank has left; an error if none has in this time."""
+    store, key = _store(), f"stayfinite/{topic}"
+    store.wait([key], datetime.timedelta(seconds=seconds))
+    return str(store.get(key).decode())
+
+
 def meet(topic: str, count: int, *, seconds: float) -> bool:
     """Whether so many ranks come here in this time; there is no collective in this."""
     store, key = _store(), f"stayfinite/{topic}"

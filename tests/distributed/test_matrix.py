@@ -124,6 +124,11 @@ def test_a_rank_that_ends_early_is_not_waited_for(healthy: dict[str, list[Any]])
 
 
 COUNTED = ("ddp", "fsdp2", "tp")
+COUNTED_FAULTS = [
+    (kind, fault)
+    for kind in (COUNTED if IS_PROOF else ("fsdp2",))
+    for fault in (FAULTS if IS_PROOF else ("forward", "flip"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +136,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenes: list[Scene] = [(kind, {"steps": 3, "counts": True}) for kind in COUNTED]
     for on_nan in ("stop", "warn", "recover"):
         scenes += [(kind, {"steps": 3, "counts": True, "on_nan": on_nan}) for kind in COUNTED]
+    scenes += [(kind, counted_fault(fault)) for kind, fault in COUNTED_FAULTS]
     return run(tmp_path_factory.mktemp("counted"), scenes, world=2)
 
 
@@ -143,6 +149,19 @@ def test_one_small_collective_for_each_update_and_no_other(
     for each in of(counted, kind, steps=3, counts=True, on_nan=on_nan):
         more = {name: n - plain.get(name, 0) for name, n in each["count"].items()}
         assert {name: n for name, n in more.items() if n} == {"allreduce_": 3}
+
+
+def counted_fault(fault: str) -> dict[str, Any]:
+    return {"steps": STEPS, "counts": True, "fault": fault, "on_nan": "recover"}
+
+
+@pytest.mark.parametrize(("kind", "fault"), COUNTED_FAULTS)
+def test_a_bad_step_needs_no_collective_of_some_ranks_only(
+    counted: dict[str, list[Any]], kind: str, fault: str
+) -> None:
+    first, second = of(counted, kind, **counted_fault(fault))
+    assert first["count"] == second["count"]
+    assert len(first["incidents"]) == 1
 
 
 AFTERWARDS = {"skips": list(range(STEPS))}  # 8 steps in all, and step 5 tells of step 4
@@ -229,6 +248,7 @@ def test_all_ranks_leave_the_same_step_out_and_name_its_line(
 ) -> None:
     incident = left_out_together(found_in(request, kind), kind, fault)
     assert incident["rank"] in named_for(kind, fault)
+    assert incident["reports"], "the rank where it began has none of the bad shards, perhaps"
     line, module, cause = LINES[fault]
     module = f"0.{module}" if kind == "pipeline" else module  # of its stage
     assert (incident["code"], incident["module"]) == (line, module)

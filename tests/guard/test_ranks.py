@@ -169,3 +169,44 @@ def test_show_names_the_rank_and_tells_of_a_shared_incident_once(
     shown = summary_of(read_run(folder / "run"))
     assert [(row.step, row.rank) for row in shown.incidents] == [(3, 1), (5, 1)]
     assert " at step 3 on rank 1 " in shown.incidents[0].headline
+
+
+IN_PART = """
+import stayfinite
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+pair, mesh = dist.new_group([0, 1]), DeviceMesh("cpu", [0, 1])
+wrapped = {
+    "ddp": lambda net: nn.parallel.DistributedDataParallel(net, process_group=pair),
+    "fsdp1": lambda net: FullyShardedDataParallel(
+        net, process_group=pair, device_id=torch.device("cpu")
+    ),
+    "fsdp2": lambda net: fully_shard(net, mesh=mesh),
+}
+
+def run(wrap):
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stayfinite.watch(model, optimizer, sinks=[]) as guard:
+        for step in range(4):
+            x = torch.ones(3, 4) * (step + me)
+            if step == 2 and me == 1:
+                x = x * torch.nan
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return [[each.step, each.rank, each.outcome.strategy] for each in guard.incidents]
+
+said = {name: run(wrap) for name, wrap in wrapped.items()} if me < 2 else {}
+dist.barrier()
+"""
+
+
+def test_ranks_that_do_not_train_are_not_asked(tmp_path: Path) -> None:
+    """As those that only generate text beside a training: they would never answer."""
+    said = answers(tmp_path, IN_PART, world=3, seconds=60)
+    expected = {kind: [[2, 1, "skip"]] for kind in ("ddp", "fsdp1", "fsdp2")}
+    assert said == [expected, expected, {}]

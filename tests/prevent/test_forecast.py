@@ -27,6 +27,7 @@ from stayfinite.cli import main
 from stayfinite.errors import ConfigError
 from stayfinite.guard.guard import with_announcement
 from stayfinite.guard.job import Job, Parts
+from stayfinite.guard.ranks import EarlyLooks, Ranks
 from stayfinite.prevent.forecast.forecaster import Forecaster
 from stayfinite.prevent.forecast.outlook import (
     Outlook,
@@ -465,6 +466,21 @@ def test_rate_is_lowered_while_the_room_shrinks_and_given_back_in_parts() -> Non
     assert all(b - a >= 64 for (a, _), (b, _) in itertools.pairwise(undone))
     assert rate(job) == 1.0
     assert not precaution.is_at_work
+
+
+@pytest.mark.parametrize("chosen", ["lower_lr", "clip", "raise_precision"])
+def test_one_rank_of_many_does_nothing_about_its_own_forecast(chosen: str) -> None:
+    """The others have not foretold it, and would have other weights then."""
+    model = small()
+    job = job_of(model, on_forecast=chosen)
+    job.ranks = Ranks((), is_replicated=True, is_pipeline=False, looks=EarlyLooks())
+    hooks = dict(job.parts.optimizer._optimizer_step_pre_hooks)
+    answer = job.precaution.answered(told_of("3"))
+    assert answer.outcome is not None
+    assert answer.outcome.detail == "not possible: each rank would act by itself"
+    assert rate(job) == 1.0
+    assert job.parts.optimizer._optimizer_step_pre_hooks == hooks
+    assert not job.precaution.is_at_work
 
 
 def test_gradients_are_clipped_until_the_trend_is_gone() -> None:

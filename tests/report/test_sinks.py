@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +42,19 @@ def test_same_incident_is_told_in_full_once_then_at_ten(capsys: pytest.CaptureFi
     sink.end()
     said = "stayfinite: 26 bad steps: log_of_zero at train.py:3 25 times\n"
     assert capsys.readouterr().err == said
+
+
+def test_of_many_ranks_the_one_where_it_began_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = {}
+    for here, began in itertools.product(range(3), (-1, 0, 2)):
+        monkeypatch.setenv("RANK", str(here))
+        sink = TerminalSink()
+        sink(dataclasses.replace(bad(3), rank=began, world=3))
+        sink.end()
+        printed[began, here] = capsys.readouterr().err.count("error[log_of_zero]")
+    assert [pair for pair, times in printed.items() if times] == [(-1, 0), (0, 0), (2, 2)]
 
 
 def test_what_follows_a_bad_step_that_nobody_undid_is_no_new_incident() -> None:

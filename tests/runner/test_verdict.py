@@ -132,6 +132,42 @@ def test_all_finite_is_not_said_when_a_process_was_not_heard_to_its_end() -> Non
     assert said(lost).startswith("training started, but its process did not report back; process")
 
 
+def test_a_signal_that_ended_a_rank_is_named() -> None:
+    pids = [gone(), gone()]
+    lost = [record(pid=p, born="1", ended=None, rank=n, in_group=True) for n, p in enumerate(pids)]
+    assert said(record(steps=0), *lost, deaths={pids[1]: "SIGKILL"}) == (
+        "at least 60 steps checked and finite, but "
+        f"process {pids[1]} (rank 1) was killed by SIGKILL; "
+        f"process {pids[0]} (rank 0) ended without reporting."
+    )
+
+
+def test_a_rank_that_failed_does_not_speak_well_of_the_others() -> None:
+    """They may be on another machine, and have failed first."""
+    assert said(record(ended=1), is_last=False) == (
+        "60 steps checked and finite, but the state of the other ranks is unknown."
+    )
+    failed = record(pid=2, rank=1, ended=1)
+    assert said(record(ended=1), failed, is_last=False).endswith(
+        "but process 2 (rank 1) ended with exit code 1."
+    )
+
+
+def test_a_stop_is_not_the_end_of_a_run_that_was_started_again() -> None:
+    stopped = record(bad=1, steps=5, strategy="stop", stopped=True, ended=3)
+    again = record(pid=2, attempt=1)
+    assert plan.was_stopped([stopped])
+    assert not plan.was_stopped([stopped, again])
+    result = plan.merged_result([stopped, again], only_first=True)
+    verdict = judge([stopped, again], result, recovers=False)
+    assert last_line([stopped, again], result, verdict, Ending(code=0), "stop") == (
+        "the script was stopped at step 0; its launcher started it again, "
+        "and it ended with exit code 0."
+    )
+    stopped_again = record(pid=3, attempt=1, stopped=True)
+    assert plan.was_stopped([stopped, again, stopped_again])
+
+
 def test_a_rank_that_still_runs_beside_this_one_is_no_remark() -> None:
     beside = record(pid=os.getpid(), born=plan.birth_of_process(os.getpid()) or "", ended=None)
     assert said(record(), beside).endswith(f"but process {os.getpid()} was still running.")

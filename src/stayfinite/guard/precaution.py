@@ -64,6 +64,8 @@ class Precaution:
         chosen = self._job.config.on_forecast
         if chosen is None:
             return forecast
+        if self._job.is_distributed:  # what one rank foretells, the others do not
+            return self._with(forecast, chosen, Cannot("each rank would act by itself"))
         self._begin(forecast, times=0)
         return self._with(forecast, chosen, self._do(chosen, forecast))
 
@@ -103,8 +105,6 @@ class Precaution:
         lower_rates(self._optimizer, schedulers, factor)
 
     def _clip(self) -> Done | Cannot:
-        if self._job.is_distributed:
-            return Cannot("each rank would clip by itself")
         if self._undo:
             return Cannot("gradients are clipped already")
         limit = self._job.config.grad_clip_value or 1.0

@@ -34,6 +34,8 @@ from stayfinite.distributed import (
     heard,
     is_lost_peer,
     last_word,
+    leave,
+    left,
     meet,
     rank,
     say_word,
@@ -152,7 +154,7 @@ class Ranks:
         if named < 0:
             return dataclasses.replace(incident, rank=-1)
         if named == rank():
-            incident = self._with_sight(incident)
+            incident = _with_reports(self._with_sight(incident), topic)
             try:
                 tell(topic, to_json(incident))
             except Exception:
@@ -161,6 +163,8 @@ class Ranks:
                 )
             return incident
         try:
+            if incident.reports:
+                leave(f"{topic}, reports", to_json(incident))
             return from_json(Incident, heard(named, topic))
         except Exception:
             logger.warning("rank %d did not report its incident", named, exc_info=True)
@@ -178,6 +182,19 @@ class Ranks:
         origin = Origin(phase=sight.phase, module=sight.module, exact=False)
         diagnosis = incident.diagnosis or Diagnosis(cause="unknown", why=sight.why, fix="")
         return dataclasses.replace(incident, origin=origin, diagnosis=diagnosis)
+
+
+_SECONDS = 5.0  # in which another rank has told of its shards
+
+
+def _with_reports(incident: Incident, topic: str) -> Incident:
+    """The incident with the bad values of another rank, if this one has none in its own shards."""
+    if incident.reports:
+        return incident
+    with contextlib.suppress(Exception):
+        other = from_json(Incident, left(f"{topic}, reports", seconds=_SECONDS))
+        return dataclasses.replace(incident, reports=other.reports)
+    return incident
 
 
 def lost_peer(error: BaseException) -> PeerLostError:
@@ -354,12 +371,10 @@ class RankGroups:
         for stage in stages:
             looks.attach(_look_at_stage(stage, looks))
         is_replicated = bool(replicas) and not (meshes or stages or len(wrappers) > len(replicas))
-        if self.given is not None:
-            groups: Sequence[Group] = (self.given,)
-        elif is_replicated:
-            groups = (replicas[0].process_group,)
-        else:
-            groups = WORLD if stages or not meshes else _mesh_groups(meshes[0])
+        groups: Sequence[Group] = (self.given,)
+        if self.given is None:
+            # Pipelines alone may be replicas of one another, by the script's own reduction.
+            groups = _groups_of(wrappers, stages, meshes) if wrappers or meshes else WORLD
         return Ranks(
             groups,
             is_replicated=is_replicated,
@@ -391,12 +406,26 @@ def _stages() -> list[Any]:
     return [] if pipelining is None else living(pipelining._PipelineStageBase)
 
 
-def _mesh_groups(mesh: Any) -> Sequence[Group]:
-    """Groups that together reach every rank of the mesh which this one is a part of."""
-    root = mesh._get_root_mesh()  # private: a mesh of one dimension does not say what it is part of
-    if root.size() == world_size():
+def _groups_of(
+    wrappers: Iterable[Any], stages: Iterable[Any], meshes: Iterable[Any]
+) -> Sequence[Group]:
+    """Groups that together reach every rank that trains with this one; others must not be asked."""
+    found: list[Group] = [stage.group for stage in stages]
+    # Private, the second: over it, FSDP1 reduces what it has sharded over the first.
+    names = ("process_group", "_inter_node_pg")
+    # FSDP2 has its groups in the meshes of its parameters.
+    older = [each for each in wrappers if not hasattr(each, "set_custom_reduce_scatter")]
+    found += [getattr(each, name) for each in older for name in names if hasattr(each, name)]
+    # Private: a mesh of one dimension does not say what it is part of.
+    roots = {id(root): root for root in (mesh._get_root_mesh() for mesh in meshes)}
+    for root in roots.values():
+        found += [root.get_group(dimension) for dimension in range(root.ndim)]
+    if None in found:
         return WORLD
-    return [root.get_group(dimension) for dimension in range(root.ndim)]
+    by_ranks = {tuple(sorted(dist.get_process_group_ranks(group))): group for group in found}
+    # They are the dimensions of a mesh, as that of pipelines and of what is inside of a stage.
+    reached = math.prod(map(len, by_ranks))
+    return WORLD if reached == world_size() else list(by_ranks.values())
 
 
 def _look_at_gradient(param: Tensor, looks: EarlyLooks) -> Attachment:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from stayfinite.errors import ConfigError
 from stayfinite.records import Forecast, Incident, Severity
-from stayfinite.report.sinks import rank_here
+from stayfinite.report.sinks import is_of_this_rank, rank_here
 from stayfinite.text import count, forecast_words, headline, is_mended, what_was_done
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -125,7 +125,7 @@ class AlertRule:
         """Messages that were kept from the receiver since its last one."""
 
     def __call__(self, incident: Incident) -> None:
-        if incident.world > 1 and max(incident.rank, 0) != rank_here():
+        if not is_of_this_rank(incident):
             return
         severity: Severity = "warning" if is_mended(incident.outcome) else "critical"
         self._consider(severity, incident=incident)

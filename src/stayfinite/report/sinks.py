@@ -132,6 +132,7 @@ def _is_known(incident: Incident) -> bool:
 class TerminalSink:
     """Prints to stderr: a report for an incident, one line for a forecast.
 
+    Of ranks that train together only the one where it began prints it.
     An incident whose cause and place are those of an earlier one is counted, and told in one line
     the tenth time, the hundredth and so on.
     """
@@ -140,6 +141,8 @@ class TerminalSink:
         self._repeats = Repeats()
 
     def __call__(self, incident: Incident) -> None:
+        if not is_of_this_rank(incident):
+            return
         times = self._repeats.note(incident)
         if not is_told(times):
             return
@@ -238,6 +241,11 @@ def rank_here() -> int:
             return distributed.rank()
     value = os.environ.get("RANK", "")
     return int(value) if value.isdigit() else 0
+
+
+def is_of_this_rank(incident: Incident) -> bool:
+    """Whether it began here; rank 0 has those of which nobody knows where they began."""
+    return incident.world == 1 or max(incident.rank, 0) == rank_here()
 
 
 def guilty_tensor(incident: Incident) -> TensorSummary | None:

@@ -157,7 +157,8 @@ class ProcessRecord:
     the things outside temporary folders that the process changed, `made` all paths that it made.
     `refused` is what it was about to change when its sandbox did not let it. `folder` is the one
     that file names in its incidents are relative to. `has_begun` says that it trains, `ended` is
-    the exit code with which it ended, None as long as it has not.
+    the exit code with which it ended, None as long as it has not. `attempt` counts how often a
+    launcher has started all ranks again before it.
     """
 
     pid: int
@@ -175,6 +176,7 @@ class ProcessRecord:
     folder: str | None = None
     has_begun: bool = False
     ended: int | None = None
+    attempt: int = 0
     aftermath: Aftermath = field(default_factory=Aftermath)
 
 
@@ -211,6 +213,19 @@ def load_records(folder: str) -> list[ProcessRecord]:
         with contextlib.suppress(OSError, RecordError), open(path, encoding="utf-8") as file:
             records.append(from_json(ProcessRecord, file.read()))
     return records
+
+
+def attempt_here() -> int:
+    """How often the launcher of this process has started its ranks again."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(count) if count.isdigit() else 0
+
+
+def was_stopped(records: list[ProcessRecord]) -> bool:
+    """Whether we have ended training; not if a launcher has started it again since."""
+    last = max((record.attempt for record in records), default=0)
+    last = max(last, attempt_here())
+    return any(record.stopped for record in records if record.attempt == last)
 
 
 def first_incident(records: Iterable[ProcessRecord]) -> tuple[ProcessRecord, Incident] | None:

@@ -13,6 +13,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -25,6 +26,7 @@ from stayfinite.runner.plan import (
     ProcessRecord,
     child_command,
     first_incident,
+    is_running,
     load_records,
     read_plan,
 )
@@ -95,6 +97,7 @@ def deaths() -> dict[int, str]:
         and getattr(one, "_popen", None) is not None
         and not _is_loader_worker(one)
     }
+    codes |= {one.pid: one.poll() for one in _launched}
     return {
         pid: signal_name(-code)
         for pid, code in codes.items()
@@ -187,13 +190,20 @@ def tell_once(watch: Watch, incident: Incident) -> None:
     A parent that waits for this process for ever would otherwise never say why.
     """
     name = "told" if watch.plan.stops else f"told-{incident.step}"
+    if is_first(os.path.join(watch.plan.folder, name)):
+        say(f"{one_line(incident)}; {watch.plan.what_follows(incident)}.")
+
+
+def is_first(path: str) -> bool:
+    """Whether no other process was here before; this one leaves the file to tell so."""
     try:
-        os.close(os.open(os.path.join(watch.plan.folder, name), os.O_CREAT | os.O_EXCL))
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except OSError:
-        return
-    say(f"{one_line(incident)}; {watch.plan.what_follows(incident)}.")
+        return False
+    return True
 
 
+_launched: list[Any] = []  # the ranks that this process has started, as torchrun does
 _HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
@@ -206,7 +216,9 @@ def watch_launcher(watch: Watch) -> None:
         def _popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
             with step_aside("watching a rank"):
                 args, env = watched(args, env, watch)
-            return theirs(self, args, env)
+            process = theirs(self, args, env)
+            _launched.append(process)
+            return process
 
         module.SubprocessHandler._popen = _popen
 
@@ -239,6 +251,8 @@ def rank_key(env: Mapping[str, str]) -> str:
 # There is no parent of ours to report for all, so the ranks of one machine meet in a folder.
 
 GRACE = 1.0  # seconds in which other ranks may report the same step
+_PATIENCE = 30.0  # seconds in which the rank that reports for all has done so
+_SPEAKER, _SPOKEN = "speaker", "spoken"
 
 
 def is_launched_rank() -> bool:
@@ -253,8 +267,12 @@ def launched_ranks() -> int:
 
 
 def shared_folder() -> str:
-    """The folder in which the ranks of this launcher meet; only this user may look into it."""
-    run = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ.get('MASTER_PORT', '')}"
+    """The folder in which the ranks of this launcher meet; only this user may look into it.
+
+    Ranks that it starts again after a failure have another one.
+    """
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    run = "-".join(os.environ.get(name, "") for name in names)
     name = f"stayfinite-{os.getppid()}-{zlib.crc32(run.encode()):08x}"
     folder = os.path.join(tempfile.gettempdir(), name)
     _remove_stale()
@@ -275,16 +293,35 @@ def records_of_ranks(folder: str) -> list[ProcessRecord]:
 def speaks_for_ranks(records: list[ProcessRecord], watch: Watch) -> bool:
     """Whether this rank reports for all: the one where it began, or rank 0 when all is well."""
     found = first_incident(records)
-    return rank() == 0 if found is None else found[0].pid == watch.pid
+    if found is None:
+        return rank() == 0
+    # One that came late may have been missed by another rank, which has spoken then.
+    return found[0].pid == watch.pid and is_first(os.path.join(watch.plan.folder, _SPEAKER))
+
+
+def have_spoken(watch: Watch) -> None:
+    """This rank has reported for all."""
+    with contextlib.suppress(OSError):
+        Path(watch.plan.folder, _SPOKEN).touch()
+
+
+def wait_for_speaker(records: list[ProcessRecord], watch: Watch) -> None:
+    """Wait until another rank has reported: the launcher ends all when the first one ends."""
+    found = first_incident(records)
+    until = time.monotonic() + _PATIENCE
+    while found is not None and found[0].pid != watch.pid and is_running(found[0]):
+        if Path(watch.plan.folder, _SPOKEN).exists() or time.monotonic() > until:
+            return
+        time.sleep(0.05)
 
 
 def leave_ranks(watch: Watch) -> None:
     """Take this rank's files away; the last one to leave takes the folder.
 
-    A stopped rank leaves its record, from which the others know why they lose it; what the
-    others drew stays then, for its capsule.
+    One that was stopped or failed leaves its record, from which the others know why they lose it;
+    what the others drew stays then, for its capsule.
     """
-    if watch.has_stopped:
+    if watch.has_stopped or watch.code:
         return
     folder = watch.plan.folder
     own = [f"process-{watch.pid}.json", watch.plan.path]
@@ -294,7 +331,8 @@ def leave_ranks(watch: Watch) -> None:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, name))
     with contextlib.suppress(OSError):
-        os.rmdir(folder)
+        if not any(name.startswith("plan-") for name in os.listdir(folder)):
+            shutil.rmtree(folder)
 
 
 def _remove_stale() -> None:

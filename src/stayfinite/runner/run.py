@@ -34,6 +34,7 @@ from stayfinite.runner.plan import (
     load_records,
     merged_result,
     read_plan,
+    was_stopped,
     write_atomically,
 )
 from stayfinite.runner.processes import exit_code, tell_once, watch_children
@@ -133,7 +134,10 @@ def _tell(scene: Scene, incident: Incident) -> None:
     if os.getpid() != plan.pid:
         return  # a forked child, which tells by itself
     times = scene.repeats.note(incident)
-    if not plan.stops and is_told(times):  # else the report follows soon enough
+    is_new = not plan.stops and is_told(times)  # else the report follows soon enough
+    if is_new and scene.is_rank:  # what all ranks have in common is said once
+        is_new = processes.is_first(os.path.join(plan.folder, f"told-{incident.step}"))
+    if is_new:
         again = "" if times == 1 else f"; {times} times so far"
         say(f"{one_line(incident)}; {plan.what_follows(incident)}{again}.")
     if path is not None and not scene.is_rank:
@@ -163,7 +167,7 @@ def close(scene: Scene, watch: Watch, ending: Ending, early: list[Incident]) -> 
             is_last=not scene.is_rank,
         )
         failed = verdict.failure is not None and not code
-        if failed or any(record.stopped for record in records):
+        if failed or was_stopped(records):
             code = INCIDENT_CODE
         if not scene.is_rank or processes.speaks_for_ranks(records, watch):
             exit: Exit = "script-error" if ending.code else "finite"
@@ -174,10 +178,12 @@ def close(scene: Scene, watch: Watch, ending: Ending, early: list[Incident]) -> 
             for remark in result.remarks if result.incidents else ():
                 say(remark)
             say(last_line(records, result, verdict, ended, scene.options.on_nan))
-            if not scene.is_rank and result.exit == "finite":
+            if scene.is_rank:
+                processes.have_spoken(watch)
+            elif result.exit == "finite":
                 _forget_short_run(scene)
-        elif watch.has_stopped:
-            time.sleep(processes.GRACE)  # the launcher ends the one that speaks when this one ends
+        elif was_stopped(records):
+            processes.wait_for_speaker(records, watch)
     if scene.is_rank:
         processes.leave_ranks(watch)
     else:
@@ -298,8 +304,7 @@ def main(*, key: str) -> None:
 
     def finish(ending: Ending) -> int:
         code = exit_code(watch, ending)
-        stopped = any(record.stopped for record in load_records(plan.folder))
-        return INCIDENT_CODE if stopped else code
+        return INCIDENT_CODE if was_stopped(load_records(plan.folder)) else code
 
     watch_and_leave(watch, target, finish=finish)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stayfinite.records import Aftermath, Incident, ReadValue, RunResult
-from stayfinite.runner.plan import ProcessRecord, is_running
+from stayfinite.runner.plan import ProcessRecord, is_running, was_stopped
 from stayfinite.runner.script import INCIDENT_CODE, Ending
 from stayfinite.text import LOCATIONS, count, what_was_done
 
@@ -93,6 +93,9 @@ def last_line(
         steps = count(result.steps, "step")
         return f"{how}{steps} checked; {losses}, skipped by the script itself."
     if on_nan == "stop":
+        if any(record.stopped for record in records) and not was_stopped(records):
+            again = f"its launcher started it again, and it ended with exit code {ending.code}"
+            return f"the script was stopped at step {first.step}; {again}."
         if ending.code != INCIDENT_CODE:
             return f"the script ended itself with exit code {ending.code}; the cause was a NaN."
         if first.outcome is not None and first.outcome.strategy == "none":
@@ -122,7 +125,7 @@ def _how_recovered(
     done = Counter(i.outcome.strategy for i in result.incidents if i.outcome)
     done.pop("none", None)
     by_strategy = ", ".join(f"{strategy} {times}" for strategy, times in done.items())
-    if any(record.stopped for record in records):
+    if was_stopped(records):
         return f"gave up: {what_was_done(result.incidents[-1])}; exit code 3."
     if verdict.failure is not None:
         failed = "nothing was recovered" if set(done) <= {"warn"} else "recovery failed"
@@ -150,7 +153,10 @@ def _what_was_checked(records: list[ProcessRecord], result: RunResult, verdict: 
         return f"no backward pass and no optimizer step was seen, so nothing was checked{but}."
     skipped = result.skipped_by_scaler
     scaler = f" ({count(skipped, 'update')} skipped by the loss scaler)" if skipped else ""
-    checked = f"{count(result.steps, 'step')} checked"
+    # What a process has done since it last wrote is not known of one that was killed.
+    heard = max((each.result.steps for each in records if each.ended is not None), default=0)
+    least = "at least " if but and heard < result.steps else ""
+    checked = f"{least}{count(result.steps, 'step')} checked"
     if but:
         return f"{checked} and finite{scaler}, but{but[1:]}."
     return f"{checked}, all finite{scaler}."
@@ -193,14 +199,20 @@ def _unheard(
     records: list[ProcessRecord], deaths: Mapping[int, str], *, speaker: int, is_last: bool
 ) -> list[str]:
     """Processes that trained and are not known to have ended well."""
-    if any(record.stopped for record in records):
+    if was_stopped(records):
         return []  # we ended them
-    said = {pid: f"process {pid} was killed by {name}" for pid, name in deaths.items()}
+    ranks = {r.pid: f" (rank {r.rank})" for r in records if r.rank or r.in_group}
+    said = {
+        pid: f"process {pid}{ranks.get(pid, '')} was killed by {name}"
+        for pid, name in deaths.items()
+    }
     for record in records:
         how = _how_gone(record, is_last=is_last) if record.has_begun else None
         if how is not None and record.pid != speaker and record.pid not in said:
-            rank = f" (rank {record.rank})" if record.rank or record.in_group else ""
-            said[record.pid] = f"process {record.pid}{rank} {how}"
+            said[record.pid] = f"process {record.pid}{ranks.get(record.pid, '')} {how}"
+    has_failed = any(record.pid == speaker and record.ended for record in records)
+    if not said and has_failed and not is_last:
+        return ["the state of the other ranks is unknown"]
     more = len(said) - _MOST
     return [*list(said.values())[:_MOST], *([f"{more} more of them, too"] if more > 0 else [])]
 

@@ -28,11 +28,13 @@ from stayfinite.runner.plan import (
     Effect,
     Plan,
     ProcessRecord,
+    attempt_here,
     birth_of_process,
     is_running,
     load_records,
     ours,
     save_record,
+    was_stopped,
 )
 from stayfinite.runner.script import Target, is_ours, read_instead, watch_unraisable
 from stayfinite.runner.seeds import Seeds
@@ -163,6 +165,7 @@ class Watch:
             folder=self.plan.guard.folder,
             has_begun=self._has_begun or self.in_group,
             ended=self.code if self.has_ended else None,
+            attempt=attempt_here(),
             aftermath=self.aftermath,
         )
 
@@ -178,8 +181,11 @@ class Watch:
         )
 
     def with_rank(self, incident: Incident) -> Incident:
-        """The incident with the rank of this process, where it has none yet."""
-        if incident.rank or not self.rank:
+        """The incident with the rank of this process, where it has none yet.
+
+        Of ranks that train together it has that of the one where it began, which may be 0.
+        """
+        if incident.world > 1 or incident.rank or not self.rank:
             return incident
         return dataclasses.replace(incident, rank=self.rank)
 
@@ -455,7 +461,7 @@ def is_consequence(error: BaseException, watch: Watch) -> bool:
     lost = lost or isinstance(error, PeerLostError)
     if f"{kind.__module__}.{kind.__qualname__}" not in _MACHINERY and not lost:
         return False
-    return any(record.stopped for record in load_records(watch.plan.folder))
+    return was_stopped(load_records(watch.plan.folder))
 
 
 def end_peers(watch: Watch) -> None:

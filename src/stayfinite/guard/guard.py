@@ -131,6 +131,7 @@ class Guard(StepListener):
         self._passes = -1  # backward passes when the last batch was delivered
         self._judged: set[int] = set()  # nodes behind the bad loss of the last backward pass
         self._pending: Incident | None = None  # of a bad loss that was read, and may be left out
+        self._pending_turn: object = None  # of the loop in which it was read
 
     @property
     def incidents(self) -> list[Incident]:
@@ -292,13 +293,17 @@ class Guard(StepListener):
         is_loss = tensor.grad_fn is not None and torch.is_grad_enabled()
         is_loss = is_loss and kind_of(frame.f_code) == USER  # not what torch and we read
         is_loss = is_loss and not self._was_judged(tensor)
-        if not is_loss or is_muted(self) or self._pending is not None or self.past.stopped:
+        if not is_loss or is_muted(self) or self.past.stopped:
             return
         with self.past.aside:
+            if self._pending is not None and not self._is_turn_over(frame):
+                return
+            self.record_unused_loss()
             did = "the script did not train on this loss"
             finding = self._with_harm(BadValues([("loss", tensor)], did=did, was_read=True))
             incident = incident_of(finding, self.past.evidence, strategy="script")
             self._pending = self._run_again(incident, finding, frame)
+            self._pending_turn = self._turn_at(frame) if self._pending is not None else None
 
     def _loader_left(self, frame: FrameType | None) -> None:
         with self.past.aside:
@@ -321,6 +326,7 @@ class Guard(StepListener):
                 continue
             # A loader that reads ahead delivers before the loss of the batch before is gone.
             if bad := [pair for pair in bad_losses_in(each) if not self._was_judged(pair[1])]:
+                self._pending = None  # it is the same one
                 finding = BadValues(bad, did="the script did not train on this loss")
                 self.tell(finding, strategy="script")
                 return
@@ -340,6 +346,23 @@ class Guard(StepListener):
             if self.past.evidence.count(optimizer) and not all_finite(params_of(optimizer)):
                 return dataclasses.replace(bad_parameters(optimizer), did=finding.did)
         return finding
+
+    def _turn_at(self, frame: FrameType | None) -> object:
+        """What tells this turn of the running loop from the next; None if it has had an update."""
+        from stayfinite.guard.loop_replay import standing_at
+
+        replay = self._loop_replay
+        turn = None if replay is None else next(replay.turns(standing_at(frame)), None)
+        if turn is None or any(moment.kind == "updated" for moment in turn.since):
+            return None
+        held = variables_of(turn.frame)
+        given = tuple(id(held.get(name)) for name in sorted(turn.loop.given))
+        return (id(turn.frame), turn.loop.line, given) if given else None
+
+    def _is_turn_over(self, frame: FrameType | None) -> bool:
+        """Whether the turn in which a bad loss was read went by without training on it."""
+        now = None if self._pending_turn is None else self._turn_at(frame)
+        return now is not None and now != self._pending_turn
 
     def record_unused_loss(self) -> None:
         """If the script read a bad loss and will not train on it, make it an incident."""
@@ -506,7 +529,11 @@ class Guard(StepListener):
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         if is_muted(self):
             return
-        self._pending = None
+        if self._pending is not None:
+            with self.past.aside:
+                if self._is_turn_over(sys._getframe(1)):
+                    self.record_unused_loss()
+            self._pending = None
         past = self.past
         if is_inferring_shapes(sys._getframe(1)):
             return

@@ -369,7 +369,7 @@ class LoopReplay:
         """
         before, found = self._left, Replayed()
         turn: Turn | None = None
-        for turn in self._turns(standing):
+        for turn in self.turns(standing):
             found = self.run(turn, incident, finding, standing)
             if found.incident is not None or found.computed is not None:
                 break
@@ -462,7 +462,7 @@ class LoopReplay:
         until: float,
     ) -> Iterator[tuple[Turn, Replayed]]:
         """Each turn that may be run again with what came of it, as long as there is time."""
-        for turn in self._turns(standing):
+        for turn in self.turns(standing):
             for way in turn.ways():
                 seconds = until - time.monotonic()
                 if seconds <= 0:
@@ -485,7 +485,7 @@ class LoopReplay:
         They run it from its beginning to its update, bad or not, so that nobody is waited for.
         """
         self.reasons, self.computed = [], None
-        turns = self._turns(standing) if self._left else iter(())
+        turns = self.turns(standing) if self._left else iter(())
         for turn in (next(turns, None) for _ in range(_MOST_FUNCTIONS)):
             if ranks.agree(turn is None or not self._is_able(turn, ranks)) or turn is None:
                 return None
@@ -568,7 +568,7 @@ class LoopReplay:
             step.finding.optimizer,
         )
 
-    def _turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
+    def turns(self, standing: Sequence[tuple[FrameType, int]]) -> Iterator[Turn]:
         """What may be run again, most likely first: loops from the innermost, then functions."""
         moments = list(self._moments)
         paths = [[(f.f_code, line) for f, line in standing[n::-1]] for n in range(len(standing))]

@@ -271,7 +271,7 @@ def updates_kept(recovered: Ended) -> int:
 
 
 def _steps_back(detail: str) -> int:
-    found = re.search(r"(\d+) steps? back", detail)
+    found = re.search(r"(\d+) (?:steps? back|good steps? before was put back)", detail)
     return int(found[1]) if found else 0
 
 

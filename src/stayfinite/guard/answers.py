@@ -22,7 +22,7 @@ from stayfinite.guard.evidence import (
 )
 from stayfinite.guard.job import COMPUTED_AGAIN, Job, finding_of
 from stayfinite.living import leaves_of, one_look
-from stayfinite.records import Outcome
+from stayfinite.records import Incident, Outcome
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.snapshot import RandomState
 from stayfinite.training import Pairs, pairs_of, params_of, put_gradients
@@ -216,6 +216,10 @@ class Recover:
             incident = replay.locate(job, incident)
         incident = guard.as_before(incident)
         incident = guard.shared(incident, job.parts.optimizer)
+        if not job.is_distributed and job.state.bad_buffers():
+            # An earlier step has left them so: to skip this one would not help the next.
+            self._put_back(job, incident)
+            return True
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
@@ -253,9 +257,13 @@ class Recover:
         if job is None:
             self.notice(finding)
             return
-        guard.was_harmed = True
         incident = guard.incident(finding, strategy="recover")
-        incident = guard.shared(incident, finding.optimizer)
+        self._put_back(job, guard.shared(incident, finding.optimizer))
+
+    def _put_back(self, job: Job, incident: Incident) -> None:
+        """The state of training is bad: go back to the newest snapshot, or give up."""
+        guard = self._guard
+        guard.was_harmed = True
         random = RandomState.capture()
         done = job.roll_back(is_in_step=guard.own_step is None) or job.initialise_anew()
         recovery = job.respond(incident)

@@ -80,14 +80,14 @@ _MUST_HOLD = {
 }
 
 _MUST_COUNT = (
-    "every batch has at least one element that counts. What it divides by looks like a count: of the "
-    "labels that are not ignored, say, or of the positions that are not padding. Leave out samples "
-    "without any"
+    "every batch has at least one element that counts. What it divides by looks like a count: of "
+    "the labels that are not ignored, say, or of the positions that are not padding. Leave out "
+    "samples without any"
 )
 
 
 def _is_count(item: TensorSummary) -> bool:
-    """Whether it is a single whole number, which in a denominator is mostly a number of elements."""
+    """Whether it is a single whole number, in a denominator mostly a number of elements."""
     return item.numel == 1 and item.dtype.startswith("int")
 
 

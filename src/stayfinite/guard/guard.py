@@ -361,10 +361,11 @@ class Guard(StepListener):
             attachment.flush()
             attachment.remove()
 
-    def close(self) -> None:
+    def close(self, *, keeps_moments: bool = False) -> None:
         """Leave torch as it was; a step that was bad and unfinished is undone.
 
-        Flags that are still on a device are read first.
+        Flags that are still on a device are read first. With `keeps_moments` another guard may
+        still run the last step again.
         """
         past = self.past
         with contextlib.suppress(TrainingAbortedError), past.aside:
@@ -386,7 +387,8 @@ class Guard(StepListener):
             past.tracing.switch_off()
             if past.forecaster is not None:
                 past.forecaster.close()
-            past.moments.forget()
+            if not keeps_moments:
+                past.moments.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():
             job.close()

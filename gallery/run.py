@@ -266,12 +266,17 @@ def updates_kept(recovered: Ended) -> int:
     found = recovered.facts("found.json")
     incidents = [each for each in found.get("incidents", ()) if each.get("outcome")]
     lost = sum(each["outcome"]["strategy"] != "clip" for each in incidents)
-    back = sum(_steps_back(each["outcome"].get("detail") or "") for each in incidents)
+    back = 0
+    for number, each in enumerate(incidents):
+        good = each["step"] - number - back  # as far as training has come
+        back += _steps_back(each["outcome"].get("detail") or "", good)
     return int(found.get("steps", 0)) - lost - back
 
 
-def _steps_back(detail: str) -> int:
-    found = re.search(r"(\d+) steps? back", detail)
+def _steps_back(detail: str, good: int) -> int:
+    if snapshot := re.search(r"back at the snapshot of step (\d+)", detail):
+        return max(0, good - int(snapshot[1]))
+    found = re.search(r"(\d+) (?:steps? back|good steps? before was put back)", detail)
     return int(found[1]) if found else 0
 
 

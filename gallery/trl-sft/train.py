@@ -83,6 +83,7 @@ def main():
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
+        label_smoothing_factor=0.1,
         disable_tqdm=True,
         train_sampling_strategy="sequential",
         dataset_num_proc=None,

@@ -303,3 +303,23 @@ def test_of_an_operation_that_was_not_seen_no_place_is_said_to_be_found() -> Non
     assert "not seen" in found.why
     assert "place was found" not in found.why
     assert "named operation" not in found.fix
+
+
+@pytest.mark.parametrize(("dtype", "advises"), [("int64", True), ("float32", False)])
+def test_a_package_that_divides_by_a_count_of_0_had_nothing_to_count(
+    dtype: str, advises: bool
+) -> None:
+    below = TensorSummary(
+        name="other", shape=(), dtype=dtype, device="cpu", numel=1, zero_count=1, min=0.0, max=0.0
+    )
+    inner = {"file": "/x/site-packages/losses/mean.py", "line": 3, "code": "", "function": "mean"}
+    origin = Origin(
+        phase="forward",
+        op="aten.div.Tensor",
+        inputs=(below,),
+        exact=True,
+        facts={"expression": "model(batch)", "library": {**inner, "expression": "loss / denom"}},
+    )
+    found = diagnose(origin, Context())
+    assert found.cause == "division_by_zero"
+    assert ("labels that are not ignored" in found.fix) is advises

@@ -10,6 +10,7 @@ from torch.distributions import Categorical, Normal
 
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
+from stayfinite.guard.discover import ProcessGuard
 from stayfinite.guard.guard import bad_values_of
 
 
@@ -151,3 +152,34 @@ def test_without_a_replay_the_line_is_that_of_the_error():
     (incident,) = guard.incidents
     assert incident.origin.code.strip().startswith("return Normal(")
     assert not incident.origin.exact
+
+
+def test_crash_in_a_framework_is_run_again_by_whoever_watches_after_it():
+    """The framework's guard goes with its error, before the script is known to die of it."""
+    process = ProcessGuard(Guard(GuardSettings(on_nan="stop")), lambda guard: guard.attach())
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def training_step(x):
+        loss = torch.log(weight * x).sum()
+        if torch.isnan(loss):
+            raise RuntimeError("Loss is NaN, training stopped.")
+        return loss
+
+    def fit():
+        lent = process.stand_in(Guard(process.settings))
+        try:
+            for x in [1.0, 1.0, 1.0, -1.0]:
+                optimizer.zero_grad()
+                training_step(x).backward()
+                optimizer.step()
+        finally:
+            lent.remove()
+
+    error = error_of(fit)
+    process.guard.script_crashed(error)
+    process.close()
+    (incident,) = process.guard.incidents
+    assert incident.origin.exact
+    assert incident.origin.code.startswith("loss = torch.log(")
+    assert incident.diagnosis.cause == "log_of_negative"

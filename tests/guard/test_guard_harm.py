@@ -202,3 +202,39 @@ def test_overflow_that_a_scaler_absorbs_is_no_harm() -> None:
             guard.step(step, batch)
     assert guard.incidents == []
     assert scaler.get_scale() < 2.0**127
+
+
+class MeanOfGroups(nn.Module):
+    """Keeps the mean of each group in a buffer; one without a member has a mean of 0 / 0."""
+
+    means: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("means", torch.zeros(2))
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+
+    def forward(self, x: Tensor, group: Tensor) -> Tensor:
+        out = self.scale * (x - self.means[group])
+        members = [x[group == each] for each in (0, 1)]
+        self.means = torch.stack([each.sum() / len(each) for each in members]).detach()
+        return out.square().mean()
+
+
+def test_a_buffer_that_an_earlier_step_has_left_bad_is_put_back() -> None:
+    """Its step was finite, so that the next one is bad; to skip that changes nothing."""
+    net = MeanOfGroups()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    config = RecoveryConfig(primary_strategy="skip", snapshot_every=4)
+    guard = stayfinite.watch(net, optimizer, config=config, sinks=[])
+    for step in range(12):
+        group = torch.zeros(4, dtype=torch.long) if step == 6 else torch.arange(4) % 2
+        optimizer.zero_grad()
+        net(torch.arange(4.0), group).backward()
+        optimizer.step()
+    guard.close()
+    assert [incident.step for incident in guard.incidents] == [7]
+    assert "the state of 3 good steps before was put back" in guard.incidents[0].outcome.detail
+    assert net.means.isfinite().all()
+    assert net.mask.isneginf().any()  # it is so on purpose

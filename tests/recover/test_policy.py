@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stayfinite.causes import Sort
 from stayfinite.recover.config import UNATTENDED, RecoveryConfig, RecoveryStrategy, Rung
-from stayfinite.recover.policy import PolicyState, choose
+from stayfinite.recover.policy import PolicyState, choose, sort_of
 
 SKIP, SCALE = RecoveryStrategy.SKIP_STEP, RecoveryStrategy.REDUCE_SCALE
 CLIP, RESET = RecoveryStrategy.CLIP_GRADIENTS, RecoveryStrategy.RESET_MODEL
@@ -249,3 +249,23 @@ def test_policy_needs_no_torch() -> None:
     code = "import stayfinite.recover.policy, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("cause", "lowered_at"),
+    [("log_of_zero", [21]), ("division_by_zero", [21]), ("bad_input_data", []), ("bad_label", [])],
+)
+def test_a_singular_value_in_every_step_is_in_the_end_the_doing_of_the_weights(
+    cause: str, lowered_at: list[int]
+) -> None:
+    history, chosen = PolicyState(good=100), []
+    cannot = {CLIP, RecoveryStrategy.RAISE_PRECISION}
+    for _ in range(30):
+        history = history.after_bad_step()
+        sort = sort_of(cause, bad_in_a_row=history.bad_in_a_row)
+        chosen.append(choose(UNATTENDED, history, cannot=cannot, sort=sort))
+        history = history.after_use(UNATTENDED, chosen[-1], sort=sort)
+        if chosen[-1] is LOWER:
+            cannot.add(LOWER)  # the next step was bad again
+    assert [number for number, each in enumerate(chosen, 1) if each is LOWER] == lowered_at
+    assert set(chosen) <= {SKIP, LOWER}

@@ -203,3 +203,9 @@ def test_json_has_remarks_and_result_only_where_there_are_any() -> None:
     assert result.recovered
     (remark,) = to_data(result)["remarks"]
     assert remark == "In evaluation a value was NaN, the last time after 60 steps (train.py:9)."
+
+
+def test_a_script_that_ended_itself_is_not_said_to_have_no_optimizer() -> None:
+    crashed = record(bad=1, strategy="none")
+    assert "no torch optimizer" not in said(crashed)
+    assert said(crashed).startswith("1 incident in 60 steps; nothing was recovered: ")

@@ -14,7 +14,7 @@ from stayfinite.explain.rules_data import SOURCE_RULES
 from stayfinite.explain.rules_domain import DOMAIN_RULES
 from stayfinite.explain.rules_gradient import GRADIENT_RULES, PRECISION_RULES
 from stayfinite.explain.rules_training import DYNAMICS_RULES, UPDATE_RULES
-from stayfinite.records import Diagnosis, NaNType, Origin
+from stayfinite.records import Diagnosis, NaNType, Origin, TensorSummary
 from stayfinite.text import in_words, library_line
 
 # From what is certain (nobody computed it) over what the operation itself shows
@@ -79,12 +79,26 @@ _MUST_HOLD = {
     "mask_value_overflow": "the mask's constant fits the type, or run the call in float32",
 }
 
+_MUST_COUNT = (
+    "every batch has at least one element that counts. What it divides by looks like a count: of "
+    "the labels that are not ignored, say, or of the positions that are not padding. Leave out "
+    "samples without any"
+)
+
+
+def _is_count(item: TensorSummary) -> bool:
+    """Whether it is a single whole number, in a denominator mostly a number of elements."""
+    return item.numel == 1 and item.dtype.startswith("int")
+
 
 def advice_on_package(clue: Clue, cause: str) -> str | None:
     """What to change in the user's code where the operation is a package's; None if it is not."""
     inner, condition = clue.fact("library"), _MUST_HOLD.get(cause)
     if not inner or condition is None:
         return None
+    below = clue.input("other")
+    if cause == "division_by_zero" and below is not None and _is_count(below):
+        condition = _MUST_COUNT
     package = library_line(clue.origin).split("/")[0].split(":")[0].removesuffix(".py")
     call = str(clue.fact("expression") or clue.origin.code)
     call = f"`{call}`" if call else "your call"

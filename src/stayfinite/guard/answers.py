@@ -22,7 +22,7 @@ from stayfinite.guard.evidence import (
 )
 from stayfinite.guard.job import COMPUTED_AGAIN, Job, finding_of
 from stayfinite.living import leaves_of, one_look
-from stayfinite.records import Outcome
+from stayfinite.records import Incident, Outcome
 from stayfinite.recover.config import RecoveryStrategy
 from stayfinite.snapshot import RandomState
 from stayfinite.training import Pairs, pairs_of, params_of, put_gradients
@@ -39,6 +39,9 @@ class Answer(Protocol):
 
     def bad_loss(self, loss: Tensor) -> None:
         """A backward pass is about to begin from it."""
+
+    def bad_pass(self, gradients: Pairs) -> None:
+        """A backward pass has left bad gradients to an update that no torch optimizer makes."""
 
     def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
         """A bad update is at hand: true vetoes it."""
@@ -74,6 +77,9 @@ class _Tell:
             self.notice(bad_parameters(optimizer))
         else:
             self.notice(BadValues([("loss", loss)], optimizer, did="the backward pass was not run"))
+
+    def bad_pass(self, gradients: Pairs) -> None:
+        self.notice(bad_gradients(gradients, None))
 
     def _has_harmed(self, optimizer: Optimizer) -> bool:
         """Whether its last update has made the parameters bad, and nobody has told of it."""
@@ -131,6 +137,10 @@ class Warn(_Tell):
         return False
 
 
+_SET_TO_ZERO = Outcome(
+    strategy="skip",
+    detail="no torch optimizer makes this update, so it was given gradients of 0",
+)
 _NO_VETO = Outcome(
     strategy="warn",
     detail="no torch optimizer makes this update, so it cannot be skipped; the script goes on",
@@ -163,11 +173,23 @@ class Recover:
         ours = set(map(id, leaves))
         optimized = (p for each in guard.evidence.optimizers() for p in params_of(each))
         if not any(id(param) in ours for param in optimized):
-            # No update will be asked about that could be vetoed, so this is told, and no more.
+            # No update will be asked about that could be vetoed.
+            by_hand = guard.past.by_hand
+            by_hand.is_dropped = by_hand.is_known
             incident = guard.incident(finding, strategy="warn")
-            if not any(each.outcome == _NO_VETO for each in guard.incidents):
+            if by_hand.is_dropped:
+                incident = dataclasses.replace(incident, outcome=_SET_TO_ZERO)
+            elif not any(each.outcome == _NO_VETO for each in guard.incidents):
                 incident = dataclasses.replace(incident, outcome=_NO_VETO)
             guard.record(incident)
+
+    def bad_pass(self, gradients: Pairs) -> None:
+        guard = self._guard
+        if len(guard.incidents) < MOST_INCIDENTS:
+            incident = guard.incident(bad_gradients(gradients, None), strategy="recover")
+            incident = guard.as_before(incident)
+            guard.record(dataclasses.replace(incident, outcome=_SET_TO_ZERO))
+        guard.past.by_hand.drop(gradients)
 
     def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
         guard = self._guard
@@ -194,6 +216,10 @@ class Recover:
             incident = replay.locate(job, incident)
         incident = guard.as_before(incident)
         incident = guard.shared(incident, job.parts.optimizer)
+        if not job.is_distributed and job.state.bad_buffers():
+            # An earlier step has left them so: to skip this one would not help the next.
+            self._put_back(job, incident)
+            return True
         random = RandomState.capture()
         left = [(param, param.grad) for param, _ in gradients]
         put_gradients(gradients)
@@ -231,9 +257,13 @@ class Recover:
         if job is None:
             self.notice(finding)
             return
-        guard.was_harmed = True
         incident = guard.incident(finding, strategy="recover")
-        incident = guard.shared(incident, finding.optimizer)
+        self._put_back(job, guard.shared(incident, finding.optimizer))
+
+    def _put_back(self, job: Job, incident: Incident) -> None:
+        """The state of training is bad: go back to the newest snapshot, or give up."""
+        guard = self._guard
+        guard.was_harmed = True
         random = RandomState.capture()
         done = job.roll_back(is_in_step=guard.own_step is None) or job.initialise_anew()
         recovery = job.respond(incident)

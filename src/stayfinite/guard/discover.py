@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -131,7 +132,8 @@ class ProcessGuard:
         def give_back() -> None:
             for key in others:
                 guard.jobs.pop(key, None)
-            guard.close()
+            # An error that ends the script is looked into by the first guard, which comes later.
+            guard.close(keeps_moments=sys.exc_info()[1] is not None)
             self.guard, self._is_taken = first, False
             if self in _open:
                 self._attach(first)

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,12 @@ class UpdateCount:
         self.loss = self._earlier
         if not self.bad:
             self.loss_before = self.loss
+        self.bad += 1
+
+    def was_bad_pass(self, loss: Any) -> None:
+        """A backward pass that no update of a torch optimizer will follow; `loss` was before it."""
+        if not self.bad:
+            self.loss_before = loss
         self.bad += 1
 
     @property
@@ -500,6 +506,7 @@ class BadValues:
     was_read: bool = False  # by the script, which may not train on it
     error: BaseException | None = None  # with which the script has ended itself
     located: Incident | None = None  # where it was made, if that was found out already
+    params: Sequence[Tensor] = ()  # whose gradients they are, where no optimizer has them
 
     @property
     def is_of_rates(self) -> bool:
@@ -514,7 +521,8 @@ def bad_gradients(pairs: list[tuple[Tensor, Tensor]], optimizer: Optimizer | Non
         (f"gradients.{names.tensor(param) or number}", gradient)
         for number, (param, gradient) in enumerate(pairs)
     ]
-    return BadValues(named, optimizer, did="the update was not applied")
+    params = [param for param, _ in pairs] if optimizer is None else []
+    return BadValues(named, optimizer, did="the update was not applied", params=params)
 
 
 def bad_parameters(optimizer: Optimizer) -> BadValues:

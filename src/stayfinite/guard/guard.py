@@ -46,6 +46,7 @@ from stayfinite.detect.veto import is_muted
 from stayfinite.distributed import BAD, FINE, SKIPPED, leave_word, rank, world_size
 from stayfinite.errors import CapsuleError, ConfigError, TrainingAbortedError
 from stayfinite.guard.answers import ANSWERS, Answer
+from stayfinite.guard.by_hand import UpdatesByHand
 from stayfinite.guard.evidence import (
     MOST_INCIDENTS,
     BadValues,
@@ -383,10 +384,11 @@ class Guard(StepListener):
             attachment.flush()
             attachment.remove()
 
-    def close(self) -> None:
+    def close(self, *, keeps_moments: bool = False) -> None:
         """Leave torch as it was; a step that was bad and unfinished is undone.
 
-        Flags that are still on a device are read first.
+        Flags that are still on a device are read first. With `keeps_moments` another guard may
+        still run the last step again.
         """
         past = self.past
         with contextlib.suppress(TrainingAbortedError), past.aside:
@@ -408,7 +410,8 @@ class Guard(StepListener):
             past.tracing.switch_off()
             if past.forecaster is not None:
                 past.forecaster.close()
-            past.moments.forget()
+            if not keeps_moments:
+                past.moments.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():
             job.close()
@@ -537,6 +540,9 @@ class Guard(StepListener):
         past = self.past
         if is_inferring_shapes(sys._getframe(1)):
             return
+        if not past.evidence.has_stepped:
+            with past.aside:
+                past.by_hand.before_pass(roots)
         if self.own_step is None:
             for job in self.jobs.values():
                 if job.trouble is not None:
@@ -575,6 +581,9 @@ class Guard(StepListener):
                 self._leaves = []
                 if not all_finite(gradient for _, gradient in gradients):
                     self.answer.notice(bad_gradients(gradients, None))
+        elif not self.past.evidence.has_stepped:
+            with self.past.aside:
+                self._judge_by_hand()
         self.past.evidence.backward_passes += 1
         if self.past.on_pass is not None and not self.past.evidence.has_stepped:
             self.past.on_pass(self.past.evidence)
@@ -582,14 +591,23 @@ class Guard(StepListener):
             with self.past.aside:
                 self.past.moments.passed(sys._getframe(1), self.past.evidence.trained)
 
+    def _judge_by_hand(self) -> None:
+        """Where no torch optimizer makes the update, nobody asks about it: look before it comes."""
+        past = self.past
+        if past.evidence.uses_scaler or world_size() > 1:  # or each rank would answer for itself
+            return
+        pairs = past.by_hand.after_pass(past.evidence.trained)
+        if past.by_hand.is_dropped:
+            past.by_hand.drop(pairs)
+        elif self.settings.check_gradients and pairs and past.by_hand.are_bad(pairs):
+            past.evidence.passes.was_bad_pass(past.evidence.loss)
+            self.answer.bad_pass(pairs)
+
     def _judge_loss(self, root: Tensor) -> None:
         past = self.past
         if self.looks_at_loss and (bad := past.losses.bad_one(root)) is not None:
             self._judged = numbers_behind(root)
-            passes = past.evidence.passes
-            if not passes.bad:
-                passes.loss_before = past.evidence.loss
-            passes.bad += 1
+            past.evidence.passes.was_bad_pass(past.evidence.loss)
             if past.on_bad_loss is not None:
                 past.on_bad_loss(bad)
             self.answer.bad_loss(bad)
@@ -1220,6 +1238,7 @@ class GuardPast:
         )
         self.rank_groups = RankGroups()
         self.losses = LossJudge(self.evidence)
+        self.by_hand = UpdatesByHand()
         self.last_look = LastLook(self.evidence)
         self.later_traces = LaterTraces(self.tracing)
 

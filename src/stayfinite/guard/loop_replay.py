@@ -698,6 +698,7 @@ class LoopReplay:
             all_of_them.enter_context(guard.evidence.kept())
             all_of_them.enter_context(torch.enable_grad())
             self._put_beginning(turn, body, values)
+            all_of_them.enter_context(_gradients_of_zero(finding.params))
             if is_traced:
                 all_of_them.enter_context(guard.traced())
             for name, tensor in turn.carried(values):
@@ -728,6 +729,18 @@ class LoopReplay:
             for param in params_of(optimizer):
                 if param.grad is not None:
                     param.grad = torch.zeros_like(param.grad) if had else None  # no collective
+
+
+@contextlib.contextmanager
+def _gradients_of_zero(params: Sequence[Tensor]) -> Iterator[None]:
+    """As scripts that update by hand leave them, who make them 0 or None."""
+    kept = [(param, param.grad) for param in params]
+    for param, gradient in kept:
+        param.grad = None if gradient is None else torch.zeros_like(gradient)
+    try:
+        yield
+    finally:
+        put_gradients(kept)
 
 
 @contextlib.contextmanager
@@ -885,7 +898,7 @@ class _Probe(StepListener):
     def attached(self) -> Iterator[None]:
         deliveries = self._guard.past.tracing.deliveries
         attachment = together(
-            watch_backward(self._before_backward, lambda result: None),
+            watch_backward(self._before_backward, self._after_backward),
             watch_scaling(self._scaled),
             watch_scalers(self),
             watch_steps(self, defer=False),
@@ -964,6 +977,17 @@ class _Probe(StepListener):
                     continue
                 self._loss = float(unwrap(loss).detach().mean())  # host sync
         self._guard.past.tracing.begin_backward(roots)
+
+    def _after_backward(self, result: Any) -> None:
+        """Gradients that no optimizer asks about are looked at as soon as they are there."""
+        params = self._finding.params
+        if not params or self._is_together:
+            return
+        pairs = [(param, param.grad) for param in params if param.grad is not None]
+        if not all_finite(gradient for _, gradient in pairs):
+            self._end(bad_gradients(pairs, None))
+        if self._passes > sum(moment.kind == "passed" for moment in self._turn.since):
+            raise ReplayEnded
 
     def judge(
         self, optimizer: Optimizer, gradients: list[Tensor], *, on_device: bool
@@ -1096,7 +1120,9 @@ def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> No
 def _params(finding: BadValues) -> list[Tensor]:
     """Of the optimizer whose gradients were noticed to be bad."""
     has_gradients = any(name.startswith("gradients.") for name, _ in finding.named)
-    return params_of(finding.optimizer) if finding.optimizer and has_gradients else []
+    if finding.optimizer and has_gradients:
+        return params_of(finding.optimizer)
+    return list(finding.params)
 
 
 def _is_foreign(incident: Incident | None) -> bool:

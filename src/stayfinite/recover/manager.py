@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stayfinite.causes import Sort, cause_of
+from stayfinite.causes import Sort
 from stayfinite.errors import NonFiniteError
 from stayfinite.records import NaNReport
 from stayfinite.recover.actions import (
@@ -31,7 +31,7 @@ from stayfinite.recover.actions import (
 )
 from stayfinite.recover.advice import Past, Recovery, recommendations
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
-from stayfinite.recover.policy import PolicyState, choose
+from stayfinite.recover.policy import PolicyState, choose, sort_of
 from stayfinite.snapshot import Snapshot, SnapshotRing, TrainingState
 from stayfinite.snapshot.copies import same
 from stayfinite.snapshot.walk import PARTS
@@ -130,7 +130,7 @@ class NaNRecoveryManager:
         news = self._effects.look(situation, cause, had_good=self._good_since > 0)
         self._before, self._good_since = self._history().after_bad_step(), 0
         tried: dict[RecoveryStrategy, str] = dict(self._effects.futile)
-        sort = cause_of(cause).sort
+        sort = sort_of(cause, bad_in_a_row=self._before.bad_in_a_row)
         while True:
             strategy = choose(self.config, self._before, cannot=tried.keys(), sort=sort)
             answer = self._circle(strategy, situation) or self._act(strategy, situation, trouble)

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
-from stayfinite.causes import Sort
+from stayfinite.causes import Sort, cause_of
 from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, Rung
 
 ABORT = RecoveryStrategy.ABORT
 _MOST_RETURNS = 8  # to the same snapshots, however long a streak may be
+_LONG_ROW = 20  # of bad steps, which different samples would not all make
 _FOOT = (0, 0)
 
 
@@ -119,6 +120,19 @@ def choose(
     else:
         candidates = [config.fallback_strategy]
     return next((strategy for strategy in candidates if strategy not in cannot), ABORT)
+
+
+def sort_of(cause: str | None, *, bad_in_a_row: int) -> Sort:
+    """What the bad step that makes a row so long has to be treated as.
+
+    A singular value that every batch meets, one after the other, is the doing of the weights.
+
+    >>> sort_of("log_of_zero", bad_in_a_row=2), sort_of("log_of_zero", bad_in_a_row=21)
+    ('sample', 'unknown')
+    """
+    known = cause_of(cause)
+    is_singular = known.sort == "sample" and known.kind == "domain"
+    return "unknown" if is_singular and bad_in_a_row > _LONG_ROW else known.sort
 
 
 def is_over(config: RecoveryConfig, history: PolicyState) -> bool:

@@ -131,6 +131,9 @@ def _how_recovered(
         failed = "nothing was recovered" if set(done) <= {"warn"} else "recovery failed"
         by = f" ({by_strategy})" if by_strategy else ""
         return f"{failed}: {verdict.failure}{by}; exit code {ending.code}."
+    if not done:  # it was too late for that
+        detail = next((i.outcome.detail for i in result.incidents if i.outcome), "")
+        return f"nothing was recovered: {detail or 'no update came that could be skipped'}."
     if set(done) <= {"warn"}:
         return "nothing was recovered, because no torch optimizer makes these updates."
     after = [record.aftermath for record in records if record.result.incidents]

@@ -113,6 +113,14 @@ class TrainingState:
             return item.name in self._known and item.name not in self._infinite
         return item.part in _VITAL and item.name not in self._infinite
 
+    def bad_buffers(self) -> list[str]:
+        """The names of those that were finite when training began and are not any more."""
+        items = [item for item in self.members.census().items if item.part == "buffers"]
+        vital = [(item.name, item.tensor) for item in items if self._is_vital(item)]
+        if _are_finite(tensor for _, tensor in vital):
+            return []
+        return [name for name, tensor in vital if not all_finite([tensor])]
+
     def restore(self, snapshot: Snapshot, *, rewind_loader: bool = True) -> None:
         """Put everything back in place; tensors stay the same objects with the same memory.
 

@@ -75,7 +75,7 @@ from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
 from stayfinite.syntax import is_call
-from stayfinite.text import in_words
+from stayfinite.text import in_words, node_name
 from stayfinite.training import Pairs, pairs_of, params_of
 
 # What only a bad step needs is imported there: a healthy run starts without it.
@@ -1345,6 +1345,7 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _ASKS = re.compile(r"is_?nan|is_?inf|is_?finite|\bnan\b", re.IGNORECASE)
+_MAKES_INF = re.compile(r"(Div|Reciprocal|Rsqrt|Log(1p|2|10)?|Exp(m1)?|Pow|Atanh|Tan)$")
 _ABOUT_SHAPE = ("shape", "dtype", "device", "ndim", "dim", "size", "numel", "requires_grad")
 _FRAMES = 8
 _MOST = 500
@@ -1363,9 +1364,8 @@ def bad_values_of(error: BaseException) -> list[Named]:
     if left:  # trackers put a function of theirs in the place of sys.exit
         stack = [(frame, line) for frame, line in stack if frame.f_code.co_name != "exit"]
     frames = [frame for frame, _ in stack]
-    for frame in frames[:_FRAMES]:
-        if losses := bad_losses_in(frame):
-            return losses
+    if losses := _first(bad_losses_in, frames[:_FRAMES]):
+        return losses
     asked = question_at(frames[0].f_code, stack[0][1]) if stack else None
     asks = asked is not None and _ASKS.search(ast.unparse(asked)) is not None
     if asked is not None and (found := _bad_in_question(asked, frames[0], is_any=asks)):
@@ -1385,7 +1385,22 @@ def bad_values_of(error: BaseException) -> list[Named]:
         found = found if is_telling else [pair for pair in found if pair[1].numel() == 1]
         if found:
             return found
-    return []
+    return _first(_computed_infinities, frames[:_FRAMES]) if is_telling else []
+
+
+def _computed_infinities(frame: FrameType) -> list[Named]:
+    """Variables that an operation made infinite; a mask of -Inf is written, and not computed."""
+    held = ((n, v) for n, v in variables_of(frame).items() if isinstance(v, Tensor))
+    return [
+        (name, value)
+        for name, value in itertools.islice(held, _MOST)
+        if _MAKES_INF.match(node_name(value.grad_fn.name() if value.grad_fn else None))
+        and not all_finite([value])  # host sync
+    ]
+
+
+def _first(look: Callable[[FrameType], list[Named]], frames: list[FrameType]) -> list[Named]:
+    return next((found for frame in frames if (found := look(frame))), [])
 
 
 def _is_ours(frame: FrameType) -> bool:

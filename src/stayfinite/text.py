@@ -316,8 +316,11 @@ def hop_words(hop: Hop, *, first: bool = False) -> str:
     """`-Inf first appeared at train.py:46 (log)`, `became NaN at ...`, `still NaN at ...`."""
     kind, where = KINDS[hop.nan_type], hop_line(hop) or "no line"
     said = [short_op(hop.op)] if hop.op else []
-    said += [hop.phase] if hop.phase != "forward" else []
+    is_old = first and hop.kind == "foreign" and hop.phase == "init"
+    said += [hop.phase] if hop.phase != "forward" and not is_old else []
     where += f" ({', '.join(said)})" if said else ""
+    if is_old:
+        return f"{kind} was there before this step and was read at {where}"
     if first:
         verb = {"birth": "first appeared", "foreign": "came in"}.get(hop.kind, "began")
         return f"{kind} {verb} at {where}"

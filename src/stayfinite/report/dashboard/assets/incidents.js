@@ -87,7 +87,7 @@ function item(each, state, runs, open) {
     el("span", { class: "incident-headline", text: each.headline }),
     el("span", { class: "incident-where" },
       each.spot ? el("code", { class: "place", text: each.spot }) : null,
-      each.library ? el("code", { class: "place muted", text: each.library }) : null,
+      each.library ? el("code", { class: "place muted library", text: each.library }) : null,
       runs.length > 1 && run ? el("span", { class: `chip color-${run.place % 6} tinted`, text: run.name }) : null),
     each.why ? el("span", { class: "incident-why" }, ...prose(each.why)) : null),
   el("span", { class: "incident-side" },

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -42,7 +43,7 @@ from stayfinite.detect.hooks import (
     watch_steps,
 )
 from stayfinite.detect.memory import local
-from stayfinite.detect.veto import is_muted
+from stayfinite.detect.veto import LateFlag, is_muted
 from stayfinite.distributed import BAD, FINE, SKIPPED, leave_word, rank, world_size
 from stayfinite.errors import CapsuleError, ConfigError, TrainingAbortedError
 from stayfinite.guard.answers import ANSWERS, Answer
@@ -760,7 +761,9 @@ class Guard(StepListener):
 
     def _look_after_update(self, optimizer: Optimizer, job: Job | None) -> None:
         past = self.past
-        if job is None:
+        if job is None and not past.tracing.is_on and _is_on_cuda(optimizer):
+            self._check_parameters_late(optimizer)
+        elif job is None:
             self._check_parameters([optimizer], everything=past.tracing.is_on)
         elif not job.is_finite_after_update(past.evidence.due):
             self._harmed(bad_parameters(optimizer))
@@ -776,6 +779,24 @@ class Guard(StepListener):
                 self._harmed(bad_parameters(optimizer))
             if everything or evidence.statistics_are_due(optimizer):
                 self._check_statistics(optimizer)
+
+    def _check_parameters_late(self, optimizer: Optimizer) -> None:
+        """Look at those whose turn it is; the answer is read when the update after it is over.
+
+        So nothing waits for the device.
+        """
+        evidence, waiting = self.past.evidence, self.past.late_parameters
+        late = waiting.pop(optimizer, None)
+        if late is not None and late.read():
+            found = bad_parameters(optimizer)
+            if found.named:
+                self._harmed(dataclasses.replace(found, is_late=True))
+            self._check_statistics(optimizer)
+        due: list[Tensor] = list(evidence.due(optimizer))
+        if evidence.statistics_are_due(optimizer):
+            due += evidence.statistics()
+        if due:
+            waiting[optimizer] = LateFlag(nonfinite(due, exact_on_device=True))
 
     def _check_statistics(self, optimizer: Optimizer) -> None:
         bad = bad_statistics(self.past.evidence.statistics())
@@ -1195,6 +1216,9 @@ class GuardPast:
         self.losses = LossJudge(self.evidence)
         self.last_look = LastLook(self.evidence)
         self.later_traces = LaterTraces(self.tracing)
+        self.late_parameters: weakref.WeakKeyDictionary[Optimizer, LateFlag] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def has_trained(self) -> bool:
         """Whether the last bad step was used all the same: what was finite in it, or a new try."""
@@ -1336,6 +1360,11 @@ class LastLook:
                 ]
                 # A mask may hold an Inf on purpose.
                 self._note(f"{name}.{path}" for path, each in bad if classify(each) is NaNType.NAN)
+
+
+def _is_on_cuda(optimizer: Optimizer) -> bool:
+    params = optimizer.param_groups[0]["params"] if optimizer.param_groups else ()
+    return bool(params) and params[0].is_cuda
 
 
 # What torch and careful scripts say when they meet one.

@@ -177,7 +177,7 @@ def forecast_words(forecast: Forecast) -> str:
     signal = _SIGNALS[forecast.signal]
     what = signal if forecast.signal in _ALONE else f"{signal} {where}".strip()
     if forecast.outcome is not None and forecast.outcome.strategy == "undo":
-        return f"{what} grows no more"
+        return f"{what} has stopped growing"
     if forecast.is_spike:
         limit = "" if forecast.limit is None else f", above its usual {number(forecast.limit)}"
         return f"{what} jumped to {number(forecast.value)}{limit}"

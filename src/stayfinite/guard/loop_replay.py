@@ -887,7 +887,7 @@ class _Probe(StepListener):
                 results = body.run(values)
             else:
                 results = call_within(seconds, body.run, values)
-            self._reason = "it did not come to where the value was noticed"
+            self._reason = "it did not reach the place where the value was noticed"
             self._look_at(results)
             self._came_to_end = True
         except ReplayEnded as end:

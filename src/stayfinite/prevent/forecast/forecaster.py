@@ -39,7 +39,7 @@ _MOST_WAITING = 64  # losses on a device that nobody has copied yet
 class Forecaster:
     """Watches signals of a training and says what will overflow, and in how many steps.
 
-    It is given each attempted update by `stepped`, or takes it itself between `attach()` and `close()`.
+    Each attempted update is given to `stepped`, or seen between `attach()` and `close()`.
     Every 16 steps it measures activations, gradients and updates on their device; the result is
     read when it has arrived, so no step waits. While something rises, each step is measured.
     Each onset is reported once, to `on_forecast`, and kept in `forecasts`.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stayfinite.records import Incident, NaNReport, NaNType, Origin
-from stayfinite.text import one_line
+from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, Phase
+from stayfinite.text import one_line, way
 
 
 def bad(location: str) -> NaNReport:
@@ -24,3 +24,16 @@ def test_what_there_is_more_of_is_said(others: int, said: str) -> None:
     origin = Origin(phase="forward", file="train.py", line=15, exact=True)
     reports = (bad("loss"), *(bad(f"gradients.{number}") for number in range(others)))
     assert one_line(Incident(step=9, reports=reports, origin=origin)) == said
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        ("data", "NaN came in at train.py:9 (data)"),
+        ("init", "NaN was there before this step and was read at train.py:9"),
+    ],
+)
+def test_a_value_that_was_there_before_is_not_called_data(phase: Phase, said: str) -> None:
+    hop = Hop(kind="foreign", op="", phase=phase, file="train.py", line=9)
+    origin = Origin(phase=phase, lineage=(hop,))
+    assert way(Incident(step=1, reports=(bad("loss"),), origin=origin)).startswith(said)

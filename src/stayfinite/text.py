@@ -177,7 +177,7 @@ def forecast_words(forecast: Forecast) -> str:
     signal = _SIGNALS[forecast.signal]
     what = signal if forecast.signal in _ALONE else f"{signal} {where}".strip()
     if forecast.outcome is not None and forecast.outcome.strategy == "undo":
-        return f"{what} grows no more"
+        return f"{what} has stopped growing"
     if forecast.is_spike:
         limit = "" if forecast.limit is None else f", above its usual {number(forecast.limit)}"
         return f"{what} jumped to {number(forecast.value)}{limit}"
@@ -316,8 +316,11 @@ def hop_words(hop: Hop, *, first: bool = False) -> str:
     """`-Inf first appeared at train.py:46 (log)`, `became NaN at ...`, `still NaN at ...`."""
     kind, where = KINDS[hop.nan_type], hop_line(hop) or "no line"
     said = [short_op(hop.op)] if hop.op else []
-    said += [hop.phase] if hop.phase != "forward" else []
+    is_old = first and hop.kind == "foreign" and hop.phase == "init"
+    said += [hop.phase] if hop.phase != "forward" and not is_old else []
     where += f" ({', '.join(said)})" if said else ""
+    if is_old:
+        return f"{kind} was there before this step and was read at {where}"
     if first:
         verb = {"birth": "first appeared", "foreign": "came in"}.get(hop.kind, "began")
         return f"{kind} {verb} at {where}"

@@ -132,7 +132,7 @@ def test_training_goes_on_whichever_call_fails(
         assert validate_checkpoint(path) == []
         losses += job.train(1)
     assert losses == expected
-    assert f"{os.strerror(code)}. What was there before is as it was." in caplog.text
+    assert f"{os.strerror(code)}. What was there before is unchanged." in caplog.text
     failed = sum("could not be saved" in record.message for record in caplog.records)
     assert failed > count / 2, "most calls matter"
 

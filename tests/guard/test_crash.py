@@ -64,6 +64,24 @@ def test_exit_beside_padded_data_is_no_nan():
     assert bad_values_of(error_of(leave)) == []
 
 
+def test_error_about_a_value_that_an_infinite_one_has_made_has_that_one():
+    def act():
+        length = torch.zeros(2, requires_grad=True).norm()
+        ratio = -1 / length
+        return Normal(torch.zeros(()), ratio.exp(), validate_args=True)
+
+    assert [name for name, _ in bad_values_of(error_of(act))] == ["ratio"]
+
+
+def test_error_beside_a_mask_of_infinities_is_no_nan():
+    def act():
+        scores = torch.zeros(2, requires_grad=True) + torch.tensor([0.0, -torch.inf])
+        shares = scores.softmax(-1)
+        return Normal(shares, -shares, validate_args=True)
+
+    assert bad_values_of(error_of(act)) == []
+
+
 def test_complaint_about_finite_values_is_no_nan():
     assert (
         bad_values_of(error_of(lambda: Normal(torch.zeros(1), -torch.ones(1), validate_args=True)))

@@ -107,6 +107,28 @@ def test_warning_lets_training_go_on() -> None:
     assert not torch.isfinite(net.first.weight).all()
 
 
+def test_steps_after_a_bad_update_that_was_applied_have_its_cause() -> None:
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with guarded(on_nan="warn") as guard:
+        for step in range(5):
+            loss = net(torch.ones(2, 3)).sum()
+            if step == 2:
+                loss = loss * torch.zeros(()).log()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    first, *others = guard.incidents
+    assert first.step == 2
+    assert [each.step for each in others] == [3, 4]
+    assert {each.fingerprint for each in guard.incidents} == {first.fingerprint}
+    for each in others:
+        assert each.diagnosis.why == (
+            "The weights have not been finite since step 2, where nothing was undone. "
+            "This step is bad for that reason."
+        )
+
+
 def test_incidents_are_kept_up_to_a_limit() -> None:
     net = Net()
     with guarded(on_nan="warn") as guard:

@@ -187,6 +187,14 @@ def test_confirmation_never_loses_what_was_known():
     assert confirmed(EXACT, Incident(step=3)).origin == EXACT.origin
 
 
+def test_confirmation_still_names_the_buffer():
+    why = "Buffer weight of Scaler is not finite."
+    buffer = Diagnosis(cause="bad_buffer", why=why, fix="")
+    both = confirmed(dataclasses.replace(EXACT, diagnosis=buffer), EXACT)
+    assert both.diagnosis.cause == EXACT.diagnosis.cause
+    assert why in both.diagnosis.evidence
+
+
 def test_origin_outside_the_traced_part_is_foreign():
     assert is_foreign(Incident(step=1))
     assert not is_foreign(None)

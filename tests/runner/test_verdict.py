@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from typing import Any
 
 import pytest
 
-from stayfinite.records import Aftermath, Incident, NaNType, Outcome, ReadValue, RunResult, to_data
+from stayfinite.records import (
+    Aftermath,
+    Incident,
+    NaNReport,
+    NaNType,
+    Origin,
+    Outcome,
+    ReadValue,
+    RunResult,
+    to_data,
+)
 from stayfinite.runner import plan
 from stayfinite.runner.plan import ProcessRecord
 from stayfinite.runner.script import Ending
-from stayfinite.runner.verdict import judge, last_line
+from stayfinite.runner.verdict import Verdict, judge, last_line
 
 
 def incidents(count: int, strategy: str = "skip") -> tuple[Incident, ...]:
@@ -185,6 +196,22 @@ def test_more_bad_steps_than_incidents_are_counted() -> None:
         "95 of 105 steps were bad, the first 50 are reported; the script went on (--on-nan warn)."
     )
     assert said(many, on_nan="warn") == told
+
+
+def test_the_step_at_which_the_script_was_stopped_is_the_one_that_noticed() -> None:
+    origin = Origin(phase="forward", file="train.py", line=7, facts={"noticed_step": 12})
+    one = record(bad=1, strategy="stop")
+    bad = dataclasses.replace(one.result.incidents[0], origin=origin)
+    one = dataclasses.replace(one, result=RunResult(incidents=(bad,), steps=13))
+    assert said(one, on_nan="stop") == "the script was stopped at step 12; exit code 3."
+
+
+def test_what_ended_a_script_that_ended_itself_is_said_as_it_was_seen() -> None:
+    seen = NaNReport(has_nan=True, nan_type=NaNType.NEG_INF, location="loss", tensor_shape=())
+    result = RunResult(incidents=(Incident(step=4, reports=(seen,)),), steps=4)
+    one = ProcessRecord(pid=1, result=result, aftermath=Aftermath())
+    line = last_line([one], result, Verdict(), Ending(code=1), "stop")
+    assert line == "the script ended itself with exit code 1; the cause was -Inf in the loss."
 
 
 def test_what_was_found_after_the_end_did_not_end_the_script() -> None:

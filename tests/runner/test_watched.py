@@ -113,6 +113,29 @@ def test_stop_inside_a_thread_is_no_crash_of_the_thread(scripts):
     assert b"TrainingAbortedError" not in done.err
 
 
+def test_warning_of_many_bad_steps_is_one_report_and_one_line(scripts):
+    scripts.write(
+        """
+        import torch
+        net = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(40):
+            x = torch.full((4, 3), float(step != 5))
+            loss = (net(x) - x.sum(-1, keepdim=True).log()).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """
+    )
+    options = ("--on-nan", "warn", "--second-run", "never", "--json", "out.json")
+    done = scripts.warm("train.py", options=options)
+    err = done.err.decode()
+    assert err.count("error[") == 1, err
+    assert done.ours[-1] == "35 incidents in 40 steps; the script went on (--on-nan warn)."
+    causes = {each["diagnosis"]["cause"] for each in scripts.result()["incidents"]}
+    assert causes == {"log_of_zero"}
+
+
 def test_warning_leaves_the_script_alone(scripts):
     options = ("--on-nan", "warn", "--second-run", "never", "--again", "never")
     done = run(scripts, "bad", *options, start=scripts.warm)

@@ -234,7 +234,9 @@ class DynamicLossScaler(GradScaler):
     def _usable_state(self, state: dict[str, Any]) -> dict[str, Any]:
         missing = [key for key in _SAVED if key not in state]
         if missing:
-            raise RecordError(f"this is no state of a loss scaler: {', '.join(missing)} missing.")
+            raise RecordError(
+                f"this is not the state of a loss scaler: {', '.join(missing)} missing."
+            )
         interval = state["growth_interval"]
         check_growth(state["growth_factor"], state["backoff_factor"], interval)
         return {

@@ -295,7 +295,7 @@ def check_names(names: Iterable[tuple[int, str]]) -> None:
     folders: set[tuple[int, str]] = set()
     for root, name in names:
         if not is_safe(name):
-            raise CapsuleError(f"it has a source file {name[:80]!r}, which is no plain name.")
+            raise CapsuleError(f"it has a source file {name[:80]!r}, which is not a plain name.")
         lower = name.casefold()
         if (root, lower) in files:
             raise CapsuleError(f"it has the source file {name!r} twice.")
@@ -362,7 +362,7 @@ def why_not(path: Path) -> str | None:
     if path.is_dir():
         return f"{path} is a folder; give the path of a file in it."
     if os.path.lexists(path) and not is_capsule(path):
-        return f"{path} is there already, and is no capsule; give another name."
+        return f"{path} already exists and is not a capsule; give another name."
     if not os.access(path.parent, os.W_OK):
         return f"{path} cannot be written: {path.parent} may not be changed."
     return None
@@ -457,7 +457,7 @@ def unpack(capsule: Capsule, folder: Path) -> Unpacked:
             with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
                 file.write(each.text)
         except FileExistsError as error:
-            raise CapsuleError(f"{path} is there already.") from error
+            raise CapsuleError(f"{path} already exists.") from error
     own = [homes[0] / path for path in capsule.code.paths]
     others = [home for root, home in homes.items() if root]
     return Unpacked(project=homes[0], paths=(*own, *others))

@@ -189,7 +189,7 @@ def operator(name: str) -> Any:
     found = getattr(packet, parts[2], None) if parts and packet is not None else None
     # Private: the type of an operator with one schema, and the schema; there is no public name.
     if not isinstance(found, torch._ops.OpOverload):
-        raise CapsuleError(f"{name[:80]!r} is no operator that can be run alone.")
+        raise CapsuleError(f"{name[:80]!r} is not an operator that can be run alone.")
     schema = found._schema
     kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     is_plain = all(_AROUND.sub("", kind) in _PLAIN for kind in kinds.values())

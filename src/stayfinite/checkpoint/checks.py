@@ -180,7 +180,7 @@ def _other_problems(
         key = f"{part}.{join_names(name, '_extra_state')}"
         yield rules.misfit("missing", key, "is not in the file.")
     for name in record.others:
-        message = "is no tensor, so it has no place in the model."
+        message = "is not a tensor, so it has no place in the model."
         yield rules.misfit("unexpected", f"{part}.{name}", message)
 
 
@@ -295,7 +295,7 @@ def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = 
     for part, asked in members.parts.items():
         there = len(contents.parts[part])
         if asked and there != len(asked):
-            message = f"the file has {there or 'none'}, and {len(asked)} shall be loaded."
+            message = f"the file has {there or 'none'}, and {len(asked)} is to be loaded."
             judged.problems.append(error("missing", part, message))
     takers: list[tuple[tuple[str, nn.Module], ModuleRecord]]
     takers = [*zip(named_parts("model", members.models), named, strict=False)]
@@ -310,7 +310,7 @@ def judge(contents: Contents, members: Members, rules: Rules, *, forward: Any = 
         if isinstance(state, ModuleRecord):
             takers.append(((part, average), as_named_by(average, state, rules.ignore)))
         else:
-            message = "is no state of a module, and shall be loaded into one."
+            message = "is not the state of a module, and is to be loaded into one."
             judged.problems.append(error("missing", part, message))
     for (part, module), record in takers:
         found = fit(record, module, part, rules)

@@ -222,7 +222,7 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
         entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
         entries = [(str(name), str(file)) for name, file in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
-        raise CheckpointError("it is no index of shards: it has no weight_map.") from failure
+        raise CheckpointError("it is not an index of shards: it has no weight_map.") from failure
     shards: dict[Path, list[str]] = {}
     for name, file in entries:
         if Path(file).name != file:

@@ -292,7 +292,7 @@ def validate_checkpoint(
     """All problems of a checkpoint, errors first; an empty list when it is good.
 
     Nothing is raised for a bad file and nothing is changed. Without `forward` the file is streamed,
-    so it may be larger than memory; `progress` is told of the bytes as they are read.
+    so it may be larger than memory; `progress` is called with the bytes as they are read.
 
     >>> import tempfile
     >>> path = f"{tempfile.mkdtemp()}/last.pt"
@@ -343,7 +343,7 @@ def _way_out(file: Path) -> str:
     """Where an older generation is whole, said in the error of a damaged one."""
     older = (path for path in generations(file) if path != file and is_whole(path))
     good = next(older, None)
-    return f" ({good.name} beside it is whole)" if good is not None else ""
+    return f" ({good.name} beside it is undamaged)" if good is not None else ""
 
 
 def _all_parts(contents: Contents) -> dict[str, Any]:
@@ -400,7 +400,7 @@ def verify(path: Path) -> None:
     """Read one of our files back; CheckpointError if it is not to the byte what was written."""
     file = read_safetensors(path, Reading(scan=True))
     if file.problems or not file.is_ours:
-        raise refusal("the disk gave back something else than was written", file.problems)
+        raise refusal("what was read back from the disk is not what was written", file.problems)
 
 
 def _open_shards(index: Path, reading: Reading) -> Opened:

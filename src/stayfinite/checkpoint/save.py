@@ -113,7 +113,7 @@ def save_checkpoint(
     except OSError as error:
         reason = error.strerror or error
         failure = CheckpointError(
-            f"{target} could not be saved: {reason}. What was there before is as it was."
+            f"{target} could not be saved: {reason}. What was there before is unchanged."
         )
         failure.__cause__ = error
     except CheckpointError as error:
@@ -169,7 +169,7 @@ def _check_keep(keep: int) -> None:
 
 def refused_save(target: Path, problems: Sequence[Problem]) -> CheckpointError | NonFiniteError:
     """The error that tells why nothing was saved."""
-    bad = refusal(f"{target} was not saved, because training could not go on from it", problems)
+    bad = refusal(f"{target} was not saved, because training could not continue from it", problems)
     is_nonfinite = any(problem.kind == "nonfinite" for problem in problems)
     return NonFiniteError(str(bad)) if is_nonfinite else bad
 

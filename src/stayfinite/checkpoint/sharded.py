@@ -316,7 +316,7 @@ def agreed_save(
     try:
         if os.path.lexists(target) and not is_dcp_folder(target):
             raise InputError(
-                f"{target} is there, and is no folder of torch.distributed.checkpoint; give the "
+                f"{target} exists and is not a folder of torch.distributed.checkpoint; give the "
                 "path of a new folder."
             )
         tree, tensors = collect(members, extra, ignore=ignore, is_by_name=True)

@@ -24,9 +24,7 @@ REPRODUCES, OTHERWISE = 0, 1
 
 
 @click.command("replay")
-@click.option(
-    "--trust", is_flag=True, help="Run the source files in the capsule, as anybody's code."
-)
+@click.option("--trust", is_flag=True, help="Allow the source files in the capsule to be run.")
 @click.option(
     "--model",
     help="module:factory that gives the model, or (model, step) with step(batch) giving "
@@ -37,7 +35,7 @@ REPRODUCES, OTHERWISE = 0, 1
     type=int,
     default=600,
     show_default=True,
-    help="The script is ended after so many seconds.",
+    help="Stop the script after this many seconds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.argument("capsule", type=PATH)
@@ -147,7 +145,7 @@ def _show(capsule: Capsule, done: OtherRun, points: list[Point], same: bool) -> 
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file to write; by default the script is printed.",
 )
-@click.option("--force", is_flag=True, help="Replace the output file if it is there already.")
+@click.option("--force", is_flag=True, help="Replace the output file if it already exists.")
 @click.argument("capsule", type=PATH)
 def minimise_command(capsule: Path, output: Path | None, force: bool) -> None:
     """Write the smallest script that shows the first bad operation of a CAPSULE.
@@ -160,7 +158,7 @@ def minimise_command(capsule: Path, output: Path | None, force: bool) -> None:
     from stayfinite.capsule.minimal import minimise
 
     if output is not None and os.path.lexists(output) and not force:
-        raise Refused(f"{output} is there already; give another name, or --force to replace it.")
+        raise Refused(f"{output} already exists; give another name, or --force to replace it.")
     try:
         repro = minimise(read_capsule(capsule))
     except CapsuleError as error:

@@ -238,7 +238,7 @@ def _inside(run: Run, name: str) -> Path:
     if not path.is_relative_to(folder):
         raise PatchError(f"{path} is outside the project, {folder}.")
     if not path.is_file():
-        raise PatchError(f"{path} is not there, or is no file.")
+        raise PatchError(f"{path} does not exist, or is not a file.")
     return path
 
 
@@ -248,9 +248,9 @@ def _inside(run: Run, name: str) -> Path:
 def forecast_command(run: Path | None, as_json: bool) -> None:
     """Show what was going to overflow in a recorded run, and when that could have been known.
 
-    RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest. What was
-    told while it ran is shown as it was; else the losses and gradients that were recorded are
-    looked through now.
+    RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest. Forecasts
+    that were made while it ran are shown. If there are none, the recorded losses and gradients are
+    searched now.
     """
     from stayfinite.prevent.forecast.outlook import foretold
 

@@ -33,7 +33,7 @@ class NaNDetector:
     """Checks losses, gradients, weights, optimizer state and batches for NaN and Inf.
 
     `check_loss`, `check_gradients` and `check_parameters` (with the buffers) switch those checks
-    off and on for good: a check that is off finds nothing. The answer always covers every
+    off and on permanently: a check that is off finds nothing. The answer always covers every
     element; `max_items_to_check` limits how many of the bad tensors in one call are described
     (have `tensor_stats`).
 
@@ -279,7 +279,7 @@ _ACTIONS = {
     "loss": "Do not call backward() on it; find what made it with NaNDetector.find_nan_source().",
     "gradients": "Skip this optimizer step, or the weights turn bad too; "
     "find what made it with NaNDetector.find_nan_source().",
-    "parameters": "Load the last good checkpoint: training cannot heal a bad weight.",
+    "parameters": "Load the last good checkpoint: training cannot repair a bad weight.",
     "buffers": "Load the last good checkpoint, or reset the running statistics of this layer.",
     "optimizer": "Load the last good checkpoint: the next step would write it into the weights.",
     "inputs": "Skip this sample, and check how the data was loaded and normalized.",

@@ -524,7 +524,7 @@ def _tell_number(tensor: Tensor, value: float, frame: FrameType) -> None:
             told(tensor, value, frame)
         except Exception:  # our bug is never their crash
             _number_listeners.all.remove(told)
-            logger.exception("stayfinite failed while a value was read; it looks no more")
+            logger.exception("stayfinite failed while a value was read; it stops looking")
 
 
 _number_listeners: _Listeners[Told] = _Listeners(_attach_to_item)

@@ -286,7 +286,7 @@ def precise(lab: Lab) -> list[Finding]:
 def guard_operation(lab: Lab) -> Finding | None:
     """Whether the step is finite once the operation is kept inside its domain."""
     said = "with the inputs of that operation kept inside its domain, the"
-    finite, bad = f"{said} same step is finite", f"{said} step goes bad all the same"
+    finite, bad = f"{said} same step is finite", f"{said} step is still bad"
     change = Change(is_guarded=True)
     return _finding_without(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
 
@@ -492,7 +492,7 @@ def dynamics(lab: Lab, *, steps: int) -> list[Finding]:
         (Change(steps=steps, loss_scale=_SMALLER), "a sixteenth of the loss scale"),
     ):
         said = f"with {how} over {many}"
-        finite, bad = f"{said} this one is finite", f"{said} it goes bad all the same"
+        finite, bad = f"{said} this one is finite", f"{said} it is still bad"
         found.append(_finding_without(lab, change, "dynamics", finite=finite, bad=bad))
     return [each for each in found if each is not None]
 

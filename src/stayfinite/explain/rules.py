@@ -58,7 +58,7 @@ _MUST_HOLD = {
     "norm_grad_at_zero": "no vector is exactly 0",
     "pow_grad_at_zero": "the base of the power is above 0",
     "pow_of_negative": "the base of the power is not negative",
-    "softmax_all_masked": "the mask leaves at least one position in each row",
+    "softmax_all_masked": "the mask keeps at least one position in each row",
     "var_of_single": "there are at least two values to take the variance of",
     "acos_domain": "the argument stays between -1 and 1",
     "support_boundary": "samples and targets stay inside the support of the distribution",

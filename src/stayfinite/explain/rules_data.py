@@ -122,8 +122,8 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
     if clue.origin.phase == "init" and clue.context.step > 0 and not is_old:
         return diagnosis(
             "unknown",
-            "A parameter was not finite when this step began, and no optimizer of torch has made "
-            "it so: an update that the script makes itself has.",
+            "A parameter was not finite when this step began. No torch optimizer made it so; an "
+            "update that the script makes itself did.",
             "Look at that update: a division by 0 (an eps of 0), a root or power of 0, overflow.",
             sure="possible",
         )
@@ -138,7 +138,7 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
         )
     return diagnosis(
         "bad_input_data",
-        f"The data that enter here are bad already: {_bad_part(clue)}.",
+        f"The input data is already bad here: {_bad_part(clue)}.",
         "Find the sample with stayfinite.NaNDetector().check_batch(batch) in the data pipeline, "
         "and drop or repair it where it is read.",
     )

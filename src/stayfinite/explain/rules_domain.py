@@ -136,7 +136,7 @@ masked_row = rule(
     "softmax_all_masked",
     "A whole row of the scores is -Inf in `{clue.expression}`, and the softmax of such a row "
     "is 0 / 0.",
-    "Leave one position open in each row, or zero those rows: "
+    "Keep one position unmasked in each row, or zero those rows: "
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min), and attn.masked_fill(mask, 0.0) "
     "after the softmax.",
 )
@@ -252,8 +252,8 @@ def division(clue: Clue) -> Diagnosis | None:
 root_of_negative = rule(
     lambda clue: clue.op in ROOTS and clue.first is not None and bool(clue.first.negative_count),
     "sqrt_of_negative",
-    "`{clue.expression}`: the argument goes down to {clue.first.min}; a value that is 0 on "
-    "paper came out negative by rounding, or it has the wrong sign.",
+    "`{clue.expression}`: the argument goes down to {clue.first.min}; a value that should "
+    "be 0 is negative because of rounding, or it has the wrong sign.",
     "Clamp before the root: `torch.sqrt({clue.inner}.clamp_min(1e-12))`.",
 )
 

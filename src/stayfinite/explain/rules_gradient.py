@@ -180,7 +180,7 @@ def poisoned_statistics(clue: Clue) -> Diagnosis | None:
     if clue.context.is_undone:
         then, fix = "had taken the bad value; they were put back with the step.", f"{bound}."
     else:
-        then = "have taken the bad value for good, so evaluation is NaN from now on."
+        then = "keep the bad value, so evaluation is NaN from now on."
         fix = f"{bound} and reset the running statistics."
     return diagnosis(
         "bn_stats_poisoned",
@@ -219,14 +219,14 @@ def underflow(clue: Clue) -> Diagnosis | None:
             return None
         return diagnosis(
             "low_precision_underflow",
-            f"`{clue.expression}` met a 0 that is a difference of bfloat16 numbers, which have 8 "
+            f"`{clue.expression}` got a 0 that is a difference of bfloat16 numbers, which have 8 "
             "bits: what is within 0.4% of 1 is rounded to 1, and 1 - p to 0.",
             "Compute it in float32 (.float()) and bound it away from 0, or start from the logits "
             "(logsigmoid, log_softmax).",
         )
     return diagnosis(
         "low_precision_underflow",
-        f"`{clue.expression}` met a 0 in float16, where everything below 6e-8 is 0 (an eps of 1e-8 "
+        f"`{clue.expression}` got a 0 in float16, where everything below 6e-8 is 0 (an eps of 1e-8 "
         "too).",
         "Compute it in float32 (.float()), or use an eps that float16 can hold, such as 1e-4.",
     )

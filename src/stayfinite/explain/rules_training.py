@@ -300,7 +300,7 @@ bootstrapped_values = rule(
 adversaries = rule(
     lambda clue: clue.is_diverging and clue.context.is_adversarial,
     "gan_divergence",
-    "Two optimizers drive each other's loss, and it ran away ({clue.trend}).",
+    "Two optimizers train against each other, and the loss diverged ({clue.trend}).",
     "Bound the critic (spectral norm, gradient penalty), lower both learning rates, and use "
     "losses on logits.",
 )

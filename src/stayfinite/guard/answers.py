@@ -14,6 +14,7 @@ from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard.evidence import (
     MOST_INCIDENTS,
     BadValues,
+    after_bad_update,
     bad_gradients,
     bad_parameters,
     in_short,
@@ -123,14 +124,33 @@ class Stop(_Tell):
 class Warn(_Tell):
     """Training goes on as it would; there is one incident for a bad step and what follows it."""
 
+    def __init__(self, guard: Guard) -> None:
+        super().__init__(guard)
+        self._applied: Incident | None = None  # the one with whose update the bad steps began
+
     @one_look()
     def notice(self, finding: BadValues) -> None:
-        evidence = self._guard.evidence
+        guard, evidence = self._guard, self._guard.evidence
         evidence.saw_bad = True
         before, now = self._noticed, (id(finding.optimizer), noticed_step(finding, evidence))
         self._noticed = now
-        if before != now:
-            self._guard.tell_together(finding, strategy="warn")
+        if before == now:
+            return
+        first = self._applied
+        if first is not None and before is not None and self._follows(finding, before, now):
+            if len(guard.incidents) < MOST_INCIDENTS:
+                bare = guard.incident(finding, strategy="warn", explain=False)
+                guard.record(after_bad_update(bare, first))
+            return
+        self._applied = guard.tell_together(finding, strategy="warn")
+
+    def _follows(self, finding: BadValues, before: tuple[int, int], now: tuple[int, int]) -> bool:
+        """Whether the bad update of the step before, which was applied, is why this step is bad."""
+        optimizer = finding.optimizer
+        if optimizer is None or self._guard.past.rank_groups.behind(optimizer):
+            return False
+        is_next = before[0] == now[0] and now[1] - before[1] == 1
+        return is_next and not all_finite(params_of(optimizer))
 
     def refused(self, optimizer: Optimizer, gradients: Pairs) -> bool:
         super().refused(optimizer, gradients)

@@ -30,7 +30,7 @@ from stayfinite.living import Names, leaves_of, living, one_look, running_statis
 from stayfinite.locate.clock import Tracing
 from stayfinite.locate.source import is_installed, relative, user_places
 from stayfinite.nested import Named, named_tensors
-from stayfinite.records import Incident, Origin, Outcome, Phase
+from stayfinite.records import Diagnosis, Incident, Origin, Outcome, Phase
 from stayfinite.settings import ROUND, GuardSettings
 from stayfinite.text import library_line, on_rank
 from stayfinite.training import params_of
@@ -555,6 +555,24 @@ def incident_of(finding: BadValues, evidence: Evidence, *, strategy: str) -> Inc
         reports=tuple(bad_reports(named, described=_DESCRIBED)),
         outcome=Outcome(strategy=strategy, detail=did),
     )
+
+
+def after_bad_update(incident: Incident, first: Incident) -> Incident:
+    """The incident, with the place and the cause of the first: its update was applied."""
+    origin, before = first.origin, first.diagnosis
+    said = (
+        f"The weights have not been finite since step {first.step}, where nothing was undone. "
+        "This step is bad for that reason."
+    )
+    cause, fix = ("unknown", "") if before is None else (before.cause, before.fix)
+    why = Diagnosis(cause=cause, why=said, fix=fix, confidence="likely")
+    if origin is not None:
+        facts = {"noticed_step": incident.step}
+        facts |= {key: value for key, value in origin.facts.items() if key == "library"}
+        origin = dataclasses.replace(
+            origin, inputs=(), outputs=(), lineage=(), facts=facts, exact=False
+        )
+    return dataclasses.replace(incident, origin=origin, diagnosis=why)
 
 
 @one_look()

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -42,7 +43,7 @@ from stayfinite.detect.hooks import (
     watch_steps,
 )
 from stayfinite.detect.memory import local
-from stayfinite.detect.veto import is_muted
+from stayfinite.detect.veto import LateFlag, is_muted
 from stayfinite.distributed import BAD, FINE, SKIPPED, leave_word, rank, world_size
 from stayfinite.errors import CapsuleError, ConfigError, TrainingAbortedError
 from stayfinite.guard.answers import ANSWERS, Answer
@@ -76,7 +77,7 @@ from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
 from stayfinite.syntax import is_call
-from stayfinite.text import in_words
+from stayfinite.text import in_words, node_name
 from stayfinite.training import Pairs, pairs_of, params_of
 
 # What only a bad step needs is imported there: a healthy run starts without it.
@@ -805,7 +806,9 @@ class Guard(StepListener):
 
     def _look_after_update(self, optimizer: Optimizer, job: Job | None) -> None:
         past = self.past
-        if job is None:
+        if job is None and not past.tracing.is_on and _is_on_cuda(optimizer):
+            self._check_parameters_late(optimizer)
+        elif job is None:
             self._check_parameters([optimizer], everything=past.tracing.is_on)
         elif not job.is_finite_after_update(past.evidence.due):
             self._harmed(bad_parameters(optimizer))
@@ -821,6 +824,24 @@ class Guard(StepListener):
                 self._harmed(bad_parameters(optimizer))
             if everything or evidence.statistics_are_due(optimizer):
                 self._check_statistics(optimizer)
+
+    def _check_parameters_late(self, optimizer: Optimizer) -> None:
+        """Look at those whose turn it is; the answer is read when the update after it is over.
+
+        So nothing waits for the device.
+        """
+        evidence, waiting = self.past.evidence, self.past.late_parameters
+        late = waiting.pop(optimizer, None)
+        if late is not None and late.read():
+            found = bad_parameters(optimizer)
+            if found.named:
+                self._harmed(dataclasses.replace(found, is_late=True))
+            self._check_statistics(optimizer)
+        due: list[Tensor] = list(evidence.due(optimizer))
+        if evidence.statistics_are_due(optimizer):
+            due += evidence.statistics()
+        if due:
+            waiting[optimizer] = LateFlag(nonfinite(due, exact_on_device=True))
 
     def _check_statistics(self, optimizer: Optimizer) -> None:
         bad = bad_statistics(self.past.evidence.statistics())
@@ -1241,6 +1262,9 @@ class GuardPast:
         self.by_hand = UpdatesByHand()
         self.last_look = LastLook(self.evidence)
         self.later_traces = LaterTraces(self.tracing)
+        self.late_parameters: weakref.WeakKeyDictionary[Optimizer, LateFlag] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def has_trained(self) -> bool:
         """Whether the last bad step was used all the same: what was finite in it, or a new try."""
@@ -1384,6 +1408,11 @@ class LastLook:
                 self._note(f"{name}.{path}" for path, each in bad if classify(each) is NaNType.NAN)
 
 
+def _is_on_cuda(optimizer: Optimizer) -> bool:
+    params = optimizer.param_groups[0]["params"] if optimizer.param_groups else []
+    return bool(params) and params[0].is_cuda
+
+
 # What torch and careful scripts say when they meet one.
 _TELLING = re.compile(
     r"\bnan\b|\binf(inite|inity)?\b|non-?finite|not finite|invalid values|within the support"
@@ -1391,6 +1420,7 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _ASKS = re.compile(r"is_?nan|is_?inf|is_?finite|\bnan\b", re.IGNORECASE)
+_MAKES_INF = re.compile(r"(Div|Reciprocal|Rsqrt|Log(1p|2|10)?|Exp(m1)?|Pow|Atanh|Tan)$")
 _ABOUT_SHAPE = ("shape", "dtype", "device", "ndim", "dim", "size", "numel", "requires_grad")
 _FRAMES = 8
 _MOST = 500
@@ -1409,9 +1439,8 @@ def bad_values_of(error: BaseException) -> list[Named]:
     if left:  # trackers put a function of theirs in the place of sys.exit
         stack = [(frame, line) for frame, line in stack if frame.f_code.co_name != "exit"]
     frames = [frame for frame, _ in stack]
-    for frame in frames[:_FRAMES]:
-        if losses := bad_losses_in(frame):
-            return losses
+    if losses := _first(bad_losses_in, frames[:_FRAMES]):
+        return losses
     asked = question_at(frames[0].f_code, stack[0][1]) if stack else None
     asks = asked is not None and _ASKS.search(ast.unparse(asked)) is not None
     if asked is not None and (found := _bad_in_question(asked, frames[0], is_any=asks)):
@@ -1431,7 +1460,22 @@ def bad_values_of(error: BaseException) -> list[Named]:
         found = found if is_telling else [pair for pair in found if pair[1].numel() == 1]
         if found:
             return found
-    return []
+    return _first(_computed_infinities, frames[:_FRAMES]) if is_telling else []
+
+
+def _computed_infinities(frame: FrameType) -> list[Named]:
+    """Variables that an operation made infinite; a mask of -Inf is written, and not computed."""
+    held = ((n, v) for n, v in variables_of(frame).items() if isinstance(v, Tensor))
+    return [
+        (name, value)
+        for name, value in itertools.islice(held, _MOST)
+        if _MAKES_INF.match(node_name(value.grad_fn.name() if value.grad_fn else None))
+        and not all_finite([value])  # host sync
+    ]
+
+
+def _first(look: Callable[[FrameType], list[Named]], frames: list[FrameType]) -> list[Named]:
+    return next((found for frame in frames if (found := look(frame))), [])
 
 
 def _is_ours(frame: FrameType) -> bool:

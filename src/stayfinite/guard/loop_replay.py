@@ -918,7 +918,7 @@ class _Probe(StepListener):
                 results = body.run(values)
             else:
                 results = call_within(seconds, body.run, values)
-            self._reason = "it did not come to where the value was noticed"
+            self._reason = "it did not reach the place where the value was noticed"
             self._look_at(results)
             self._came_to_end = True
             left = (grad for each in living(Optimizer) for grad in gradients_of(each))

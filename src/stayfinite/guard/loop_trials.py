@@ -134,7 +134,7 @@ class LoopExperiments(KnownStep):
         ):
             found = self._step.run(instead=instead, weights=weights)
         if found.incident is None and not found.came_to_end:
-            raise CannotReplayError(found.reason or "it did not come to its end")
+            raise CannotReplayError(found.reason or "it did not finish")
         return seen_of(found.incident, change)
 
     def _run_compiled(self) -> Seen:

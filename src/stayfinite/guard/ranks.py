@@ -267,10 +267,10 @@ class EarlyLooks:
             return None
         _, module, phase, came_in = bad[0]
         if came_in:
-            return Sight(_AFTER_REDUCTION, phase, None, "it came in from another rank")
+            return Sight(_AFTER_REDUCTION, phase, None, "it came from another rank")
         name = module()
         where = f" of {name}" if name else ""
-        why = f"It was there in the {phase} pass{where} before the ranks were brought together."
+        why = f"It was there in the {phase} pass{where} before the ranks exchanged their gradients."
         return Sight(_BORN if phase == "forward" else _BEFORE_REDUCTION, phase, name, why)
 
     def _bad(self) -> list[Look]:

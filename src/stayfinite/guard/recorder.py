@@ -48,7 +48,7 @@ class Recorder:
         self._layers: weakref.WeakKeyDictionary[Optimizer, _Layers] = weakref.WeakKeyDictionary()
         self._passes: list[StepRow] | None = []  # of backward passes; None: an optimizer steps
         self._bad_loss: Any = None  # of the last pass that was recorded
-        self._failures = Safely("stayfinite records no more steps of this run")
+        self._failures = Safely("stayfinite stops recording this run")
 
     @property
     def writer(self) -> StoreWriter:

@@ -186,7 +186,7 @@ class StepReplays(KnownStep):
         ends = zip(parts.optimizer.param_groups, usual, strict=True)
         is_same = all(math.isclose(float(g["lr"]), r * factor, rel_tol=1e-6) for g, r in ends)
         if not (is_good and is_same):
-            raise CannotReplayError("the steps before it went another way")
+            raise CannotReplayError("the steps before it took a different path")
 
 
 def samples_of(delivery: Delivery | None, rows: int) -> tuple[list[Any] | None, str]:

@@ -126,7 +126,7 @@ class _Reading:
         origin = Origin(phase="data", outputs=(summarize(name, tensor),), exact=is_only, **span)
         found = diagnosis(
             "bad_input_data",
-            f"NumPy met a {faults[0][0]} on this line as the sample was read, and the sample is "
+            f"NumPy found a {faults[0][0]} on this line as the sample was read, and the sample is "
             "not finite.",
             "Keep the formula in its range there, or drop the sample.",
             sure="likely" if is_only else "possible",

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, start
 _FORETOLD = {
     "step": "The step in which a forecast was made",
     "time_seconds": "When it was made",
-    "steps_left": "After so many steps from then the first value is expected not to be finite",
+    "steps_left": "After so many steps the first non-finite value is expected",
     "steps_low": "After so many at the earliest",
     "steps_high": "After so many at the latest",
 }

@@ -268,7 +268,7 @@ class WatchedTrainer:
 
     def _again(self, batch: Any) -> None:
         if not self._calls:
-            raise CannotReplayError("no step of the trainer is under way")
+            raise CannotReplayError("no step of the trainer is running")
         for training_step, (model, inputs, *args), kwargs in self._calls:
             given = inputs if batch is NO_BATCH else batch
             training_step(model, given, *args, **kwargs)

@@ -88,12 +88,18 @@ def _module(site: Site, names: Names) -> tuple[str | None, str | None]:
     return names.module(site.modules[-1], site.modules) if site.modules else (None, None)
 
 
+def _was_there_before(event: Event) -> bool:
+    """Whether it is a parameter, a buffer or a carried value that this step found bad: no data."""
+    found = any(event.facts.get(name) for name in ("is_parameter", "buffer", "carried"))
+    return event.kind == "foreign" and event.phase == "data" and found
+
+
 def _hop(event: Event, names: Names, folder: str | None) -> Hop:
     span = resolve(event.site.place, folder=folder) if event.site.place else None
     return Hop(
         kind=event.kind,
         op=event.op,
-        phase=event.phase,
+        phase="init" if _was_there_before(event) else event.phase,
         node=event.node,
         file=span.file if span else None,
         line=span.line if span else None,

@@ -366,7 +366,7 @@ def parse(diff: str) -> FileDiff:
     """The diff of one file; PatchError if it is anything else."""
     lines = lines_of(diff)
     if len(lines) < 3 or not lines[0].startswith("--- a/") or not lines[1].startswith("+++ b/"):
-        raise PatchError("this is no unified diff of one file.")
+        raise PatchError("this is not a unified diff of one file.")
     old, new = (line.rstrip("\n").split("\t")[0][len("--- a/") :] for line in lines[:2])
     if old != new or not old:
         raise PatchError(

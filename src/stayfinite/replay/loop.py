@@ -493,7 +493,7 @@ def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None =
     nodes = loop.node.body[max(0, loop.statement(since)) :]
     statements = nodes if until is None else [each for each in nodes if each.lineno <= until]
     if not statements:
-        raise CannotRunError("the loop has not come to its body")
+        raise CannotRunError("the loop has not reached its body")
     if any(isinstance(n, (ast.Await, ast.AsyncFor)) for s in statements for n in _walk_scope(s)):
         raise CannotRunError("the loop waits for others")
     copied = [_mangled(copy.deepcopy(each), frame.f_code) for each in statements]

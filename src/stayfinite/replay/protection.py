@@ -500,7 +500,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise ReplayEnded("it talks to somebody else")
+    raise ReplayEnded("it communicates with another process or machine")
 
 
 def _next_again(

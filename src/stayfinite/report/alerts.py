@@ -81,12 +81,12 @@ class AlertRule:
     and the next message says how many.
 
     `name` says which training it is, by default script and machine. Of ranks that train together,
-    the one where an incident began tells of it; forecasts are told by the first.
+    the one where an incident began reports it; forecasts are reported by the first.
 
-    >>> told = []
-    >>> rule = AlertRule(told.append, min_severity="critical", name="mine")
+    >>> sent = []
+    >>> rule = AlertRule(sent.append, min_severity="critical", name="mine")
     >>> rule(Incident(step=37))
-    >>> told[0].title
+    >>> sent[0].title
     'mine: NaN at step 37; nothing was done'
     """
 

@@ -225,7 +225,7 @@ class TrackersSink:
             except Exception:
                 _failed.add(ours)
                 logger.exception(
-                    "%s could not be notified of an incident; it gets no more of them", name
+                    "%s could not be notified of an incident; it will not be notified again", name
                 )
 
 

@@ -66,7 +66,7 @@ def wish_of(options: RunOptions, cwd: str, *, ranks: int | None = None) -> Capsu
         raise ConfigError(f"--capsule {path} is a folder; give the path of a file in it.")
     if os.path.lexists(path) and not _is_capsule(path):
         raise ConfigError(
-            f"--capsule {path} is there already, and is no capsule; give another name."
+            f"--capsule {path} already exists and is not a capsule; give another name."
         )
     with_source = not options.no_source
     return CapsuleWish(with_batch=options.with_batch, with_source=with_source, cwd=cwd, ranks=ranks)

@@ -50,7 +50,7 @@ def try_changes(case: Case) -> Case:
     if reached > scene.options.prove:
         command = scene.again("--prove", str(int(10 + 4 * reached)))
         return case.with_notes(
-            f"No change was tried, because that takes longer. To try some: {command}"
+            f"No change was tried: there was not enough time. To try some: {command}"
         )
     try:
         with sign_of_life(f"trying changes, for at most {max(1, case.budget.left):.0f} s"):

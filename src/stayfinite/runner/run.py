@@ -244,7 +244,7 @@ def _shown_in_full(scene: Scene, incidents: tuple[Incident, ...]) -> list[Incide
     first: dict[object, Incident] = {}
     repeats = Repeats()
     for incident in incidents:
-        if repeats.note(incident) > 1 and incident.fingerprint not in first:
+        if repeats.note(incident) != 1 and incident.fingerprint not in first:
             continue  # it follows from the one before
         before = first.get(incident.fingerprint)
         is_better = before is not None and not _is_seen(before) and _is_seen(incident)

@@ -158,7 +158,12 @@ def confirmed(first: Incident, second: Incident) -> Incident:
     """The first run's incident with what the tracer saw in the second."""
     diagnosis = second.diagnosis or first.diagnosis
     if diagnosis is not None:
-        diagnosis = dataclasses.replace(diagnosis, evidence=(*diagnosis.evidence, REPEATS))
+        before = first.diagnosis
+        # Which buffer it was is known of the first run alone.
+        is_buffer = before is not None and before.cause == "bad_buffer" != diagnosis.cause
+        known = (before.why,) if is_buffer and before is not None else ()
+        evidence = (*known, *diagnosis.evidence, REPEATS)
+        diagnosis = dataclasses.replace(diagnosis, evidence=evidence)
     return dataclasses.replace(
         first,
         step=second.step,

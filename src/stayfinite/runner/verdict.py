@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stayfinite.records import Aftermath, Incident, ReadValue, RunResult
 from stayfinite.runner.plan import ProcessRecord, is_running, was_stopped
 from stayfinite.runner.script import INCIDENT_CODE, Ending
-from stayfinite.text import LOCATIONS, count, what_was_done
+from stayfinite.text import LOCATIONS, count, noticed, seen_kind, what_was_done
 
 _MOST = 3  # lines of the script, or processes, that are named
 
@@ -97,10 +97,14 @@ def last_line(
             again = f"its launcher started it again, and it ended with exit code {ending.code}"
             return f"the script was stopped at step {first.step}; {again}."
         if ending.code != INCIDENT_CODE:
-            return f"the script ended itself with exit code {ending.code}; the cause was a NaN."
+            what = f"{seen_kind(first)} in {noticed(first)}"
+            return f"the script ended itself with exit code {ending.code}; the cause was {what}."
         if first.outcome is not None and first.outcome.strategy == "none":
             return f"the script had ended when step {first.step} was found to be bad; exit code 3."
-        return f"the script was stopped at step {first.step}; exit code 3."
+        # A traced incident has the step in which the value was made.
+        facts = first.origin.facts if first.origin is not None else {}
+        step = facts.get("noticed_step", first.step)
+        return f"the script was stopped at step {step}; exit code 3."
     # Incidents are one for each bad step; of very many, only the first are kept.
     found = len(result.incidents)
     # The step that ended the run has not been counted yet.

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from dashboards import Dashboard, serving, viewing
 from payloads import PAYLOADS
+from recorded_runs import record
 
 import stayfinite
+from stayfinite.records import Incident, Outcome
 
 # One browser and one server for all of them, on one worker.
 pytestmark = pytest.mark.xdist_group("browser")
@@ -244,6 +246,34 @@ def test_charts_stay_in_their_places_and_words_stay_whole(
         viewer.until(lambda: viewer.page.evaluate(WIDER) == 0, "charts in their places")
         body = "document.querySelector('.incident-body').clientWidth"
         assert viewer.page.evaluate(body) > 0.4 * min(width, 1100) - 120
+
+
+# Texts of these elements that stand on more than one line.
+BROKEN = """(selector) => [...document.querySelectorAll(selector)].filter((each) => {
+  const range = document.createRange();
+  range.selectNodeContents(each.lastChild);
+  return range.getClientRects().length > 1;
+}).length"""
+PARTS = """[...document.querySelectorAll(".run-title")].map((each) => [...each.childNodes]
+  .filter((node) => node.localName !== "wbr").map((node) => node.textContent))"""
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_large_steps_and_words_of_names_are_not_broken(
+    width: int, tmp_path: Path, state: Path, chromium: Any
+) -> None:
+    late = [Incident(step=step, outcome=Outcome(strategy="none")) for step in (7, 999_990)]
+    record(tmp_path / "finetune_the-large.model", incidents=late)
+    size = {"width": width, "height": 900}
+    with (
+        serving(tmp_path, state) as dashboard,
+        viewing(chromium, dashboard, viewport=size) as viewer,
+    ):
+        viewer.until_painted()
+        assert viewer.text(".incident-step").split() == ["step", "999,990"]
+        assert viewer.page.evaluate(BROKEN, ".incident-step") == 0
+        assert "none" not in viewer.text(".incident-side")
+        assert viewer.page.evaluate(PARTS) == [["finetune_", "the-", "large.", "model"]]
 
 
 def test_thirty_payloads_stay_text(looked_at: Dashboard, chromium: Any) -> None:

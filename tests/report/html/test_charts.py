@@ -187,6 +187,16 @@ def test_window_has_the_incident_and_what_surrounds_it(
     assert (window.first, window.last) == ends
 
 
+@pytest.mark.parametrize(("first", "last"), [(999_929, 999_999), (0, 999_999), (99_990, 100_050)])
+def test_steps_of_a_long_run_have_labels_that_differ(first: int, last: int) -> None:
+    steps = list(range(first, last + 1, max(1, (last - first) // 100)))
+    series = steps_of([1.0] * len(steps), step=steps)
+    (plot,) = timeline(series, Window(first=first, last=last), incidents=[])
+    labels = [label.text for label in plot.across]
+    assert 2 <= len(labels) == len(set(labels)) <= 5
+    assert all(first <= int(label.replace(",", "")) <= last for label in labels)
+
+
 def test_heat_map_has_a_row_for_each_layer_and_shows_what_is_not_finite() -> None:
     found = heat_map(sampled([[1.0, 1e-3], [math.nan, 1e-3], [None, 0.0]], ["a.w", "b.w"]))
     assert found is not None

@@ -242,7 +242,7 @@ def _about_rows(inspection: Inspection, kind: Kind, path: str) -> DataFinding:
             what = f"{counts['labels']:,} labels, in {rows}, are {values}"
             if classes is None:
                 level = "medium" if low == high else "low"
-                what += ", which is no class."
+                what += ", which is not a class."
                 fix = (
                     f"If they mean no label, give the loss `ignore_index={high}`; it is {index} "
                     "here. If these are not labels, name them with `targets=`."

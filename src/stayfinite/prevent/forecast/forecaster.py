@@ -39,10 +39,10 @@ _MOST_WAITING = 64  # losses on a device that nobody has copied yet
 class Forecaster:
     """Watches signals of a training and says what will overflow, and in how many steps.
 
-    Told of each attempted update by `stepped`, or by itself between `attach()` and `close()`.
+    Each attempted update is given to `stepped`, or seen between `attach()` and `close()`.
     Every 16 steps it measures activations, gradients and updates on their device; the result is
     read when it has arrived, so no step waits. While something rises, each step is measured.
-    Each onset is told once, to `on_forecast`, and kept in `forecasts`.
+    Each onset is reported once, to `on_forecast`, and kept in `forecasts`.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -71,12 +71,12 @@ class Forecaster:
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
         self._last: _Watched | None = None  # the one that stepped last
         self._handles: list[Any] = []
-        self._failures = Safely("stayfinite makes no more forecasts in this run")
+        self._failures = Safely("stayfinite stops forecasting in this run")
 
     def attach(self) -> Forecaster:
         """Hear of the updates of the optimizer by a hook of its own; `close` removes it."""
         if self._optimizer is None:
-            raise ValueError("a Forecaster without an optimizer is told of steps by `stepped`.")
+            raise ValueError("a Forecaster without an optimizer is given its steps by `stepped`.")
         root: list[Any] = [None]
 
         def before_backward(roots: Any, gradients: Any) -> None:
@@ -109,7 +109,7 @@ class Forecaster:
         scale: float | None = None,
         skipped: bool = False,
     ) -> list[Forecast]:
-        """An update was attempted; what is to be told now, mostly nothing.
+        """An update was attempted; what is to be reported now, mostly nothing.
 
         A loss on a device is copied from there, and read later. `scale` is that of a loss scaler,
         in the steps that it has skipped.
@@ -145,7 +145,7 @@ class Forecaster:
         return watched is not None and loss > watched.outlook.losses.limit
 
     def room(self, optimizer: Optimizer) -> float | None:
-        """Doublings that are left of what was told last; None before anything was."""
+        """Doublings that are left of the last forecast; None before anything was."""
         watched = self._watched.get(optimizer)
         return None if watched is None else watched.outlook.room
 

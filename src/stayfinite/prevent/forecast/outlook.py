@@ -453,7 +453,7 @@ class Outlook:
 
     @property
     def room(self) -> float | None:
-        """Doublings that are left of what was told last, as it was measured last."""
+        """Doublings that are left of the last forecast, as it was measured last."""
         if self._told_row is None:
             return None
         return float(self._limits[self._told_row] - self._short[self._told_row, -1])
@@ -650,5 +650,5 @@ def possible_forecasts(
     if is_scaled:
         found.append("the loss scale: when it has fallen to 1")
     if has_adam:
-        found.append("Adam's denominators against eps, and its updates: told beside a forecast")
+        found.append("Adam's denominators against eps, and its updates: reported beside a forecast")
     return tuple(found)

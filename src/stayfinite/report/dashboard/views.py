@@ -304,8 +304,7 @@ def incident_view(index: RunIndex, query: Query) -> dict[str, Any] | None:
 
 
 def _line(incident: Incident) -> dict[str, Any]:
-    diagnosis, outcome = incident.diagnosis, incident.outcome
-    done = (plain(outcome.strategy), plain(outcome.detail)) if outcome else ()
+    diagnosis = incident.diagnosis
     return {
         "step": incident.step,
         "rank": incident.rank,
@@ -316,7 +315,7 @@ def _line(incident: Incident) -> dict[str, Any]:
         "cause": plain(diagnosis.cause) if diagnosis else "",
         "why": plain(diagnosis.why) if diagnosis else "",
         "confidence": wording.CONFIDENCE[diagnosis.confidence] if diagnosis else "",
-        "done": ": ".join(filter(None, done)),
+        "done": plain(wording.what_was_done(incident)) if incident.outcome else "",
     }
 
 

@@ -103,6 +103,16 @@ def short(value: float) -> str:
     return f"{value:.3g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
 
 
+def step_label(step: float) -> str:
+    """All digits: the steps around a late one differ in the last of them."""
+    return f"{int(step):,}"
+
+
+def _most_steps(last: int) -> int:
+    """How many steps of that length have room beside one another in a narrow window."""
+    return 6 if last < 100_000 else 4
+
+
 def unit(value: float) -> str:
     """A length in a picture."""
     return f"{value:.1f}".removesuffix(".0")
@@ -349,11 +359,11 @@ def _boxes(row: list[int | None], top: float) -> Markup:
 def _column_labels(steps: list[int]) -> tuple[Label, ...]:
     """Round steps, each at the column that has it."""
     if len(steps) < 2:
-        return (Label(at=50, text=short(steps[0])),)
-    numbers = round_numbers(steps[0], steps[-1], 6)
+        return (Label(at=50, text=step_label(steps[0])),)
+    numbers = round_numbers(steps[0], steps[-1], _most_steps(steps[-1]))
     columns = [next(at for at, s in enumerate(steps) if s >= number - 1e-9) for number in numbers]
     return tuple(
-        Label(at=100 * (at + 0.5) / len(steps), text=short(steps[at]))
+        Label(at=100 * (at + 0.5) / len(steps), text=step_label(steps[at]))
         for at in dict.fromkeys(columns)
     )
 
@@ -495,12 +505,13 @@ def _plot(
     if len(points) <= min(0.8 * (window.last - window.first), _MOST_POINTS / 4):  # few: as dots
         pieces += [path("sf-dot", f"M{x(step)} {y(value)}h0") for step, value in good]
     pieces += [path("sf-bad", f"M{x(step)} {unit(HEIGHT * 0.06)}h0") for step in bad[:_MOST_POINTS]]
-    numbers = round_numbers(window.first, window.last, 6) if window.first < window.last else []
+    most = _most_steps(window.last)
+    numbers = round_numbers(window.first, window.last, most) if window.first < window.last else []
     steps = [number for number in numbers if number == int(number)] or [window.first]
     return Plot(
         name=name,
         picture=_svg(pieces, said=said),
-        across=tuple(Label(at=100 * across.at(each), text=short(each)) for each in steps),
+        across=tuple(Label(at=100 * across.at(each), text=step_label(each)) for each in steps),
         up=tuple(Label(at=100 * (1 - up.at(tick)), text=short(tick)) for tick in up.ticks),
         note=said,
     )
@@ -579,13 +590,20 @@ def _stations(incident: Incident, hops: Sequence[Hop], lanes: tuple[str, ...]) -
         yield Station(
             kind=hop.kind,
             value=wording.KINDS[hop.nan_type],
-            what=f"{_VERBS.get(hop.kind, 'began')} at {wording.short_op(hop.op)}",
+            what=_what(hop),
             where=", ".join(filter(None, (wording.hop_line(hop), module))),
             code=wording.plain(hop.code.strip()),
             lane=lane,
         )
     value, what = wording.seen_kind(incident), f"noticed in {wording.noticed(incident)}"
     yield Station(kind="end", value=value, what=what, lane=lane)
+
+
+def _what(hop: Hop) -> str:
+    if hop.kind == "foreign" and hop.phase == "init":
+        return "was there before this step"
+    at = f" at {wording.short_op(hop.op)}" if hop.op else ""
+    return f"{_VERBS.get(hop.kind, 'began')}{at}"
 
 
 def _hops_to_show(hops: Sequence[Hop]) -> set[int]:

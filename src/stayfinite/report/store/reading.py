@@ -248,7 +248,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     run = Run(Path(path))
     run.refresh()
     if not run.ranks:
-        raise RecordError(f"{run.path} is no run directory: it has no file rank-0.jsonl.")
+        raise RecordError(f"{run.path} is not a run directory: it has no file rank-0.jsonl.")
     newer = [rank.schema for rank in run.ranks if rank.schema != SCHEMA]
     if newer:
         raise RecordError(

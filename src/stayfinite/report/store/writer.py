@@ -234,7 +234,7 @@ class StoreWriter:
         with self._lock:
             if not self._has_failed:
                 self._has_failed = True
-                logger.warning("stayfinite records no more in %s: %s", self.folder, why)
+                logger.warning("stayfinite stops recording in %s: %s", self.folder, why)
 
 
 def _steps_line(rows: list[StepRow]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 // Runs side by side: the first is what the others are held against.
 
-import { byId, el, fill } from "./dom.js";
+import { breakable, byId, el, fill } from "./dom.js";
 import { duration, number, whole } from "./format.js";
 
 export function drawCompare(found, runs) {
@@ -30,7 +30,7 @@ function measures(found, named) {
 }
 
 const runHead = (run) => el("th", { scope: "col", class: `color-${(run?.place ?? 0) % 6}` },
-  el("i", { class: "swatch run-swatch", "aria-hidden": "true" }), run?.name ?? "");
+  el("i", { class: "swatch run-swatch", "aria-hidden": "true" }), ...breakable(run?.name ?? ""));
 
 function after(name, line) {
   if (!line) return el("td", { text: "–" });
@@ -57,11 +57,13 @@ function changes(pair, named) {
   }
   const rows = pair.changes.map((change) => el("tr", {},
     el("td", { class: "muted", text: change.kind }), el("th", { scope: "row", text: change.name }),
-    el("td", {}, el("code", { text: plain(change.before) })), el("td", {}, el("code", { text: plain(change.after) }))));
+    el("td", {}, code(change.before)), el("td", {}, code(change.after))));
   const head = el("tr", {}, ...["", "Name", "Before", "After"].map((name) => el("th", { scope: "col", text: name })));
   return el("div", { class: "panel" }, el("h2", { text: title }),
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
       el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows))));
 }
+
+const code = (value) => el("code", {}, ...breakable(plain(value)));
 
 const plain = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));

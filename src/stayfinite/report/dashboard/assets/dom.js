@@ -24,5 +24,9 @@ export function fill(parent, ...children) {
 // A sentence in which `words between backticks` are code.
 export const prose = (text) => text.split("`").map((part, at) => (at % 2 ? el("code", { text: part }) : part));
 
+// A name that may be broken behind its dashes, dots and underscores, and not inside its words.
+export const breakable = (name) =>
+  name.split(/(?<=[-_./])/).flatMap((part, at) => (at ? [document.createElement("wbr"), part] : [part]));
+
 export const cssColor = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,6 +1,6 @@
 // Incidents and forecasts as they come.
 
-import { byId, el, fill, prose } from "./dom.js";
+import { breakable, byId, el, fill, prose } from "./dom.js";
 import { count, whole } from "./format.js";
 
 const MOST = 50;
@@ -30,7 +30,7 @@ function forecast(each, runs) {
       el("span", { class: "incident-where" },
         el("span", { text: expected(each) }),
         each.rank ? el("span", { text: `rank ${each.rank}` }) : null,
-        runs.length > 1 && run ? el("span", { class: `chip color-${run.place % 6} tinted`, text: run.name }) : null)),
+        runs.length > 1 && run ? el("span", { class: `chip color-${run.place % 6} tinted` }, ...breakable(run.name)) : null)),
     el("span", { class: "incident-side" },
       el("span", { class: `chip severity-${each.severity}`, text: each.severity }),
       each.done ? el("span", { class: "muted small-text", text: each.done }) : null,
@@ -87,8 +87,8 @@ function item(each, state, runs, open) {
     el("span", { class: "incident-headline", text: each.headline }),
     el("span", { class: "incident-where" },
       each.spot ? el("code", { class: "place", text: each.spot }) : null,
-      each.library ? el("code", { class: "place muted", text: each.library }) : null,
-      runs.length > 1 && run ? el("span", { class: `chip color-${run.place % 6} tinted`, text: run.name }) : null),
+      each.library ? el("code", { class: "place muted library", text: each.library }) : null,
+      runs.length > 1 && run ? el("span", { class: `chip color-${run.place % 6} tinted` }, ...breakable(run.name)) : null),
     each.why ? el("span", { class: "incident-why" }, ...prose(each.why)) : null),
   el("span", { class: "incident-side" },
     each.cause ? el("span", { class: "chip bad", text: each.cause }) : null,

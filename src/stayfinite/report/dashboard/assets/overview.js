@@ -1,13 +1,13 @@
 // The head of the page: what was run, where it stands, and what is odd about its record.
 
-import { el, fill, byId } from "./dom.js";
+import { breakable, el, fill, byId } from "./dom.js";
 import { STATES, clock, count, duration, number, whole } from "./format.js";
 
 export function drawHead(run, series) {
   fill(
     byId("head"),
     el("div", { class: "title" },
-      el("h1", { text: run.name }),
+      el("h1", {}, ...breakable(run.name)),
       el("span", { class: `chip big state-${run.state}`, text: STATES[run.state] ?? run.state })),
     el("p", { class: "muted facts", text: facts(run) }),
     run.steps === undefined ? null : tiles(run, series),

@@ -1,6 +1,6 @@
 // The list of runs: a name shows one alone, a tick lays it over the others.
 
-import { byId, el, fill } from "./dom.js";
+import { breakable, byId, el, fill } from "./dom.js";
 import { SHORT_STATES, clock, compact, count, duration } from "./format.js";
 
 // Items stay while their words change, so that no click is lost while a run is written.
@@ -41,7 +41,7 @@ class Item {
     if (said === this.said) return;
     this.said = said;
     this.tick.setAttribute("aria-label", `Show ${run.name}`);
-    this.title.textContent = run.name;
+    fill(this.title, ...breakable(run.name));
     this.facts.textContent = facts(run);
     fill(this.chips, stateChip(run), incidentChip(run));
   }
@@ -50,7 +50,7 @@ class Item {
 function facts(run) {
   if (run.state === "unreadable") return "see why";
   if (run.state === "starting") return "nothing written yet";
-  return [`${compact(run.steps)} steps`, duration(run.lasted), clock(run.started)]
+  return [`${compact(run.steps)} ${run.steps === 1 ? "step" : "steps"}`, duration(run.lasted), clock(run.started)]
     .filter((word) => word && word !== "–").join(" · ");
 }
 

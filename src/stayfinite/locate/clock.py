@@ -102,7 +102,11 @@ class Tracing:
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """A time in which operations are not looked at."""
-        return self._tracer.paused() if self._tracer is not None else _NOTHING
+        return self.pause() or _NOTHING
+
+    def pause(self) -> contextlib.AbstractContextManager[None] | None:
+        """The same; None while the tracer is off."""
+        return self._tracer.paused() if self._tracer is not None else None
 
     def tick(self, *, arm_at: int | None) -> None:
         """One more backward pass or update; at `arm_at` the tracer goes on."""

@@ -119,7 +119,8 @@ class Tracing:
     def tick_for_backward(self, roots: Sequence[Tensor], *, arm_at: int | None) -> None:
         """One more backward pass, from these roots."""
         self.tick(arm_at=arm_at)
-        self.begin_backward(roots)
+        if self._tracer is not None:
+            self.begin_backward(roots)
 
     def begin_backward(self, roots: Sequence[Tensor]) -> None:
         """The backward pass that runs now begins from these roots."""

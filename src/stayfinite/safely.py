@@ -19,7 +19,8 @@ class Safely(ContextDecorator):
     """A `with` block or a function that an error of ours does not leave; the first is logged.
 
     TrainingAbortedError, `passing` and what is no Exception do leave it. `pause` gives a context
-    for the time of a block, in which nothing is traced, say. Blocks may be inside one another.
+    for the time of a block, in which nothing is traced, say, or None. Blocks may be inside one
+    another.
     """
 
     def __init__(
@@ -27,15 +28,16 @@ class Safely(ContextDecorator):
         message: str,
         *,
         passing: type[Exception] = TrainingAbortedError,
-        pause: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        pause: Callable[[], AbstractContextManager[None] | None] = lambda: None,
     ) -> None:
         self._message, self._passing, self._pause = message, passing, pause
-        self._pauses: list[AbstractContextManager[None]] = []
+        self._pauses: list[AbstractContextManager[None] | None] = []
         self.has_failed = False
 
     def __enter__(self) -> None:
         pause = self._pause()
-        pause.__enter__()
+        if pause is not None:
+            pause.__enter__()
         self._pauses.append(pause)
 
     def __exit__(
@@ -44,8 +46,10 @@ class Safely(ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        self._pauses.pop().__exit__(None, None, None)
-        if not isinstance(error, Exception) or isinstance(error, self._passing):
+        pause = self._pauses.pop()
+        if pause is not None:
+            pause.__exit__(None, None, None)
+        if error is None or not isinstance(error, Exception) or isinstance(error, self._passing):
             return False
         self.note(error)
         return True

@@ -39,6 +39,8 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _AUTOGRAD = DispatchKey.AutogradFunctionality
 # Private, but what GradScaler itself calls: one pass over a whole list of tensors.
 _check = torch._amp_foreach_non_finite_check_and_unscale_
+# Tensor.item, which may be wrapped to see what the script reads.
+_item = torch._C.TensorBase.item
 
 
 @undisturbed
@@ -281,7 +283,7 @@ def finite_number(loss: Tensor) -> float | None:
     loss = unwrap(loss)
     if type(loss) is not Tensor or not loss.is_cpu or loss.numel() != 1:
         return None
-    value = loss.item()
+    value = _item(loss)
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 

@@ -131,6 +131,7 @@ class Evidence:
         self._ranges_at_start: list[tuple[weakref.ref[Tensor], tuple[Tensor, Tensor]]] = []
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._met_last: Callable[[], Optimizer | None] = lambda: None  # asking the set is slow
         self._normalisers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._followed_steps = self._bootstrap_steps = self._twice_called_steps = 0
         self._latest: Callable[[], Optimizer | None] = lambda: None
@@ -203,6 +204,9 @@ class Evidence:
 
     def first_look(self, optimizer: Optimizer) -> None:
         """Before an optimizer's first update: how large are its weights? Read only if needed."""
+        if self._met_last() is optimizer:
+            return
+        self._met_last = weakref.ref(optimizer)
         if optimizer not in self._met:
             self._met.add(optimizer)
             params = params_of(optimizer)

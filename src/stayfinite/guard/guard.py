@@ -1255,7 +1255,7 @@ class GuardPast:
         self.tracing = Tracing(self.evidence.entered)
         self.aside = Safely(
             "stayfinite failed inside a step; training goes on without it",
-            pause=self.tracing.paused,
+            pause=self.tracing.pause,
         )
         self.rank_groups = RankGroups()
         self.losses = LossJudge(self.evidence)

@@ -300,12 +300,15 @@ class Job:
 
     def bad_rates(self) -> BadValues | None:
         """Learning rates that are not finite; those that are tensors are not looked at."""
+        rates = self._rates()
+        if not any(map(is_bad_rate, rates)):
+            return None
         named = [
             (f"{RATES}{number}.lr", torch.tensor(rate))
-            for number, rate in enumerate(self._rates())
+            for number, rate in enumerate(rates)
             if is_bad_rate(rate)
         ]
-        return BadValues(named, self.parts.optimizer) if named else None
+        return BadValues(named, self.parts.optimizer)
 
     def initialise_anew(self) -> str | None:
         """Give parameters that were bad from the beginning small random values; which ones."""

@@ -102,7 +102,11 @@ class Tracing:
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """A time in which operations are not looked at."""
-        return self._tracer.paused() if self._tracer is not None else _NOTHING
+        return self.pause() or _NOTHING
+
+    def pause(self) -> contextlib.AbstractContextManager[None] | None:
+        """The same; None while the tracer is off."""
+        return self._tracer.paused() if self._tracer is not None else None
 
     def tick(self, *, arm_at: int | None) -> None:
         """One more backward pass or update; at `arm_at` the tracer goes on."""
@@ -115,7 +119,8 @@ class Tracing:
     def tick_for_backward(self, roots: Sequence[Tensor], *, arm_at: int | None) -> None:
         """One more backward pass, from these roots."""
         self.tick(arm_at=arm_at)
-        self.begin_backward(roots)
+        if self._tracer is not None:
+            self.begin_backward(roots)
 
     def begin_backward(self, roots: Sequence[Tensor]) -> None:
         """The backward pass that runs now begins from these roots."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
+import enum
 import functools
 import inspect
 import itertools
@@ -44,7 +45,7 @@ _HOSTS = frozenset(
     + ["debugpy", "pydevd", "coverage", "ray", "uvicorn", "gunicorn", "celery", "click"]
 )
 ITERATORS = frozenset(map(type, (iter([]), iter(()), iter(range(0)), iter(range(1 << 99)))))
-_MOST_SEARCHED = 20_000
+_MOST_SEARCHED = 50_000
 _FEW = 1 << 22  # elements
 
 
@@ -194,6 +195,9 @@ class Moments:
             self._forget_turns(whose)
         self._passes = 0
         self._weights.pop(whose, None)
+        for earlier in self._kept:  # only those of the last update are asked for
+            if earlier.optimizer == whose:
+                earlier.gradients = None
         moment = self._note("updated", frame)
         moment.optimizer = whose
         moment.rates = [group.get("lr") for group in optimizer.param_groups]
@@ -436,24 +440,56 @@ def _things_in(frames: Iterable[FrameType]) -> Iterator[Any]:
     """Generators and objects of the user's classes in variables, as far as a short search goes."""
     todo = deque(itertools.chain(*(variables_of(frame).values() for frame in frames)))
     seen: set[int] = set()
-    while todo and len(seen) < _MOST_SEARCHED:
+    for _ in range(_MOST_SEARCHED):
+        if not todo:
+            return
         value = todo.popleft()
-        kind = type(value)
-        if id(value) in seen or kind in CONSTANTS:
+        sort = _sorts.get(type(value)) or _sort_of(type(value))
+        if sort is _Sort.CLOSED or id(value) in seen:
             continue
         seen.add(id(value))
-        if is_generator_type(kind):
-            yield value
-        elif kind in (list, tuple):
+        if sort is _Sort.SEQUENCE:
             todo.extend(value[:50])
-        elif kind is dict:
+        elif sort is _Sort.DICT:
             todo.extend(itertools.islice(value.values(), 50))
-        elif not issubclass(kind, (Tensor, type)) and kind.__module__ != "builtins":
-            if is_users_class(kind):
+        else:
+            if sort is not _Sort.OBJECT:
                 yield value
             inside = getattr(value, "__dict__", None)
-            if type(inside) is dict:
+            if type(inside) is dict and sort is not _Sort.GENERATOR:
                 todo.extend(v for name, v in inside.items() if not name.endswith("_hooks"))
+
+
+class _Sort(enum.Enum):
+    """What a search does with the values of a type."""
+
+    CLOSED = enum.auto()
+    """Nothing is looked for in it: a constant, a tensor, a function."""
+    SEQUENCE = enum.auto()
+    DICT = enum.auto()
+    GENERATOR = enum.auto()
+    OBJECT = enum.auto()
+    USERS = enum.auto()
+    """An object of the user's own class."""
+
+
+# A search meets thousands of values of a few types, so the answer for a type is kept.
+_sorts: dict[type, _Sort] = {}
+
+
+def _sort_of(kind: type) -> _Sort:
+    if is_generator_type(kind):
+        sort = _Sort.GENERATOR
+    elif kind in (list, tuple):
+        sort = _Sort.SEQUENCE
+    elif kind is dict:
+        sort = _Sort.DICT
+    elif kind in CONSTANTS or issubclass(kind, (Tensor, type)) or kind.__module__ == "builtins":
+        sort = _Sort.CLOSED
+    else:
+        sort = _Sort.USERS if is_users_class(kind) else _Sort.OBJECT
+    _sorts[kind] = sort
+    return sort
 
 
 def is_users_class(kind: type) -> bool:

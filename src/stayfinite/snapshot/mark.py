@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
-from operator import is_
+from operator import call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 from stayfinite.detect.memory import undisturbed
 from stayfinite.snapshot.copies import (
     CONSTANTS,
+    AttributesCell,
+    BoxCell,
     Cell,
-    Contents,
     FrozenCell,
     Memories,
     copy_all,
@@ -45,18 +46,26 @@ from stayfinite.training import params_of
 class Mark:
     """Everything but parameters, optimizer state and averages, as a step began."""
 
-    __slots__ = ("_contents", "_gradients", "_tensors")
+    __slots__ = ("_cells", "_contents", "_gradients", "_tensors")
 
     def __init__(
-        self, contents: Contents, tensors: KeptTensors | None, gradients: KeptGradients
+        self,
+        cells: list[Cell],
+        contents: list[Any],
+        tensors: KeptTensors | None,
+        gradients: KeptGradients,
     ) -> None:
-        self._contents, self._tensors, self._gradients = contents, tensors, gradients
+        self._cells, self._contents = cells, contents
+        self._tensors, self._gradients = tensors, gradients
 
     def restore(self) -> None:
-        put_contents_back(self._contents)
+        put_contents_back([*zip(self._cells, self._contents, strict=True)])
         if self._tensors is not None:
             self._tensors.restore()
         self._gradients.restore()
+
+
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
 
 
 class Marker:
@@ -64,10 +73,14 @@ class Marker:
 
     There are many modules, so these are walked again only when something in them is another
     thing than before, and so are param groups; schedulers and scaler are walked each time.
+    What is asked in each step is asked of many objects by one call.
     """
 
     def __init__(self, members: SnapshotMembers) -> None:
         self._members = members
+        self._has_followers = bool(
+            members.schedulers or members.generators or members.scaler is not None
+        )
         self._random = SeldomReadCells()
         self._rated: list[Tensor] = []
         self._tensors, self._gradients = TensorWatch([]), GradientWatch([])
@@ -86,17 +99,67 @@ class Marker:
             add_param_groups(census, optimizer)
         tensors = [item.tensor for item in census.items]
         self._buffers = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
-        # Dicts first, then lists, so that what is in them is found in two goes.
-        order = [dict, list]
-        kinds = [getattr(cell, "content_type", None) for cell in census.cells]
-        ranks = [order.index(kind) if kind in order else len(order) for kind in kinds]
-        numbers = sorted(range(len(kinds)), key=ranks.__getitem__)
-        self._cells: list[Cell] = [census.cells[number] for number in numbers]
-        self._counts = ranks.count(0), ranks.count(0) + ranks.count(1)
+        self._sort(census.cells)
         self._family = [m._modules for m in modules] + [m._parameters for m in own]
-        self._values = self._values_in([cell.content() for cell in self._cells])
+        self._set_values(self._read_attributes())
         self._held = held
         self._set_params()
+
+    def _sort(self, cells: list[Cell]) -> None:
+        """Cells by how they are read: attributes of modules, dicts, lists and others."""
+        attributes: list[AttributesCell] = []
+        dicts: list[BoxCell] = []
+        lists: list[BoxCell] = []
+        others: list[Cell] = []
+        for cell in cells:
+            kind = cell.content_type if isinstance(cell, BoxCell) else None
+            if isinstance(cell, AttributesCell) and cell.value.keys() >= set(_STRUCTURE):
+                attributes.append(cell)
+            elif isinstance(cell, BoxCell) and kind in (dict, list):
+                (dicts if kind is dict else lists).append(cell)
+            else:
+                others.append(cell)
+        self._boxes: list[Cell] = [*attributes, *dicts, *lists]
+        self._attribute_cells, self._others = attributes, others
+        self._attributes: list[dict[str, Any]] = [cell.value for cell in attributes]
+        self._dicts: list[dict[Any, Any]] = [cell.value for cell in dicts]
+        self._lists: list[list[Any]] = [cell.value for cell in lists]
+
+    def _read_attributes(self) -> list[Any]:
+        """Learn which attributes modules have now, and give all values; hooks are not state."""
+        self._getters = [
+            itemgetter(*_STRUCTURE, *(key for key in cell.value if key not in cell.skipped))
+            for cell in self._attribute_cells
+        ]
+        self._sizes = [*map(len, self._attributes)]
+        return self._values_now() or []
+
+    def _values_now(self) -> list[Any] | None:
+        """All that is in modules, dicts and lists; None if modules have other attributes."""
+        if [*map(len, self._attributes)] != self._sizes:
+            return None
+        try:
+            own = [*chain.from_iterable(map(call, self._getters, self._attributes))]
+        except KeyError:
+            return None
+        inside = chain.from_iterable(map(dict.values, chain(self._dicts, self._family)))
+        return [*own, *inside, *chain.from_iterable(self._lists)]
+
+    def _look_for_change(self) -> None:
+        """Walk again if there is anything new to walk into; else keep the new constants."""
+        values = self._values_now()
+        if values is not None and same(values, self._values):
+            return
+        now = self._read_attributes() if values is None else values
+        if _hold_same_things(now, self._values):
+            self._set_values(now)
+        else:
+            self._walk_modules()
+
+    def _set_values(self, values: list[Any]) -> None:
+        self._values = values
+        # Those of modules are copied only when one has changed: there are many of them.
+        self._attribute_contents = [*map(dict, self._attributes)]
 
     def _set_params(self) -> None:
         params = list({id(param): param for param in [*self._held, *self._rated]}.values())
@@ -104,42 +167,33 @@ class Marker:
         if not same(params, self._gradients.params):
             self._gradients = GradientWatch(params)
 
-    def _values_in(self, contents: list[Any]) -> list[Any]:
-        """All that is in the dicts and lists."""
-        dicts, lists = self._counts
-        boxes = map(dict.values, chain(contents[:dicts], self._family))
-        return [*chain.from_iterable(boxes), *chain.from_iterable(contents[dicts:lists])]
-
     def mark(self, *, exact: bool) -> Mark:
         """All of it as it is now; unless `exact`, generators that nobody seems to use excepted."""
-        contents = [cell.content() for cell in self._cells]
-        values = self._values_in(contents)
-        if not same(values, self._values):
-            if _hold_same_things(values, self._values):
-                self._values = values
-            else:
-                self._walk_modules()
-                contents = [cell.content() for cell in self._cells]
+        self._look_for_change()
         rated = [param for optimizer in self._members.optimizers for param in params_of(optimizer)]
         if not same(rated, self._rated):
             self._rated = rated
             self._set_params()
-        others = self._followers(exact=exact)
-        tensors = self._buffers + [item.tensor for item in others.items]
+        random = global_cells() if exact else self._random.cells()
+        cells, tensors = [*self._others, self._frozen, *random], self._buffers
+        if self._has_followers:
+            found = self._followers()
+            cells += found.cells
+            tensors = tensors + [item.tensor for item in found.items]
         if not same(tensors, self._tensors.tensors):
             self._tensors = TensorWatch(tensors, self._tensors)
-        pairs = [*zip(self._cells, contents, strict=True)]
-        pairs += [(cell, cell.content()) for cell in (self._frozen, *others.cells)]
-        return Mark(pairs, self._tensors.keep(), self._gradients.keep())
+        contents = [*self._attribute_contents, *map(dict, self._dicts), *map(list, self._lists)]
+        contents += [cell.content() for cell in cells]
+        kept = self._tensors.keep(), self._gradients.keep()
+        return Mark([*self._boxes, *cells], contents, *kept)
 
-    def _followers(self, *, exact: bool) -> Census:
+    def _followers(self) -> Census:
         """Schedulers, scaler and generators."""
         census = Census()
         for owner in self._members.schedulers:
             add_object(census, owner, "scheduler", "scheduler")
         if self._members.scaler is not None:
             add_object(census, self._members.scaler, "scaler", "scaler")
-        census.cells += global_cells() if exact else self._random.cells()
         for generator in self._members.generators:
             census.value(generator, "random.generator", "random")
         return census

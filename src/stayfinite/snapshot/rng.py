@@ -17,9 +17,9 @@ from stayfinite.snapshot.copies import Cell, FunctionsCell
 PART = "random"
 
 
-def global_cells() -> list[Cell]:
+def global_cells() -> tuple[Cell, ...]:
     """The host's generators, and those of accelerators that are in use."""
-    return list(_global_cells("numpy.random" in sys.modules, torch.cuda.is_initialized()))
+    return _global_cells("numpy.random" in sys.modules, torch.cuda.is_initialized())
 
 
 @functools.cache
@@ -70,9 +70,14 @@ class SeldomReadCells:
 
     def __init__(self) -> None:
         self._seldom: dict[str, SeldomReadCell] = {}
+        self._all: tuple[Cell, ...] = ()
+        self._cells: tuple[Cell, ...] = ()
 
-    def cells(self) -> list[Cell]:
-        return [self._cell(cell) for cell in global_cells()]
+    def cells(self) -> tuple[Cell, ...]:
+        cells = global_cells()
+        if cells is not self._all:  # it is the same tuple until there are others
+            self._all, self._cells = cells, tuple(map(self._cell, cells))
+        return self._cells
 
     def _cell(self, cell: Cell) -> Cell:
         if cell.name not in _LARGE:
@@ -92,7 +97,7 @@ class SeldomReadCell:
     some.
     """
 
-    _SURE, _EVERY = 8, 32
+    _SURE, _EVERY = 8, 256
 
     def __init__(self, cell: Cell) -> None:
         self.cell, self.name, self.part = cell, cell.name, cell.part

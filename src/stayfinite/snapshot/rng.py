@@ -97,7 +97,7 @@ class SeldomReadCell:
     some.
     """
 
-    _SURE, _EVERY = 8, 256
+    _SURE, _EVERY = 8, 32
 
     def __init__(self, cell: Cell) -> None:
         self.cell, self.name, self.part = cell, cell.name, cell.part

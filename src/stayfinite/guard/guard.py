@@ -385,11 +385,10 @@ class Guard(StepListener):
             attachment.flush()
             attachment.remove()
 
-    def close(self, *, keeps_moments: bool = False) -> None:
+    def close(self) -> None:
         """Leave torch as it was; a step that was bad and unfinished is undone.
 
-        Flags that are still on a device are read first. With `keeps_moments` another guard may
-        still run the last step again.
+        Flags that are still on a device are read first.
         """
         past = self.past
         with contextlib.suppress(TrainingAbortedError), past.aside:
@@ -411,7 +410,7 @@ class Guard(StepListener):
             past.tracing.switch_off()
             if past.forecaster is not None:
                 past.forecaster.close()
-            if not keeps_moments:
+            if not past.keeps_moments:
                 past.moments.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():
@@ -1260,6 +1259,7 @@ class GuardPast:
         self.rank_groups = RankGroups()
         self.losses = LossJudge(self.evidence)
         self.by_hand = UpdatesByHand()
+        self.keeps_moments = False  # when a guard is closed, as another may run its last step again
         self.last_look = LastLook(self.evidence)
         self.later_traces = LaterTraces(self.tracing)
         self.late_parameters: weakref.WeakKeyDictionary[Optimizer, LateFlag] = (

@@ -112,7 +112,7 @@ def test_an_error_of_the_recorder_ends_the_record_and_nothing_else(
     monkeypatch.setattr(Recorder, "_sample", fail)
     recorded = train(tmp_path / "a")
     monkeypatch.undo()
-    assert caplog.text.count("records no more steps") == 1
+    assert caplog.text.count("stops recording this run") == 1
     assert all(torch.equal(value, recorded[name]) for name, value in train(None).items())
 
 

@@ -100,7 +100,7 @@ def test_unpacking_refuses_a_name_that_leads_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     bad = replace(small_capsule(), sources=(SourceFile(name="../out.py", text=b""),))
-    with pytest.raises(CapsuleError, match="no plain name"):
+    with pytest.raises(CapsuleError, match="not a plain name"):
         unpack(bad, folder)
     assert os.listdir(tmp_path) == ["in"]
 

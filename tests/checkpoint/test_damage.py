@@ -159,7 +159,7 @@ def test_error_of_a_damaged_file_names_an_older_one_that_is_whole(tmp_path: Path
     path = job.save(tmp_path / "a.ckpt")
     job.save(path)
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match=r"a\.ckpt\.1 beside it is whole"):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt\.1 beside it is undamaged"):
         job.load(path)
 
 

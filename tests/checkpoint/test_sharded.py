@@ -316,7 +316,7 @@ def test_generations_of_folders_are_kept_and_bad_ones_are_skipped(tmp_path: Path
     data.write_bytes(data.read_bytes()[:-200])
     assert validate_checkpoint(path) != []
     assert latest_good(tmp_path) == latest_good(path) == tmp_path / "last.1"
-    with pytest.raises(CheckpointError, match=r"last\.1 beside it is whole"):
+    with pytest.raises(CheckpointError, match=r"last\.1 beside it is undamaged"):
         load_checkpoint(path)
     saved(path, 6)  # the damaged one pushes no good one out
     assert sorted(os.listdir(tmp_path)) == ["last", "last.1", "last.damaged"]

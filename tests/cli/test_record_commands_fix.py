@@ -119,7 +119,7 @@ def test_file_that_is_gone_or_not_utf_8_is_refused(run: str, script: Path) -> No
     assert (done.exit_code, "is not UTF-8" in done.output) == (2, True)
     script.unlink()
     done = fix("--write", "--yes", run)
-    assert (done.exit_code, "is not there" in done.output) == (2, True)
+    assert (done.exit_code, "does not exist" in done.output) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["../outside.py", "sub/../../outside.py"])
@@ -177,4 +177,4 @@ def test_line_ends_stay_as_they_are(tmp_path: Path, script: Path) -> None:
 
 def test_broken_patch_is_refused(tmp_path: Path, script: Path) -> None:
     done = fix("--write", "--yes", recorded(tmp_path, patch="rm -rf"))
-    assert (done.exit_code, "no unified diff" in done.output) == (2, True)
+    assert (done.exit_code, "not a unified diff" in done.output) == (2, True)

@@ -182,7 +182,7 @@ def test_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nowhere",), "nowhere is no run directory"),
+        (("nowhere",), "nowhere is not a run directory"),
         (("run", "-o", "no/such/page.html"), "page.html cannot be written"),
     ],
 )

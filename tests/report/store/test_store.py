@@ -172,7 +172,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="is no run directory"):
+    with pytest.raises(RecordError, match="is not a run directory"):
         read_run(tmp_path)
     assert runs_in(tmp_path / "nowhere") == []
 
@@ -240,7 +240,7 @@ def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert len(caplog.records) == 1
-    assert "records no more" in caplog.text
+    assert "stops recording" in caplog.text
     assert read_run(tmp_path / "a").series["step"] != []
 
 
@@ -253,7 +253,7 @@ def test_a_folder_that_cannot_be_made_is_logged_once(
     writer.flush()
     writer.steps([row(1)])
     writer.close()
-    assert caplog.text.count("records no more") == 1
+    assert caplog.text.count("stops recording") == 1
 
 
 def test_a_forked_child_records_nothing(tmp_path: Path) -> None:

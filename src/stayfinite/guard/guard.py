@@ -121,6 +121,7 @@ class Guard(StepListener):
         self.own_step: GuardedStep | None = None  # once `step` is called
         self.replay: Replay | None = None
         self.was_harmed = False  # by the update that was attempted last
+        self.leaves_moments = False  # to another guard, which may run the last step again
         self.examined: list[tuple[Any, ...]] = []  # the places that experiments were made for
         self.describe: Callable[[Incident], Incident] | None = None  # before it is told
         self._only = only
@@ -361,11 +362,10 @@ class Guard(StepListener):
             attachment.flush()
             attachment.remove()
 
-    def close(self, *, keeps_moments: bool = False) -> None:
+    def close(self) -> None:
         """Leave torch as it was; a step that was bad and unfinished is undone.
 
-        Flags that are still on a device are read first. With `keeps_moments` another guard may
-        still run the last step again.
+        Flags that are still on a device are read first.
         """
         past = self.past
         with contextlib.suppress(TrainingAbortedError), past.aside:
@@ -387,7 +387,7 @@ class Guard(StepListener):
             past.tracing.switch_off()
             if past.forecaster is not None:
                 past.forecaster.close()
-            if not keeps_moments:
+            if not self.leaves_moments:
                 past.moments.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():

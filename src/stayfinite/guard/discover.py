@@ -133,7 +133,7 @@ class ProcessGuard:
             for key in others:
                 guard.jobs.pop(key, None)
             # An error that ends the script is looked into by the first guard, which comes later.
-            guard.past.keeps_moments = sys.exc_info()[1] is not None
+            guard.leaves_moments = sys.exc_info()[1] is not None
             guard.close()
             self.guard, self._is_taken = first, False
             if self in _open:

@@ -122,6 +122,7 @@ class Guard(StepListener):
         self.own_step: GuardedStep | None = None  # once `step` is called
         self.replay: Replay | None = None
         self.was_harmed = False  # by the update that was attempted last
+        self.leaves_moments = False  # to another guard, which may run the last step again
         self.examined: list[tuple[Any, ...]] = []  # the places that experiments were made for
         self.describe: Callable[[Incident], Incident] | None = None  # before it is told
         self._only = only
@@ -410,7 +411,7 @@ class Guard(StepListener):
             past.tracing.switch_off()
             if past.forecaster is not None:
                 past.forecaster.close()
-            if not past.keeps_moments:
+            if not self.leaves_moments:
                 past.moments.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():
@@ -1259,7 +1260,6 @@ class GuardPast:
         self.rank_groups = RankGroups()
         self.losses = LossJudge(self.evidence)
         self.by_hand = UpdatesByHand()
-        self.keeps_moments = False  # when a guard is closed, as another may run its last step again
         self.last_look = LastLook(self.evidence)
         self.later_traces = LaterTraces(self.tracing)
         self.late_parameters: weakref.WeakKeyDictionary[Optimizer, LateFlag] = (

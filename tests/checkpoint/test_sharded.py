@@ -125,7 +125,7 @@ def test_what_one_rank_finds_bad_is_refused_on_all_with_the_same_error(tmp_path:
     assert kind == "NonFiniteError"
     assert "model.blocks.0.up.weight: holds NaN (of shape [10, 6]), on rank 1." in text
     assert one[1][0] == "CheckpointError"
-    assert "is no folder of torch.distributed.checkpoint" in one[1][1]
+    assert "is not a folder of torch.distributed.checkpoint" in one[1][1]
     assert one[2] == "last.nonfinite"
     # One word before, one after; and who has found what, if somebody has.
     assert one[3] == [["all_reduce", 40], ["all_reduce", 8]]
@@ -327,7 +327,7 @@ def test_nothing_of_others_is_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder"):
-        with pytest.raises(InputError, match=r"no folder of torch\.distributed"):
+        with pytest.raises(InputError, match=r"not a folder of torch\.distributed"):
             saved(tmp_path / name, 1)
     saved(tmp_path / "dcp", 1)
     with pytest.raises(InputError, match="is a folder"):

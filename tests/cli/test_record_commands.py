@@ -132,7 +132,7 @@ def test_nothing_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     none = said("show")
     assert (none.exit_code, "there is no run" in none.output) == (2, True)
     other = said("show", "nowhere")
-    assert (other.exit_code, "no run directory" in other.output) == (2, True)
+    assert (other.exit_code, "not a run directory" in other.output) == (2, True)
 
 
 def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:

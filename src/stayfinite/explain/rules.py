@@ -81,7 +81,7 @@ _MUST_HOLD = {
 
 _MUST_COUNT = (
     "every batch has at least one element that counts. What it divides by looks like a count: of "
-    "the labels that are not ignored, say, or of the positions that are not padding. Leave out "
+    "the labels that are not ignored, say, or of the positions that are not padding. Drop "
     "samples without any"
 )
 

@@ -117,6 +117,7 @@ class Stopwatch:
     """Time spent inside the functions that it wrapped."""
 
     total: float = 0.0
+    calls: int = 0
     wrapped: list[Any] = field(default_factory=list)
 
     def wrap(self, hooks: Any) -> None:
@@ -134,6 +135,7 @@ class Stopwatch:
                 return hook(*args)
             finally:
                 self.total += time.perf_counter() - start
+                self.calls += 1
 
         return timed
 

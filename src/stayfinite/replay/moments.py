@@ -194,7 +194,8 @@ class Moments:
         if len(self._updates) == 1 or count == min(self._updates.values()):
             self._forget_turns(whose)
         self._passes = 0
-        self._weights.pop(whose, None)
+        if self._weights:
+            self._weights.pop(whose, None)
         for earlier in self._kept:  # only those of the last update are asked for
             if earlier.optimizer == whose:
                 earlier.gradients = None
@@ -300,13 +301,7 @@ class Moments:
             found = list(_things_in(user_frames(frame)))
             self._generators.add(thing for thing in found if is_generator_type(type(thing)))
             self._attributes.add(found)
-        frames, names = [], []
-        for each in user_frames(frame):
-            number, code, lasti = id(each), each.f_code, each.f_lasti
-            frames.append((number, code, lasti))
-            known = _known.get((id(code), lasti)) or _names_at(code, lasti)
-            if known[1] is not None:
-                names.append((number, _values_in(each, *known[1])))
+        frames, names = _where(frame)
         # Between an update and a batch no training happens, so buffers stay.
         newest = self.newest if kind == "delivered" else None
         buffers = self._buffers.keep() if newest is None else newest.buffers
@@ -334,9 +329,7 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Frames that are neither torch's nor ours, innermost first, up to whoever runs programs."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
-        role = _roles.get(frame.f_code.co_filename)
-        if role is None:
-            role = _roles[frame.f_code.co_filename] = _role_of(frame)
+        role = _role_in(frame)
         if role == _HOST:
             return
         if role == USER:
@@ -348,9 +341,13 @@ _HOST = -1
 _roles: dict[str, int] = {}  # of files
 
 
-def _role_of(frame: FrameType) -> int:
-    is_host = str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS
-    return _HOST if is_host else kind_of(frame.f_code)
+def _role_in(frame: FrameType) -> int:
+    code = frame.f_code  # each reading of it is an audit event, for which there may be a hook
+    role = _roles.get(code.co_filename)
+    if role is None:
+        is_host = str(frame.f_globals.get("__name__")).partition(".")[0] in _HOSTS
+        role = _roles[code.co_filename] = _HOST if is_host else kind_of(code)
+    return role
 
 
 def line_at(code: CodeType, lasti: int) -> int:
@@ -359,21 +356,58 @@ def line_at(code: CodeType, lasti: int) -> int:
 
 
 _Names = tuple[frozenset[str], frozenset[str]]
+
+
+class _Known(NamedTuple):
+    """What is known of an instruction at which frames stand."""
+
+    code: CodeType
+    role: int
+    names: _Names | None
+    """Those that are noted of the loops around it, and of `for` with loops inside."""
+
+
 # By the number of the code, which the value keeps alive: its own hash takes long.
-_known: dict[tuple[int, int], tuple[CodeType, _Names | None]] = {}
+_known: dict[tuple[int, int], _Known] = {}
 
 
-def _names_at(code: CodeType, lasti: int) -> tuple[CodeType, _Names | None]:
-    """The names that are noted of the loops around an instruction, and those of `for` with loops
-    inside; None where there are none.
-
-    A frame's line takes long to find, so it is looked for once.
-    """
-    loops = loops_around(code, line_at(code, lasti))
-    noted = frozenset().union(*(loop.noted for loop in loops))
-    targets = frozenset().union(*(loop.given for loop in loops if loop.has_loops))
-    known = _known[id(code), lasti] = code, (noted, targets) if noted or targets else None
+def _learn(frame: FrameType) -> _Known:
+    """A frame's line takes long to find, so it is looked for once."""
+    code, lasti = frame.f_code, frame.f_lasti
+    noted: frozenset[str] = frozenset()
+    targets: frozenset[str] = frozenset()
+    if (role := _role_in(frame)) == USER:
+        loops = loops_around(code, line_at(code, lasti))
+        noted = noted.union(*(loop.noted for loop in loops))
+        targets = targets.union(*(loop.given for loop in loops if loop.has_loops))
+    names = (noted, targets) if noted or targets else None
+    known = _known[id(code), lasti] = _Known(code, role, names)
     return known
+
+
+_Spots = list[tuple[int, CodeType, int]]
+_Values = list[tuple[int, dict[str, Any]]]
+
+
+def _where(frame: FrameType | None) -> tuple[_Spots, _Values]:
+    """What `user_frames` gives, as spots, and what is noted of the variables in each.
+
+    This is in every healthy step, so a frame takes one look-up.
+    """
+    spots: _Spots = []
+    values: _Values = []
+    count = 0
+    while frame is not None and count < _MOST_FRAMES:
+        code, lasti = frame.f_code, frame.f_lasti
+        _, role, names = _known.get((id(code), lasti)) or _learn(frame)
+        if role == USER:
+            spots.append((id(frame), code, lasti))
+            if names is not None:
+                values.append((id(frame), _values_in(frame, *names)))
+        elif role == _HOST:
+            break
+        frame, count = frame.f_back, count + 1
+    return spots, values
 
 
 _COUNTS = frozenset([int, str, float, bool])
@@ -411,24 +445,35 @@ class _Generators:
             SeldomReadCell(FunctionsCell("python", "random", random.getstate, random.setstate)),
         ]
         self._known: dict[int, Any] = {id(torch.default_generator): torch.default_generator}
-        self._has_numpy = self._has_cuda = False
+        self._has_numpy = self._has_cuda = self._are_unused = False
+        self._states: list[tuple[Cell, Any]] = []
+        self._reads = 0
 
     def read(self) -> list[tuple[Cell, Any]]:
+        """Their states; where steps use none, those of up to 32 reads before."""
         if not self._has_numpy and "numpy.random" in sys.modules:
-            self._has_numpy = True
+            self._has_numpy, self._are_unused = True, False
             self._seldom.append(SeldomReadCell(numpy_cell()))
         if not self._has_cuda and torch.cuda.is_initialized():
-            self._has_cuda = True  # their states are a seed and an offset, which the host knows
+            # Their states are a seed and an offset, which the host knows.
+            self._has_cuda, self._are_unused = True, False
             for number, generator in enumerate(torch.cuda.default_generators):
                 self._host.append(generator_cell(generator, f"cuda:{number}"))
+        self._reads += 1
+        if self._are_unused and self._reads % SeldomReadCell.EVERY:
+            return self._states
         states = [(cell, cell.content()) for cell in self._host]
-        states += [(each.cell, each.content()[0]) for each in self._seldom]
+        for each in self._seldom:
+            states.append((each.cell, each.read() if self._are_unused else each.content()[0]))
+        self._are_unused = not self._host and all(each.is_unused for each in self._seldom)
+        self._states = states
         return states
 
     def add(self, generators: Iterable[Any]) -> None:
         for found in generators:
             if id(found) not in self._known:
                 self._known[id(found)] = found
+                self._are_unused = False
                 cell = generator_cell(found, "generator")
                 if isinstance(found, torch.Generator):
                     self._host.append(cell)

@@ -97,7 +97,7 @@ class SeldomReadCell:
     some.
     """
 
-    _SURE, _EVERY = 8, 32
+    _SURE, EVERY = 8, 32
 
     def __init__(self, cell: Cell) -> None:
         self.cell, self.name, self.part = cell, cell.name, cell.part
@@ -105,15 +105,25 @@ class SeldomReadCell:
         self._looks = 0
         self._is_used = False
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether it was read often enough to say that steps do not use it."""
+        return self._looks >= self._SURE and not self._is_used
+
     def content(self) -> tuple[Any, bool]:
         """Its state, and whether that was read just now."""
-        looks = self._looks = self._looks + 1
-        if not self._is_used and looks > self._SURE and looks % self._EVERY:
+        if self.is_unused and (self._looks + 1) % self.EVERY:
+            self._looks += 1
             return self._last, False
+        return self.read(), True
+
+    def read(self) -> Any:
+        """Its state now."""
+        self._looks += 1
         now = self.cell.content()
-        self._is_used = self._is_used or (looks > 1 and not _are_equal(now, self._last))
+        self._is_used = self._is_used or (self._looks > 1 and not _are_equal(now, self._last))
         self._last = now
-        return now, True
+        return now
 
     def put_back(self, content: tuple[Any, bool]) -> None:
         """Put the state back; one that was not read may be older than the step, and is not."""

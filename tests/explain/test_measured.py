@@ -117,6 +117,16 @@ SCRIPTS = {
         """,
         "`y` is NaN at 1 of 24 elements, first at [2, 1]",
     ),
+    "column": (
+        """
+        table = torch.rand(6, 4).numpy()
+        if step == 2:
+            table[:, 1] /= 0 * table[:, 1].std()
+        y = torch.from_numpy(table)
+        loss = F.mse_loss(model(x), y)
+        """,
+        "`y` is Inf in all of `y[:, 1]`, and nowhere else",
+    ),
     "logarithm": (
         """
         p = x.clone()
@@ -182,3 +192,16 @@ def test_a_report_says_what_was_measured(name: str, tmp_path: Path) -> None:
     evidence = incident["diagnosis"]["evidence"]
     assert any(said in each for each in evidence), (evidence, done.stderr.decode())
     assert said in done.stderr.decode()
+
+
+def test_a_column_that_is_bad_in_every_row_is_no_bad_sample(tmp_path: Path) -> None:
+    body, _ = SCRIPTS["column"]
+    script = tmp_path / "train.py"
+    script.write_text(START + textwrap.indent(textwrap.dedent(body), "    ") + END)
+    options = ["--second-run", "never", "--prove", "0", "--no-record", "--json", "out.json"]
+    forks.run(["-m", "stayfinite", "run", *options, "train.py"], cwd=tmp_path, timeout=120)
+    (incident, *_) = json.loads((tmp_path / "out.json").read_text())["incidents"]
+    diagnosis = incident["diagnosis"]
+    assert diagnosis["cause"] == "bad_input_data"
+    assert "in every row" in diagnosis["why"]
+    assert "normalised" in diagnosis["fix"]

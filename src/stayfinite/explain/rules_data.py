@@ -136,6 +136,16 @@ def bad_batch(clue: Clue) -> Diagnosis | None:
             "`stayfinite check FILE`.",
             sure="possible",
         )
+    if columns := clue.fact("columns"):
+        return diagnosis(
+            "bad_input_data",
+            f"The input data is already bad here, in all of `{columns}`: in every row, and only "
+            "there. So it is no single sample, but something that all of them share, such as the "
+            "mean or standard deviation of that column.",
+            "Look at that column where it is read and normalised: one NaN in it makes its mean "
+            "NaN, and if it never changes, its standard deviation is 0. Repair it before, and "
+            "divide by `std.clip(1e-6)`.",
+        )
     return diagnosis(
         "bad_input_data",
         f"The input data is already bad here: {_bad_part(clue)}.",

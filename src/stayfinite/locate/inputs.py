@@ -27,6 +27,7 @@ _LIBRARIES = ("torch", "F", "nn", "functional", "np", "math")
 _LARGEST = 50_000_000  # elements of a tensor that is looked through
 _LONGEST = 60  # characters of an expression that is quoted
 _MOST = 3
+_FEW_COLUMNS = 8
 # The line that makes a tensor of what torch did not compute, before its variable has it.
 _MADE_HERE = re.compile(r"\s*([\w.]+)\s*=\s*torch\.(?:from_numpy|tensor|as_tensor)\(")
 
@@ -87,7 +88,28 @@ def clauses_of_value(tensor: Tensor, frame: FrameType | None) -> list[str]:
     bad = ~torch.isfinite(value)
     kinds = [("NaN", value.isnan()), ("Inf", value == math.inf), ("-Inf", value == -math.inf)]
     found = " or ".join(word for word, here in kinds if bool(here.any()))
+    columns = bad_columns(tensor)
+    if columns is not None:
+        return [f"`{name}` is {found} in all of `{name}{columns}`, and nowhere else"]
     return [f"`{name}` is {found}{_share(bad)}"]
+
+
+@undisturbed
+def bad_columns(tensor: Tensor) -> str | None:
+    """The index of the columns that are bad in every row, as `[:, :, 3]`, if that is all."""
+    value = local(tensor).detach()
+    if value.layout is not torch.strided or value.dim() < 2 or value.shape[0] < 2:
+        return None
+    bad = ~torch.isfinite(value)
+    for dim in reversed(range(1, value.dim())):
+        each = bad.movedim(dim, 0).flatten(1)
+        whole = each.all(1)
+        numbers = whole.nonzero().flatten().tolist()
+        is_few = 0 < len(numbers) <= min(_FEW_COLUMNS, len(whole) - 1)
+        if is_few and torch.equal(each.any(1), whole):
+            chosen = str(numbers[0]) if len(numbers) == 1 else str(numbers)
+            return f"[{', '.join([*[':'] * dim, chosen, *[':'] * (value.dim() - dim - 1)])}]"
+    return None
 
 
 def _variable(tensor: Tensor, frame: FrameType) -> str | None:

@@ -22,7 +22,7 @@ from stayfinite.detect.summary import summarize
 from stayfinite.detect.veto import STEP_FAILED
 from stayfinite.living import Names, living
 from stayfinite.locate.capture import KeptCalls, is_parameter
-from stayfinite.locate.inputs import clauses, clauses_of_value
+from stayfinite.locate.inputs import bad_columns, clauses, clauses_of_value
 from stayfinite.locate.loss_terms import loss_sum, reaches, sum_facts
 from stayfinite.locate.operators import (
     Call,
@@ -455,6 +455,7 @@ class Facts:
             facts |= state or {"samples": self._samples_of_table(tensor, site.place, frame)}
             if not (is_state or state):
                 facts["measured"] = clauses_of_value(tensor, frame)
+                facts["columns"] = bad_columns(tensor)
         return facts
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:

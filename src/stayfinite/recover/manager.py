@@ -159,7 +159,8 @@ class NaNRecoveryManager:
         if not recovery.succeeded:
             detail = "; ".join((recovery.detail, *self._last_words()))
             recovery = self._recoveries[-1] = dataclasses.replace(recovery, detail=detail)
-        logger.info("step %d: %s: %s", step, strategy.value, recovery.detail)
+        # Whoever watches reports it; at INFO a script's own log would have it once more.
+        logger.debug("stayfinite: step %d: %s: %s", step, strategy.value, recovery.detail)
         return recovery
 
     def _last_words(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from stayfinite.detect.finite import all_finite
 from stayfinite.detect.hooks import Attachment, together
 from stayfinite.domains import HALVES
 from stayfinite.explain.experiments import CannotReplayError, Change
@@ -97,6 +98,65 @@ def multiply_scale(scaler: Any, by: float) -> None:
     state = scaler.state_dict()
     scaler.load_state_dict({**state, "scale": state["scale"] * by})
 
+
+Weights = list[tuple[Tensor, Tensor]]
+"""Parameters, each with a value for it."""
+
+
+@torch.no_grad()
+def weights_before(
+    optimizer: Optimizer, gradients: Sequence[Tensor | None], rates: Sequence[Any]
+) -> Weights | None:
+    """What the parameters were before the update that was made last, by its rule, but for rounding.
+
+    None for optimizers whose rule does not tell. `gradients` and `rates` are those of the update.
+    """
+    undo = _UNDONE.get(type(optimizer))
+    params = params_of(optimizer)
+    if undo is None or len(gradients) != len(params) or len(rates) != len(optimizer.param_groups):
+        return None
+    given = iter(gradients)
+    found: Weights = []
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for param, gradient in zip(group["params"], given, strict=False):
+            if gradient is None:
+                continue
+            before = undo(param, gradient, optimizer.state[param], {**group, "lr": float(rate)})
+            if before is None or not all_finite([before]):
+                return None
+            found.append((param, before))
+    return found
+
+
+def _before_sgd(param: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor | None:
+    rate, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+    if group["maximize"] or rate * decay >= 1:
+        return None
+    if momentum and not group["nesterov"]:
+        moved: Tensor = state["momentum_buffer"]
+        return param.add(moved, alpha=rate)
+    if gradient is param.grad or gradient._base is not None:  # it may have been written to since
+        return None
+    if momentum:
+        gradient = gradient.add(state["momentum_buffer"], alpha=momentum)
+    return param.add(gradient, alpha=rate).div(1 - rate * decay)
+
+
+def _before_adam(param: Tensor, gradient: Tensor, state: Any, group: Any) -> Tensor | None:
+    rate, (beta1, beta2), step = group["lr"], group["betas"], float(state["step"])  # host sync
+    decay = rate * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
+    second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    if step < 1 or decay >= 1:
+        return None
+    root = second.sqrt() / (1 - beta2**step) ** 0.5 + group["eps"]
+    return param.addcdiv(state["exp_avg"], root, value=rate / (1 - beta1**step)).div(1 - decay)
+
+
+_UNDONE: dict[type, Callable[[Tensor, Tensor, Any, Any], Tensor | None]] = {
+    torch.optim.SGD: _before_sgd,
+    torch.optim.Adam: _before_adam,
+    torch.optim.AdamW: _before_adam,
+}
 
 _LEAVES = (Tensor, np.ndarray)
 

@@ -391,6 +391,12 @@ class Evidence:
         history = updates.history if updates is not None else self._passes
         return [step.loss for step in history.steps() if step.loss is not None]
 
+    def was_applied(self, optimizer: Optimizer) -> bool:
+        """Whether the last update of this optimizer was made, and not skipped."""
+        updates = self._updates_of(optimizer)
+        steps = () if updates is None else updates.history.steps()
+        return bool(steps) and not steps[-1].skipped
+
     def at_work(self) -> Optimizer | None:
         """The one that stepped last; LBFGS may go wrong inside its first update."""
         latest = self._latest()

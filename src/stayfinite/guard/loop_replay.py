@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -66,9 +66,8 @@ from stayfinite.replay.loop import (
 from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
 from stayfinite.replay.protection import ReplayEnded, call_within, protected
 from stayfinite.replay.target import replaced_in, taken_in, values_at_start
-from stayfinite.snapshot import Mark, Snapshot
+from stayfinite.snapshot import Mark
 from stayfinite.snapshot.copies import same
-from stayfinite.snapshot.walk import WEIGHTS
 from stayfinite.training import Pairs, gradients_of, pairs_of, params_of, put_gradients
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class Turn:
     newer: Container[str] = ()
     later: Moment | None = None
     instead: tuple[Any, Any] | None = None  # a batch, and another in its place
-    weights: Snapshot | None = None  # from before, to begin with
+    put_weights: Callable[[], None] | None = None  # others, to begin with
     is_update: bool = False  # it is the end of the turn before, with the weights of then
 
     @property
@@ -719,8 +718,8 @@ class LoopReplay:
         self._moments.restore_weights()
         if turn.is_update:
             moment.restore_weights()
-        if turn.weights is not None:
-            turn.weights.restore(parts=WEIGHTS)
+        if turn.put_weights is not None:
+            turn.put_weights()
         for scaler in living(GradScaler):
             # Its notes on the step that is under way; a second unscale_() would raise.
             getattr(scaler, "_per_optimizer_states", {}).clear()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from stayfinite.budget import Budget
@@ -21,7 +24,7 @@ from stayfinite.explain.experiments import (
     Trial,
     is_proven,
 )
-from stayfinite.guard.conditions import changed_conditions, terms_of
+from stayfinite.guard.conditions import Weights, changed_conditions, terms_of, weights_before
 from stayfinite.guard.replay import NO_BATCH, KnownStep, samples_of, seen_of
 from stayfinite.living import has_compiled_module, living
 from stayfinite.patch.candidates import patches_for
@@ -29,6 +32,7 @@ from stayfinite.patch.edit import Patch
 from stayfinite.records import Incident
 from stayfinite.replay.moments import GONE
 from stayfinite.replay.swap import changed_loop, swapped
+from stayfinite.snapshot.walk import WEIGHTS
 
 if TYPE_CHECKING:
     from stayfinite.guard.guard import Guard
@@ -102,9 +106,11 @@ def _changed(incident: Incident, patch: Patch, loss: float, folder: str) -> Inci
 
 
 class LoopExperiments(KnownStep):
-    """The step under changed conditions. The steps before it are over: they cannot be changed."""
+    """The step under changed conditions.
 
-    steps = 0
+    The steps before it are over. Of the last one the update can be made smaller, where its rule
+    says what the weights were before.
+    """
 
     def __init__(self, guard: Guard, step: StepAgain, incident: Incident) -> None:
         batch, optimizer = step.turn.batch, step.finding.optimizer
@@ -112,6 +118,11 @@ class LoopExperiments(KnownStep):
         job = jobs[0] if len(jobs) == 1 else None
         super().__init__(guard, job, incident, NO_BATCH if batch is GONE else batch)
         self._step = step
+        self._before = self._before_last_update()
+
+    @property
+    def steps(self) -> int:
+        return 1 if self._before else 0
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -119,7 +130,7 @@ class LoopExperiments(KnownStep):
 
     def run(self, change: Change) -> Seen:
         """Run the step with the change; everything is as before afterwards."""
-        if change.steps:
+        if change.clip is not None or change.loss_scale != 1.0:
             raise CannotReplayError("only this step can be run again")
         if change.is_compiled:
             return self._run_compiled()
@@ -128,14 +139,37 @@ class LoopExperiments(KnownStep):
             instead = (self._batch, self.split.changed(change))
         elif change.rows is not None:
             raise CannotReplayError("the batch cannot be split")
-        weights = None if change.snapshot is None else self._earlier()[change.snapshot]
+        put_weights: Callable[[], None] | None = None
+        if change.snapshot is not None:
+            earlier = self._earlier()[change.snapshot]
+            put_weights = functools.partial(earlier.restore, parts=WEIGHTS)
+        elif change.learning_rate != 1.0:
+            put_weights = functools.partial(self._move_less, change.learning_rate)
         with changed_conditions(
             self._guard, change, cause=self._cause, origin=self._origin, modules=living(nn.Module)
         ):
-            found = self._step.run(instead=instead, weights=weights)
+            found = self._step.run(instead=instead, put_weights=put_weights)
         if found.incident is None and not found.came_to_end:
             raise CannotReplayError(found.reason or "it did not finish")
         return seen_of(found.incident, change)
+
+    def _before_last_update(self) -> Weights | None:
+        evidence, finding = self._guard.evidence, self._step.finding
+        optimizer = finding.optimizer if finding.optimizer is not None else evidence.at_work()
+        if optimizer is None or not evidence.was_applied(optimizer):
+            return None
+        made = [each for each in self._guard.past.moments if each.optimizer == id(optimizer)]
+        if not made or made[-1].gradients is None:
+            return None
+        with contextlib.suppress(KeyError):  # of a state that is not there
+            return weights_before(optimizer, made[-1].gradients, made[-1].rates)
+        return None
+
+    @torch.no_grad()
+    def _move_less(self, share: float) -> None:
+        """Have the weights as if the last update had been so many times as large."""
+        for param, before in self._before or ():
+            param.copy_(torch.lerp(before, param, share))
 
     def _run_compiled(self) -> Seen:
         found = self._step.run(is_traced=False)

@@ -305,14 +305,17 @@ def weight_growth(before: Ranges, now: Ranges) -> float:
 _LIBRARIES = ("torch", "F", "nn", "functional", "np", "math")
 
 
-def argument(expression: str | None, name: str = "") -> str | None:
+def argument(expression: str | None, name: str = "", *, is_last: bool = False) -> str | None:
     """What the call works on: x of `torch.log(x)` and of `x.log()`; None if it is no call.
 
     With a name, only a call of that function counts, wherever it stands in the expression.
+    `is_last` asks for its last argument instead.
     """
     for node in _nodes(expression):
         if isinstance(node, ast.Call) and name in ("", callee(node)):
             inner = operand(node, _LIBRARIES)
+            if is_last and node.args:
+                inner = node.args[-1]
             if inner is not None:
                 return _text(inner)
     return None

@@ -7,10 +7,12 @@ import math
 
 from stayfinite.domains import ARCS, ARCS_OF_LARGE, DIVISIONS, LOGS, POWERS, ROOTS
 from stayfinite.explain.clue import Clue, argument, diagnosis, number, operands, rule
-from stayfinite.records import Diagnosis, NaNType
+from stayfinite.records import Diagnosis, NaNType, TensorSummary
 from stayfinite.text import bare_name
 
-_LOGS = (*LOGS, "log1p", "xlogy", "special_xlog1py", "logit")
+_PRODUCTS = ("xlogy", "special_xlog1py")
+_LOGS = (*LOGS, "log1p", *_PRODUCTS, "logit")
+_GAMMAS = ("lgamma", "digamma", "polygamma", "mvlgamma")
 _RANDOM = ("rand", "rand_like", "uniform", "uniform_", "exponential_", "random_")
 
 
@@ -45,12 +47,14 @@ def logarithm(clue: Clue) -> Diagnosis | None:
     """log of zero or of less, and what people usually meant."""
     if clue.op not in _LOGS and not clue.is_derivative_of(_LOGS):
         return None
-    inner = argument(clue.expression, clue.op) or clue.inner
-    out, item = clue.output, clue.first
+    is_product = clue.op in _PRODUCTS  # xlogy(x, y) is x * log(y)
+    name = "other" if is_product else "self"
+    inner = argument(clue.expression, clue.op, is_last=is_product) or clue.inner
+    out, item, made = clue.output, clue.input(name) or clue.first, clue.made_by(name)
     if out is not None and out.nan_count and not clue.is_backward:
         return diagnosis(
             "log_of_negative",
-            f"`{clue.expression}`: the argument goes down to {_lowest(clue)}, and the log of a "
+            f"`{clue.expression}`: the argument goes down to {_lowest(item)}, and the log of a "
             "negative number is NaN.",
             f"Find why `{inner}` can be negative (a wrong scale or sign); "
             f"`torch.log({inner}.clamp_min(1e-8))` only hides it.",
@@ -59,36 +63,41 @@ def logarithm(clue: Clue) -> Diagnosis | None:
         return diagnosis(
             "pow_of_negative",
             f"The derivative of `{clue.expression}` by its exponent has the log of the base, which "
-            f"goes down to {_lowest(clue)} here.",
+            f"goes down to {_lowest(item)} here.",
             "Keep the base above 0 before the power: `x.clamp_min(1e-6)`.",
         )
-    if any(op in _RANDOM for op in clue.made_by("self")):
+    if any(op in _RANDOM for op in made):
         return diagnosis(
             "gumbel_log_zero",
             f"`{clue.expression}` takes the log of a random number that can be exactly 0.",
             "Draw it away from 0: `torch.rand(shape).clamp_min(torch.finfo(x.dtype).tiny)`, or use "
             "-torch.empty(shape).exponential_().log().",
         )
-    if _multiplied_by_zero(clue):
+    # Of a sigmoid it is a cross-entropy written out, in which the label is the 0.
+    if _multiplied_by_zero(clue) and not any("sigmoid" in op for op in made):
         return diagnosis(
             "kl_of_zero",
             f"`{clue.expression}` is -Inf where a probability is 0, and 0 * -Inf is NaN, though "
             "p log p goes to 0.",
             "Use torch.xlogy(p, q), or clamp the probability: `q.clamp_min(1e-8)`.",
         )
-    made = clue.made_by("self")
     via = f" (made by {made[0].rstrip('_')})" if made and made[0] else ""
     side = "derivative of the log there is 1 / 0" if clue.is_backward else "log of 0 is -Inf"
     why = f"The argument of `{clue.expression}` is exactly 0{via}, and the {side}."
-    return diagnosis("log_of_zero", why, _log_fix(clue, inner))
+    if is_product:
+        why = f"`{inner}` in `{clue.expression}` is exactly 0{via}, and the {side}."
+        return diagnosis(
+            "log_of_zero", why, f"Keep `{inner}` away from 0: `{inner}.clamp_min(1e-8)`."
+        )
+    return diagnosis("log_of_zero", why, _log_fix(made, inner))
 
 
-def _lowest(clue: Clue) -> str:
-    return number(clue.first.min if clue.first else None)
+def _lowest(item: TensorSummary | None) -> str:
+    return number(item.min if item else None)
 
 
-def _log_fix(clue: Clue, inner: str) -> str:
-    made = " ".join(clue.made_by("self"))
+def _log_fix(made_by: list[str], inner: str) -> str:
+    made = " ".join(made_by)
     if "softmax" in made:
         return "Use log_softmax on the logits instead of log(softmax(...))."
     if "sigmoid" in made:
@@ -111,6 +120,18 @@ def _multiplied_by_zero(clue: Clue) -> bool:
 
 
 LOG_RULES = (in_distribution, logarithm)
+
+# Gamma, Beta, Dirichlet and negative binomial densities, by torch or written out.
+gamma_at_pole = rule(
+    lambda clue: (
+        clue.op in _GAMMAS and (clue.has_zero or bool(clue.first and clue.first.negative_count))
+    ),
+    "support_boundary",
+    "`{clue.expression}`: {clue.op} is infinite at 0 and at negative whole numbers, and its "
+    "argument goes down to {clue.first.min}.",
+    "Keep it above 0 where it is made, `F.softplus(raw) + 1e-6`, or clamp it: "
+    "`{clue.inner}.clamp_min(1e-6)`.",
+)
 
 
 _NORMS = ("linalg_vector_norm", "norm", "linalg_norm")
@@ -337,6 +358,7 @@ DOMAIN_RULES = (
     negative_determinant,
     degenerate_matrix,
     *LOG_RULES,
+    gamma_at_pole,
     root_of_negative,
     power_of_negative,
     division,

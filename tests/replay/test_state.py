@@ -1,5 +1,7 @@
 """Bad values that are no data: buffers, and what a loop carries from step to step."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -98,3 +100,73 @@ def test_a_batch_that_is_fetched_ahead_is_data():
             loss.backward()
             optimizer.step()
     assert guard.incidents[0].diagnosis.cause == "bad_input_data"
+
+
+class Average:
+    """A teacher that follows its student, with a correction that is 0 at the first time."""
+
+    def __init__(self, student, is_bad_at=3):
+        self.teacher, self.student, self.calls = copy.deepcopy(student), student, -is_bad_at
+
+    def follow(self):
+        share = 0.9
+        correction = 1 - share**self.calls if self.calls >= 0 else 1.0
+        self.calls += 1
+        with torch.no_grad():
+            for mine, other in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
+                mine.mul_(share).add_(other, alpha=1 - share)
+                mine.div_(torch.tensor(correction))
+
+
+def distil(on_nan):
+    torch.manual_seed(0)
+    student = nn.Linear(2, 2)
+    average = Average(student)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    guard = Guard(GuardSettings(on_nan=on_nan))
+    guard.attach()
+    try:
+        for _ in range(8):
+            x = torch.randn(4, 2)
+            loss = (student(x) - average.teacher(x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average.follow()
+            if guard.incidents:
+                break
+    except stayfinite.TrainingAbortedError:
+        pass
+    finally:
+        guard.close()
+    return guard.incidents[0], average.teacher
+
+
+def test_an_average_that_the_end_of_the_turn_before_made_bad_has_its_line():
+    incident, teacher = distil("stop")
+    assert incident.diagnosis.cause == "division_by_zero"
+    assert "mine.div_(" in incident.origin.code
+    assert "small values in the place of the bad ones" in incident.diagnosis.evidence[-1]
+    assert "`torch.tensor(correction)` in" in incident.diagnosis.why
+    assert not torch.isfinite(teacher.weight).any()  # as it was: the small values were for a look
+
+
+def test_an_average_that_was_bad_at_the_start_is_not_blamed_on_the_turn_before():
+    student = nn.Linear(2, 2)
+    average = Average(student, is_bad_at=100)
+    with torch.no_grad():
+        average.teacher.weight[0, 0] = float("nan")
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    seen = []
+    with stayfinite.watch(student, optimizer, on_nan="recover", sinks=[seen.append]):
+        for step in range(3):
+            x = torch.randn(4, 2)
+            out = student(x) - (average.teacher(x) if step == 2 else 0)
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            average.follow()
+    assert "average.teacher(x)" in seen[0].origin.code
+    assert seen[0].diagnosis.cause in ("bad_init", "unknown")

@@ -135,6 +135,7 @@ gamma_at_pole = rule(
 
 
 _NORMS = ("linalg_vector_norm", "norm", "linalg_norm")
+_DIVIDING = ("div", "div_", "divide", "divide_", "true_divide", "true_divide_", "remainder", "fmod")
 _LINALG = ("linalg_", "cholesky", "svd", "inverse", "lu_", "triangular", "logdet", "ormqr", "eig")
 
 
@@ -235,7 +236,9 @@ def division(clue: Clue) -> Diagnosis | None:
     made_by = clue.made_by(below.name if below else "other")
     by_norm = bool({*made_by} & {*_NORMS})
     pair = operands(clue.expression, ast.Div)
-    text = pair[1] if pair is not None else argument(clue.expression) or "the denominator"
+    called = (argument(clue.expression, name, is_last=True) for name in _DIVIDING)
+    called_with = next(filter(None, called), None) or argument(clue.expression)
+    text = pair[1] if pair is not None else called_with or "the denominator"
     if by_norm and clue.origin.module is not None and not clue.fact("from_batch"):
         return diagnosis(
             "weight_norm_of_zero",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import sys
@@ -413,22 +414,34 @@ class LoopReplay:
     def _end_of_turn_before(
         self, turn: Turn, incident: Incident, standing: Sequence[tuple[FrameType, int]]
     ) -> Incident | None:
-        """Of a carried variable that was bad as the turn began: where the one before made it so."""
-        name = "" if incident.origin is None else incident.origin.facts.get("carried", "")
+        """Of what was bad as the turn began: where the end of the one before made it so.
+
+        That is a carried variable, or parameters that no optimizer updates (of an average, say).
+        """
+        facts = {} if incident.origin is None else incident.origin.facts
+        name = facts.get("carried", "")
         value = {**variables_of(turn.frame), **turn.began.values_in(turn.frame)}.get(name)
+        named = [(name, value)] if isinstance(value, Tensor) else []
+        if facts.get("is_parameter") and incident.world == 1:
+            named = _bad_parameters_of_nobody()
         updated = [each for each in self._moments if each.kind == "updated"]
         line = updated[-1].line_in(turn.frame) if updated else None
         first = None if line is None else turn.loop.line_after(line)
-        if not isinstance(value, Tensor) or first is None:
+        if not named or first is None:
             return None
-        before = Turn(turn.frame, turn.loop, None, updated[-1], (), first)
-        found = self.run(before, incident, BadValues([(name, value)]), standing)
+        before, how = Turn(turn.frame, turn.loop, None, updated[-1], (), first), ""
+        if not name:  # what they were is not known
+            tensors = [local(tensor) for _, tensor in named]
+            put_weights = functools.partial(_make_finite, tensors)
+            before = dataclasses.replace(before, put_weights=put_weights)
+            how = ", with small values in the place of the bad ones"
+        found = self.run(before, incident, BadValues(named), standing)
         if found.incident is None or _is_foreign(found.incident):
             self.reasons.append(f"the end of the turn before: {found.reason or 'it was finite'}")
             return None
         said = (
             f"What follows line {line} in the loop at {self._where(turn)} was run again, as at the "
-            f"end of the step before: it made `{name}` bad."
+            f"end of the step before{how}: it made `{named[0][0].removeprefix('parameters.')}` bad."
         )
         return _with_evidence(found.incident, said)
 
@@ -624,7 +637,7 @@ class LoopReplay:
             all_of_them.enter_context(guard.evidence.kept())
             for group, rate in zip(optimizer.param_groups, moment.rates, strict=False):
                 group["lr"] = rate
-            _make_finite(optimizer, moment.gradients or [])
+            _begin_update_again(optimizer, moment.gradients or [])
             all_of_them.enter_context(guard.traced())
             try:
                 call_within(_MOST_SECONDS, call_at, at, optimizer.step)
@@ -1101,19 +1114,39 @@ class _UpdateProbe(StepListener):
 
 
 @torch.no_grad()
-def _make_finite(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
+def _begin_update_again(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
     """Put the gradients back, and small values in the place of what the update has made bad."""
-    generator = torch.Generator().manual_seed(0)
-    for param, gradient in zip(params_of(optimizer), gradients, strict=False):
+    params = params_of(optimizer)
+    for param, gradient in zip(params, gradients, strict=False):
         param.grad = gradient
-        if not all_finite([param]):
-            own = local(param)
-            noise = torch.randn(own.shape, generator=generator).mul_(0.02).to(own)
-            own.copy_(torch.where(own.isfinite(), own, noise))
         held = optimizer.state[param].values() if param in optimizer.state else ()
         for tensor in (local(value) for value in held if isinstance(value, Tensor)):
             if tensor.is_floating_point() and not all_finite([tensor]):
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+    _make_finite([local(param) for param in params[: len(gradients)]])
+
+
+@torch.no_grad()
+def _make_finite(tensors: Iterable[Tensor]) -> None:
+    """Small values, always the same, in the place of those that are not finite."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        if not all_finite([tensor]):
+            noise = torch.randn(tensor.shape, generator=generator).mul_(0.02).to(tensor)
+            tensor.copy_(torch.where(tensor.isfinite(), tensor, noise))
+
+
+def _bad_parameters_of_nobody() -> list[tuple[str, Tensor]]:
+    """Parameters that are not finite, and that no optimizer updates."""
+    optimized = {id(param) for optimizer in living(Optimizer) for param in params_of(optimizer)}
+    held = (param for module in living(nn.Module) for param in module._parameters.values())
+    bad = {id(p): p for p in held if p is not None and id(p) not in optimized}
+    names = Names()
+    return [
+        (f"parameters.{names.tensor(param)}", param)
+        for param in bad.values()
+        if not param.is_meta and not all_finite([param])
+    ]
 
 
 def _params(finding: BadValues) -> list[Tensor]:

@@ -107,6 +107,20 @@ def test_a_module_level_body_works_on_the_modules_names():
     assert body_of(frame, loop, until=4).run({})["total"] == space["total"] == 7
 
 
+def test_a_function_that_returns_on_the_running_line_gives_its_variables():
+    text = "def step(x):\n    y = x + 1; frames.append(sys._getframe()); return y\n"
+    import linecache
+
+    linecache.cache["<one line>"] = (len(text), None, text.splitlines(True), "<one line>")
+    frames = []
+    space = {"sys": sys, "frames": frames}
+    exec(compile(text, "<one line>", "exec"), space)
+    space["step"](4)
+    loop = function_around(frames[0].f_code)
+    values = body_of(frames[0], loop, until=2).run({"x": 7})
+    assert values["y"] == 8
+
+
 def test_what_waits_for_others_is_not_run():
     async def waits():
         for _ in range(1):

@@ -497,7 +497,7 @@ def body_of(frame: FrameType, loop: Loop, *, since: int = 0, until: int | None =
     if any(isinstance(n, (ast.Await, ast.AsyncFor)) for s in statements for n in _walk_scope(s)):
         raise CannotRunError("the loop waits for others")
     copied = [_mangled(copy.deepcopy(each), frame.f_code) for each in statements]
-    copied = [_GivesVariables().visit(each) for each in copied]
+    copied = _GivesVariables().visit(ast.Module(body=copied, type_ignores=[])).body
     stored = assigned_in(copied)
     is_module = not frame.f_code.co_flags & _OPTIMIZED
     values = variables_of(frame)

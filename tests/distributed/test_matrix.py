@@ -193,9 +193,8 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for kind in FOUR:
         more = richer([kind], [kind] if IS_PROOF else ())
-        found |= run(tmp_path_factory.mktemp("four"), broken_scenes([kind]), world=4)
-        healthy = healthy_scenes([kind] if IS_PROOF else (), more)
-        found |= run(tmp_path_factory.mktemp("four"), healthy, world=4)
+        scenes = broken_scenes([kind]) + healthy_scenes([kind] if IS_PROOF else (), more)
+        found |= run(tmp_path_factory.mktemp("four"), scenes, world=4)
     return found
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -69,9 +68,9 @@ def test_only_files_of_tests_need_pytest(page: Path) -> None:
     assert not any("import pytest" in text for text in others)
 
 
-def environment(page: Path, folder: Path) -> dict[str, str]:
-    """In which programs are found; those of the first page as users start them, others as forks."""
-    python = sys.executable if page.stem == "quickstart" else forks.python()
+def environment(folder: Path) -> dict[str, str]:
+    """In which programs are found, as forks of a process that has torch."""
+    python = forks.python()
     for name, words in PROGRAMS.items():
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} {words} "$@"\n')
@@ -94,7 +93,7 @@ def environment(page: Path, folder: Path) -> dict[str, str]:
 def test_page_can_be_done_from_an_empty_folder(
     page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    env = environment(page, tmp_path_factory.mktemp("bin"))
+    env = environment(tmp_path_factory.mktemp("bin"))
     for kind, title, text in parts(page):
         if kind == "python":
             for package in re.findall(r"^(?:from|import) (lightning|transformers)", text, re.M):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 
+import forks
 import pytest
 import torch
 from torch import nn
@@ -38,9 +38,7 @@ SCRIPT = """
 def test_a_script_that_ends_itself_is_told_the_line(ending, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT.format(ending=ending)))
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = forks.run_text([str(script)], cwd=tmp_path)
     assert done.returncode == 1
     assert "train.py:11" in done.stderr, done.stderr
     assert done.stderr.count("error[") == 1

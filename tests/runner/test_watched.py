@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 TRAIN = """
     import os, sys, torch
@@ -158,13 +157,8 @@ def test_own_error_of_a_script_keeps_its_words_and_code(scripts):
 
 def test_broken_guard_never_breaks_the_run(scripts):
     scripts.write(TRAIN)
-    scripts.write(
-        "import sys, types\n"
-        "sys.modules['stayfinite.guard'] = types.ModuleType('stayfinite.guard')\n",
-        "sitecustomize.py",
-    )
-    path = os.pathsep.join([str(scripts.folder), scripts.source])
-    done = scripts.watched("train.py", "bad", env={"PYTHONPATH": path})
+    broken = "import sys, types; sys.modules['stayfinite.guard'] = types.ModuleType('broken')"
+    done = scripts.warm("train.py", "bad", first=broken)
     assert (done.code, done.out) == (0, b"nan\n")
     assert done.ours[0].startswith("attaching to torch failed (ImportError: ")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -145,7 +146,7 @@ def test_long_runs_are_answered_fast_and_without_torch(tmp_path: Path) -> None:
     for words in (["show", str(path)], ["list", str(path.parent)], ["compare", *[str(path)] * 2]):
         without_torch = "import sys; sys.modules['torch'] = None"
         code = f"{without_torch}; from stayfinite.cli import main; main({words})"
-        started = time.perf_counter()
+        before = _time_of_children()
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -153,4 +154,10 @@ def test_long_runs_are_answered_fast_and_without_torch(tmp_path: Path) -> None:
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        assert time.perf_counter() - started < 5  # 0.3 s where nothing else runs
+        assert _time_of_children() - before < 5
+
+
+def _time_of_children() -> float:
+    """Of the processor, in seconds: on a busy machine nothing else can be relied on."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -154,3 +154,27 @@ def test_step_within_a_step_is_judged_again_and_told_once(spoil: bool) -> None:
             assert (image(optimizer) == before) == is_bad
             assert all(p.grad is not None for p in params.used)
     assert recorder.events == ["refused"]
+
+
+class MovingOn(torch.optim.SGD):
+    """It goes on with the gradients after the step of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.01)
+
+
+def test_refused_step_has_no_gradients_after_a_step_within_it_either() -> None:
+    make(torch.optim.SGD, {})  # from here on SGD.step runs the hooks itself
+    params = Parameters(MovingOn)
+    optimizer = MovingOn(params.all, lr=0.1, momentum=0.9)
+    with watch_steps(recorder := Recorder()):
+        step(optimizer, params)
+        before = image(optimizer)
+        step(optimizer, params, bad=float("nan"))
+    assert image(optimizer) == before
+    assert recorder.events == ["refused"]
+    assert all(p.grad is not None for p in params.used)

@@ -38,6 +38,13 @@ def through_item_assignment() -> Tensor:
     return table.mean()
 
 
+def through_a_table_with_another_bad_row() -> Tensor:
+    table = torch.zeros(4, 3)
+    table[1] = torch.log(ZERO)
+    table[3] = torch.sqrt(ZERO - 1)
+    return table.sum()
+
+
 def through_index_put() -> Tensor:
     table = torch.zeros(5)
     table[torch.tensor([0, 2, 4])] = torch.log(ZERO)

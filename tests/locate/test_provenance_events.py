@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from stayfinite.locate.clock import Tracing
 from stayfinite.locate.operators import learn
@@ -144,6 +145,18 @@ def test_value_knows_the_operation_behind_it_and_behind_its_inputs() -> None:
     past.note_result(learn(torch.ops.aten.mul.Tensor), (y, 2.0), z)
     assert past.made_by(z) == ["mul", "exp"]
     assert past.made_by(x) == []
+
+
+def test_weight_that_an_update_wrote_is_no_result_of_the_batch() -> None:
+    past = Provenance()
+    weight, x = nn.Parameter(torch.ones(2)), torch.ones(2)
+    past.note_entry(x, "inputs.0")
+    past.note_result(learn(torch.ops.aten.add_.Tensor), (weight, x), weight)
+    assert past.made_by(weight) == []
+    assert not past.is_from_batch(weight)
+    summed = weight + x
+    past.note_result(learn(torch.ops.aten.add.Tensor), (weight, x), summed)
+    assert past.is_from_batch(summed)
 
 
 def silent(*_: Any) -> None:

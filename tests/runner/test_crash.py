@@ -21,7 +21,7 @@ for step in range(9):
 
 def test_crash_by_a_nan_is_explained(scripts):
     scripts.write(SCRIPT)
-    plain = scripts.plain("train.py")
+    plain = scripts.alone("train.py")
     done = scripts.warm("train.py", options=("--json", "out.json"))
     result = scripts.result()
     assert plain.code == done.code == 1

@@ -149,8 +149,8 @@ def test_warning_leaves_the_script_alone(scripts):
 
 
 def test_own_error_of_a_script_keeps_its_words_and_code(scripts):
-    done = run(scripts, "own error")
-    plain = scripts.plain("train.py", "own error")
+    done = run(scripts, "own error", start=scripts.warm)
+    plain = scripts.alone("train.py", "own error")
     assert done.seen == plain.seen
     assert scripts.result()["exit"] == "script-error"
 

@@ -347,8 +347,8 @@ def _code_of(words: list[str]) -> int:
             return ended.code or 0
         print(ended.code, file=sys.stderr)
     except BaseException as error:
-        trace = error.__traceback__
-        sys.excepthook(type(error), error, trace and trace.tb_next)
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 1
 
 

@@ -413,6 +413,7 @@ class Guard(StepListener):
                 past.forecaster.close()
             if not self.leaves_moments:
                 past.moments.forget()
+                past.tracing.deliveries.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():
             job.close()
@@ -1088,7 +1089,9 @@ class Guard(StepListener):
     def _set_aside(self, incident: Incident) -> str:
         """Take the bad samples out of the batches to come, where they are known; says which.
 
-        One that is bad itself at once, one that met a singular value when it does so again.
+        One that is bad itself at once, and one whose value is finite but has no derivative: it lies
+        at one exact point, which is no accident. One that met another singular value, when it does
+        so again.
         """
         origin = incident.origin
         cause = None if incident.diagnosis is None else incident.diagnosis.cause
@@ -1100,7 +1103,8 @@ class Guard(StepListener):
         samples, dataset = guilty_samples(origin, is_data=is_data)
         if is_data and not samples:  # it was not run again
             samples, dataset = past.tracing.deliveries.bad_samples()
-        chosen = [each for each in samples if is_data or (dataset, each) in past.suspects]
+        is_sure = is_data or origin.phase == "backward"
+        chosen = [each for each in samples if is_sure or (dataset, each) in past.suspects]
         past.suspects.update((dataset, each) for each in samples)
         if not chosen or not past.tracing.deliveries.set_aside(chosen, dataset):
             return ""

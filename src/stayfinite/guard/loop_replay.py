@@ -917,10 +917,8 @@ class _Probe(StepListener):
         began, self._old = time.monotonic(), list(values.values())
         run = body.run if caller is None else functools.partial(call_at, caller, body.run)
         try:
-            if self._is_together:  # nobody may leave the others alone
-                results = run(values)
-            else:
-                results = call_within(seconds, run, values)
+            # Together nobody may leave the others alone.
+            results = run(values) if self._is_together else call_within(seconds, run, values)
             self._reason = "it did not reach the place where the value was noticed"
             self._look_at(results)
             self._came_to_end = True

@@ -254,6 +254,9 @@ class LoopReplay:
         best: tuple[Turn, Replayed] | None = None
         finite: tuple[Turn, Replayed] | None = None
         for turn, found in self._replays(incident, finding, standing, until=until):
+            if _was_computed_before(found.incident):
+                self.reasons.append(f"line {turn.loop.line}: the value was computed before it")
+                continue
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
                 is_whole = found.gradients is not None or (found.came_to_end and found.has_passed)
@@ -849,9 +852,9 @@ def _up_to_module(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameTy
     return found
 
 
-def _place(incident: Incident) -> tuple[str | None, int | None] | None:
+def _place(incident: Incident) -> tuple[str | None, int | None, str | None] | None:
     origin = incident.origin
-    return None if origin is None else (origin.file, origin.line)
+    return None if origin is None else (origin.file, origin.line, origin.op)
 
 
 def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
@@ -1130,6 +1133,13 @@ def _is_foreign(incident: Incident | None) -> bool:
     """Whether the value was there before the replay began."""
     origin = None if incident is None else incident.origin
     return origin is not None and bool(origin.facts.get("foreign"))
+
+
+def _was_computed_before(incident: Incident | None) -> bool:
+    """Whether the value was there before the replay, and has a graph: a turn further out made it."""
+    origin = None if incident is None else incident.origin
+    is_foreign = _is_foreign(incident) and origin is not None and origin.phase == "data"
+    return is_foreign and origin is not None and bool(origin.facts.get("computed"))
 
 
 def _is_nobodys(incident: Incident, turn: Turn) -> bool:

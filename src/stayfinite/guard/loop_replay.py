@@ -1136,10 +1136,11 @@ def _is_foreign(incident: Incident | None) -> bool:
 
 
 def _was_computed_before(incident: Incident | None) -> bool:
-    """Whether the value was there before the replay, and has a graph: a turn further out made it."""
+    """Whether the value was there before the replay and has a graph: a turn further out made it."""
     origin = None if incident is None else incident.origin
-    is_foreign = _is_foreign(incident) and origin is not None and origin.phase == "data"
-    return is_foreign and origin is not None and bool(origin.facts.get("computed"))
+    if origin is None or origin.phase != "data" or not _is_foreign(incident):
+        return False
+    return bool(origin.facts.get("computed"))
 
 
 def _is_nobodys(incident: Incident, turn: Turn) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scenes import cause, gradient
 from torch import Tensor, nn
-from torch.distributions import Beta, Normal
+from torch.distributions import Beta, Categorical, Normal
 from torch.nn import functional
 
 from stayfinite.causes import CAUSES
@@ -84,6 +84,9 @@ shows("var_of_single")(lambda: torch.ones(1).std())
 shows("var_of_single")(lambda: torch.ones(1, 4).var(0))
 shows("softmax_all_masked")(lambda: torch.softmax(torch.full((2, 3), -INF), -1))
 shows("softmax_all_masked")(lambda: functional.log_softmax(torch.full((2, 3), -INF), -1))
+shows("softmax_all_masked")(
+    lambda: Categorical(logits=torch.full((2, 3), -INF), validate_args=False).logits
+)
 shows("cosine_zero_vector")(lambda: normalised(torch.zeros(2, 3)))
 shows("kl_of_zero")(lambda: entropy(torch.tensor([0.0, 1.0])))
 shows("gumbel_log_zero")(lambda: -torch.log(torch.rand(1000).mul(0.0)))

@@ -138,6 +138,19 @@ def test_loop_that_grows_on_its_own_result() -> None:
     )
 
 
+def test_state_that_grows_without_a_weight_is_not_told_to_initialise_one() -> None:
+    def grow() -> Tensor:
+        x = torch.full((4,), 0.5, requires_grad=True)
+        for _ in range(20):
+            x = x + 0.5 * x * x
+        return x.sum()
+
+    diagnosis = found(grow)[0].diagnosis
+    assert diagnosis.cause == "exploding_recurrence"
+    assert "weight" not in diagnosis.fix
+    assert "Bound what the loop carries" in diagnosis.fix
+
+
 def test_lbfgs_without_a_line_search() -> None:
     x = torch.tensor([-1.2, 1.0], requires_grad=True)
     optimizer = LBFGS([x], max_iter=100)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch.distributions import Categorical, Normal
+from torch.utils.data import DataLoader, TensorDataset
 
 from stayfinite.errors import TrainingAbortedError
 from stayfinite.guard import Guard, GuardSettings
@@ -201,3 +202,25 @@ def test_crash_in_a_framework_is_run_again_by_whoever_watches_after_it():
     assert incident.origin.exact
     assert incident.origin.code.startswith("loss = torch.log(")
     assert incident.diagnosis.cause == "log_of_negative"
+
+
+def test_the_batches_before_a_crash_in_a_framework_are_still_known():
+    """Its guard goes with the error; whoever looks into that needs the samples of the batch."""
+    process = ProcessGuard(Guard(GuardSettings(on_nan="stop")), lambda guard: guard.attach())
+    x = torch.ones(8, 2)
+    x[5] = float("nan")
+
+    def fit():
+        lent = process.stand_in(Guard(process.settings))
+        try:
+            for (batch,) in DataLoader(TensorDataset(x), batch_size=2):
+                loss = torch.ones(2, requires_grad=True) @ batch.mean(0)
+                if torch.isnan(loss):
+                    raise RuntimeError("Loss is NaN, training stopped.")
+        finally:
+            lent.remove()
+
+    process.guard.script_crashed(error_of(fit))
+    process.close()
+    (incident,) = process.guard.incidents
+    assert any("sample 5 of the dataset" in said for said in incident.diagnosis.evidence)

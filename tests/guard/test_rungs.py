@@ -107,7 +107,7 @@ def test_without_quarantine_it_comes_again() -> None:
 
 
 class Rows(Dataset[Any]):
-    """Rows of which one is all zeros: its norm has no gradient."""
+    """Rows of which one is all zeros: its norm has no gradient, and no logarithm."""
 
     def __len__(self) -> int:
         return 16
@@ -116,7 +116,11 @@ class Rows(Dataset[Any]):
         return torch.zeros(3) if index == 5 else torch.full((3,), 1.0 + index)
 
 
-def test_a_sample_with_a_singular_value_is_set_aside_when_it_comes_again() -> None:
+@pytest.mark.parametrize(
+    ("function", "steps"), [(torch.log, [1, 5]), (torch.sqrt, [1])], ids=["value", "derivative"]
+)
+def test_a_sample_with_a_singular_value_is_set_aside(function: Any, steps: list[int]) -> None:
+    """At once where the value is finite and only its derivative is not, else the second time."""
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -125,9 +129,9 @@ def test_a_sample_with_a_singular_value_is_set_aside_when_it_comes_again() -> No
         for _ in range(4):
             for x in loader:
                 optimizer.zero_grad()
-                (model(x).square().sum(1).sqrt()).mean().backward()
+                function(model(x).square().sum(1)).mean().backward()
                 optimizer.step()
-    assert [each.step for each in guard.incidents] == [1, 5]
+    assert [each.step for each in guard.incidents] == steps
     assert guard.quarantine == {"Rows": [5]}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import stayfinite
-from stayfinite.locate.samples import Deliveries
+from stayfinite.locate.samples import Deliveries, Reads
 
 
 class Numbers(Dataset[Tensor]):
@@ -122,6 +122,21 @@ def test_the_file_of_a_bad_sample_is_named(tmp_path: Path) -> None:
     assert "sample 7 of the dataset (row 3 of 4 in batch 1)" in said
     assert "scan_7.npy" in said
     assert "scan_8" not in said
+
+
+def test_what_python_imports_from_is_no_file_of_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, table = tmp_path / "python311.zip", tmp_path / "table.csv"
+    for path in (packed, table):
+        path.write_text("1")
+    monkeypatch.syspath_prepend(str(packed))
+    reads = Reads()
+    reads.listen()
+    table.read_text()
+    packed.read_text()
+    reads.stop()
+    assert reads.latest() == str(table)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -161,3 +161,56 @@ def test_assert_of_a_solver_several_frames_deep_is_explained(scripts):
     (incident,) = scripts.result()["incidents"]
     assert (incident["step"], incident["origin"]["file"]) == (5, "train.py")
     assert "state.norm(" in incident["origin"]["code"]
+
+
+TRAINER = """
+import torch
+
+
+class Trainer:
+    def fit(self, net, loader):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.batches = iter(loader)
+        try:
+            for _ in range(len(loader)):
+                loss = self.training_step(net, *next(self.batches))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        finally:
+            self.batches = None
+
+    def training_step(self, net, x):
+        loss = net(x).square().mean()
+        if torch.isnan(loss):
+            raise Exception("Loss is NaN, training stopped.")
+        return loss
+"""
+
+FITTED = """
+import sys
+sys.path.insert(0, "site-packages")
+import torch
+from fitlib import Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x = torch.randn(16, 3)
+x[9, 1] = float("nan")
+Trainer().fit(torch.nn.Linear(3, 1), DataLoader(TensorDataset(x), batch_size=4))
+"""
+
+
+def test_a_bad_batch_inside_a_framework_is_data_that_came_by_the_users_call(scripts):
+    """The framework's loop cannot be run again, as it has cleaned up; its functions can."""
+    scripts.write(TRAINER, "site-packages/fitlib.py")
+    scripts.write(FITTED)
+    options = ("--json", "out.json", "--second-run", "never")
+    done = scripts.warm("train.py", options=options)
+    assert done.code == 1
+    (incident,) = scripts.result()["incidents"]
+    origin, diagnosis = incident["origin"], incident["diagnosis"]
+    assert (origin["file"], origin["line"], origin["phase"]) == ("train.py", 11, "data")
+    assert origin["exact"]
+    assert diagnosis["cause"] == "bad_input_data"
+    assert any("sample 9 of the dataset" in said for said in diagnosis["evidence"])

@@ -146,3 +146,56 @@ def test_a_file_and_its_line_are_never_on_two_lines(
     )
     prose = [line for line in lines if ":1234" not in line and ":98765" not in line]
     assert all(len(line) <= width for line in prose), text
+
+
+BAYES = """
+    def terms_of(net, batches):
+        for x in batches:
+            yield [net(x).square().sum().neg(), net(x).square().log().sum()]
+
+    def total_of(terms):
+        read = total = 0
+        for term in terms:
+            read += term.item()
+            total = total + term
+        return total
+
+    def fit(net, optimizer, batches):
+        for terms in terms_of(net, batches):
+            total = total_of(terms)
+            for loss in [-total]:
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+"""
+FITTED = """
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parent / "env" / "site-packages"))
+    import torch
+    from probtools.bayes import fit
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for step in range(6):
+        x = torch.randn(8, 4)
+        if step == 4:
+            x[3] = 0
+        fit(net, optimizer, [x])
+"""
+
+
+def test_a_value_that_a_package_reads_and_then_trains_on_is_told_once(scripts: Any) -> None:
+    """The packages' loops begin when it is there already, so the user's own loop is run again."""
+    scripts.write(BAYES, "env/site-packages/probtools/bayes.py")
+    scripts.write("", "env/site-packages/probtools/__init__.py")
+    scripts.write(FITTED)
+    done = scripts.warm("train.py", options=("--second-run", "never", "--json", "out.json"))
+    (incident,) = scripts.result()["incidents"]
+    origin = incident["origin"]
+    assert (origin["file"], origin["line"]) == ("train.py", 16), done.err.decode()
+    assert origin["op"] == "aten.log.default"
+    assert incident["diagnosis"]["cause"] == "log_of_zero"
+    assert incident["outcome"]["detail"] == "the backward pass was not run"

@@ -148,17 +148,23 @@ nothing_left = rule(
     "`{clue.inner}.sum() / max(1, count)`.",
 )
 
-# A softmax over nothing but -Inf.
+
+def _has_masked_row(clue: Clue) -> bool:
+    """A softmax over nothing but -Inf, also one in two operations, as Categorical takes it."""
+    total = clue.input("other")
+    is_normalised = clue.op == "sub" and "logsumexp" in clue.made_by("other")[:1]
+    if is_normalised:
+        return total is not None and total.neg_inf_count > 0
+    is_softmax = any(name in clue.op for name in ("softmax", "attention", "logsumexp"))
+    return is_softmax and any(item.neg_inf_count for item in clue.origin.inputs)
+
+
 masked_row = rule(
-    lambda clue: (
-        not clue.is_backward
-        and any(name in clue.op for name in ("softmax", "attention", "logsumexp"))
-        and any(item.neg_inf_count for item in clue.origin.inputs)
-    ),
+    lambda clue: not clue.is_backward and _has_masked_row(clue),
     "softmax_all_masked",
     "A whole row of the scores is -Inf in `{clue.expression}`, and the softmax of such a row "
     "is 0 / 0.",
-    "Keep one position unmasked in each row, or zero those rows: "
+    "Keep at least one position unmasked in every row, or zero those rows: "
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min), and attn.masked_fill(mask, 0.0) "
     "after the softmax.",
 )

@@ -218,6 +218,7 @@ UPDATE_RULES = (
 
 _RAW = 50.0  # normalised data does not reach it
 _LOOP = 8  # so many runs of one line in one forward pass are a recurrence
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "addmv", "convolution")
 _GROWN = 1e6  # beyond what layers make of normalised data
 _TOO_WIDE = 10.0  # usual weights stay below 7 times fan_in ** -0.5, the largest of them too
 _OVERFLOW = (*EXPONENTIALS, "logaddexp", "softplus", "square")
@@ -243,15 +244,27 @@ line_search = rule(
     'Pass line_search_fn="strong_wolfe" to torch.optim.LBFGS.',
 )
 
-# One line that runs again on its own result, growing each time.
-recurrence = rule(
-    lambda clue: int(clue.fact("repeats", 0)) >= _LOOP,
-    "exploding_recurrence",
-    "`{clue.expression}` ran {clue.origin.facts[repeats]} times in this step on its own result and "
-    "grew until it overflowed.",
-    "Initialise the recurrent weight with nn.init.orthogonal_, use a gated cell (LSTM, GRU) or a "
-    "normalisation in the loop, and clip the gradient norm.",
-)
+
+def recurrence(clue: Clue) -> Diagnosis | None:
+    """One line that runs again on its own result, growing each time."""
+    times = int(clue.fact("repeats", 0))
+    if times < _LOOP:
+        return None
+    fix = (
+        "Bound what the loop carries (`x.clamp(min, max)`, torch.tanh), check the sign and size of "
+        "the term that makes it grow, or take smaller steps."
+    )
+    if clue.op in _PRODUCTS:
+        fix = (
+            "Initialise the recurrent weight with nn.init.orthogonal_, use a gated cell (LSTM, "
+            "GRU) or a normalisation in the loop, and clip the gradient norm."
+        )
+    return diagnosis(
+        "exploding_recurrence",
+        f"`{clue.expression}` ran {times} times in this step on its own result and grew until it "
+        "overflowed.",
+        fix,
+    )
 
 
 def huge_weights(clue: Clue) -> Diagnosis | None:

@@ -92,6 +92,7 @@ if TYPE_CHECKING:
 
 _TOO_LATE = "it was found when the script had ended, so nothing was undone"
 _AFTER_LAST = "it was found after the last update, so nothing was undone"
+_MOST_BEHIND = 10_000  # nodes of a graph that are looked through for a value that was read
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -135,6 +136,7 @@ class Guard(StepListener):
         self._judged: set[int] = set()  # nodes behind the bad loss of the last backward pass
         self._pending: Incident | None = None  # of a bad loss that was read, and may be left out
         self._pending_turn: object = None  # of the loop in which it was read
+        self._pending_nodes: set[int] = set()  # that made it
 
     @property
     def incidents(self) -> list[Incident]:
@@ -307,6 +309,7 @@ class Guard(StepListener):
             incident = incident_of(finding, self.past.evidence, strategy="script")
             self._pending = self._run_again(incident, finding, frame)
             self._pending_turn = self._turn_at(frame) if self._pending is not None else None
+            self._pending_nodes = numbers_behind(tensor, most=1)
 
     def _loader_left(self, frame: FrameType | None) -> None:
         with self.past.aside:
@@ -367,6 +370,11 @@ class Guard(StepListener):
         now = None if self._pending_turn is None else self._turn_at(frame)
         return now is not None and now != self._pending_turn
 
+    def _is_pending_behind(self, roots: Sequence[Tensor]) -> bool:
+        """Whether these were computed from the bad value that was read."""
+        behind = (numbers_behind(root, most=_MOST_BEHIND) for root in roots)
+        return any(not self._pending_nodes.isdisjoint(numbers) for numbers in behind)
+
     def record_unused_loss(self) -> None:
         """If the script read a bad loss and will not train on it, make it an incident."""
         pending, self._pending = self._pending, None
@@ -413,6 +421,7 @@ class Guard(StepListener):
                 past.forecaster.close()
             if not self.leaves_moments:
                 past.moments.forget()
+                past.tracing.deliveries.forget()
             past.rank_groups.remove()
         for job in self.jobs.values():
             job.close()
@@ -535,7 +544,7 @@ class Guard(StepListener):
             return
         if self._pending is not None:
             with self.past.aside:
-                if self._is_turn_over(sys._getframe(1)):
+                if self._is_turn_over(sys._getframe(1)) and not self._is_pending_behind(roots):
                     self.record_unused_loss()
             self._pending = None
         past = self.past
@@ -1088,7 +1097,9 @@ class Guard(StepListener):
     def _set_aside(self, incident: Incident) -> str:
         """Take the bad samples out of the batches to come, where they are known; says which.
 
-        One that is bad itself at once, one that met a singular value when it does so again.
+        One that is bad itself at once, and one whose value is finite but has no derivative: it lies
+        at one exact point, which is no accident. One that met another singular value, when it does
+        so again.
         """
         origin = incident.origin
         cause = None if incident.diagnosis is None else incident.diagnosis.cause
@@ -1100,7 +1111,8 @@ class Guard(StepListener):
         samples, dataset = guilty_samples(origin, is_data=is_data)
         if is_data and not samples:  # it was not run again
             samples, dataset = past.tracing.deliveries.bad_samples()
-        chosen = [each for each in samples if is_data or (dataset, each) in past.suspects]
+        is_sure = is_data or origin.phase == "backward"
+        chosen = [each for each in samples if is_sure or (dataset, each) in past.suspects]
         past.suspects.update((dataset, each) for each in samples)
         if not chosen or not past.tracing.deliveries.set_aside(chosen, dataset):
             return ""

@@ -50,7 +50,7 @@ from stayfinite.guard.evidence import (
 )
 from stayfinite.guard.ranks import Ranks, lost_peer
 from stayfinite.living import Names, has_compiled_module, living, one_look
-from stayfinite.locate.source import call_at, is_installed, relative
+from stayfinite.locate.source import Place, call_at, is_installed, positions, relative
 from stayfinite.nested import named_tensors
 from stayfinite.records import Incident
 from stayfinite.replay.loop import (
@@ -254,6 +254,9 @@ class LoopReplay:
         best: tuple[Turn, Replayed] | None = None
         finite: tuple[Turn, Replayed] | None = None
         for turn, found in self._replays(incident, finding, standing, until=until):
+            if _was_computed_before(found.incident):
+                self.reasons.append(f"line {turn.loop.line}: the value was computed before it")
+                continue
             if found.incident is None:
                 self.reasons.append(f"line {turn.loop.line}: {found.reason or 'it was finite'}")
                 is_whole = found.gradients is not None or (found.came_to_end and found.has_passed)
@@ -716,7 +719,7 @@ class LoopReplay:
             for name, tensor in turn.carried(values):
                 guard.past.tracing.note_carried(name, tensor)
             all_of_them.enter_context(probe.attached())
-            return probe.run(body, values, seconds=seconds)
+            return probe.run(body, values, seconds=seconds, caller=_caller(turn, standing))
 
     def _put_beginning(self, turn: Turn, body: Body, values: Mapping[str, Any]) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
@@ -861,9 +864,9 @@ def _up_to_module(frames: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameTy
     return found
 
 
-def _place(incident: Incident) -> tuple[str | None, int | None] | None:
+def _place(incident: Incident) -> tuple[str | None, int | None, str | None] | None:
     origin = incident.origin
-    return None if origin is None else (origin.file, origin.line)
+    return None if origin is None else (origin.file, origin.line, origin.op)
 
 
 def standing_in(error: BaseException) -> list[tuple[FrameType, int]]:
@@ -923,13 +926,14 @@ class _Probe(StepListener):
             deliveries.again = None
             attachment.remove()
 
-    def run(self, body: Body, values: Mapping[str, Any], *, seconds: float) -> Replayed:
+    def run(
+        self, body: Body, values: Mapping[str, Any], *, seconds: float, caller: Place | None
+    ) -> Replayed:
         began, self._old = time.monotonic(), list(values.values())
+        run = body.run if caller is None else functools.partial(call_at, caller, body.run)
         try:
-            if self._is_together:  # nobody may leave the others alone
-                results = body.run(values)
-            else:
-                results = call_within(seconds, body.run, values)
+            # Together nobody may leave the others alone.
+            results = run(values) if self._is_together else call_within(seconds, run, values)
             self._reason = "it did not reach the place where the value was noticed"
             self._look_at(results)
             self._came_to_end = True
@@ -1163,9 +1167,37 @@ def _is_foreign(incident: Incident | None) -> bool:
     return origin is not None and bool(origin.facts.get("foreign"))
 
 
+def _was_computed_before(incident: Incident | None) -> bool:
+    """Whether the value was there before the replay and has a graph: a turn further out made it."""
+    origin = None if incident is None else incident.origin
+    if origin is None or origin.phase != "data" or not _is_foreign(incident):
+        return False
+    return bool(origin.facts.get("computed"))
+
+
 def _is_nobodys(incident: Incident, turn: Turn) -> bool:
-    """Whether a value was there before the turn of a library's loop: nothing was found out."""
-    return _is_foreign(incident) and is_installed(turn.loop.file)
+    """Whether a value was there before the turn of a library's loop: nothing was found out.
+
+    One that a loader handed over is the data's.
+    """
+    samples = {} if incident.origin is None else incident.origin.facts.get("samples", {})
+    is_known = "batch" in samples
+    return _is_foreign(incident) and is_installed(turn.loop.file) and not is_known
+
+
+def _caller(turn: Turn, standing: Sequence[tuple[FrameType, int]]) -> Place | None:
+    """The user's line that called the package whose loop it is; None where it is the user's own.
+
+    After an error the functions further out are not running any more.
+    """
+    if not is_installed(turn.loop.file):
+        return None
+    inside = next((n for n, (frame, _) in enumerate(standing) if frame is turn.frame), 0)
+    for frame, line in standing[inside:]:
+        if not is_installed(frame.f_code.co_filename):
+            place = Place(frame.f_code, frame.f_lasti, line)
+            return place if positions(place)[0] == line else place._replace(lasti=-2)
+    return None
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:

@@ -113,13 +113,16 @@ class Deliveries:
             wrapped(_BaseDataLoaderIter, "_reset", self._around_beginning),
             wrapped(_BaseDataLoaderIter, "_next_index", self._around_index),
             wrapped(_BaseDataLoaderIter, "__next__", self._around_next),
-            Attachment(self._forget),
+            Attachment(self._leave),
         )
 
-    def _forget(self) -> None:
+    def _leave(self) -> None:
+        self.on_left = None
+
+    def forget(self) -> None:
+        """Nobody asks for the last batches any more."""
         self._recent.clear()
         self._aside.clear()
-        self.on_left = None
 
     def recent(self) -> list[tuple[Delivery, list[Tensor]]]:
         """The last deliveries with those of their tensors that are still alive."""
@@ -391,6 +394,6 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _is_data(path: str) -> bool:
-    if path.endswith(_CODE) or path.startswith((*_SYSTEM, *_LIBRARIES)):
+    if path.endswith(_CODE) or path.startswith((*_SYSTEM, *_LIBRARIES)) or path in sys.path:
         return False
     return f"{os.sep}__pycache__" not in path and f"{os.sep}stayfinite-" not in path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import sysconfig
@@ -21,6 +22,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
 _COMMANDS = sysconfig.get_paths()["scripts"] + os.sep  # of packages: pytest, stayfinite
 
+_LONGEST = 160  # characters of an expression of several lines
 USER, INTERNAL, ENGINE = 0, 1, 2
 # By file: two code objects are equal when only their files differ.
 _kind_of_file: dict[str, int] = {}
@@ -159,9 +161,23 @@ def resolve(place: Place, *, folder: str | None) -> Span:
     if start is not None and end is not None:
         columns = _characters(path, line, start), _characters(path, end_line, end)
     text = linecache.getline(path, line)
-    expression = text[slice(*columns)] if columns and line == end_line else None
+    expression = None
+    if columns is not None:
+        is_short = line == end_line
+        expression = text[slice(*columns)] if is_short else _joined(path, line, end_line, columns)
     name = relative(path, folder)
     return Span(name, line, end_line, columns, text.strip(), place.code.co_name, expression)
+
+
+def _joined(path: str, line: int, end_line: int, columns: tuple[int, int]) -> str | None:
+    """An expression of several lines as one; None where it is none, or too long to be quoted."""
+    lines = [linecache.getline(path, number) for number in range(line, end_line + 1)]
+    text = "".join([lines[0][columns[0] :], *lines[1:-1], lines[-1][: columns[1]]])
+    try:
+        text = ast.unparse(ast.parse(f"({text})", mode="eval"))
+    except (SyntaxError, ValueError):
+        return None
+    return text if len(text) <= _LONGEST else None
 
 
 def relative(path: str, folder: str | None) -> str:

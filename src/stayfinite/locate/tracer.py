@@ -456,6 +456,7 @@ class Facts:
             if not (is_state or state):
                 facts["measured"] = clauses_of_value(tensor, frame)
                 facts["columns"] = bad_columns(tensor)
+                facts["computed"] = tensor.grad_fn is not None or None
         return facts
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:

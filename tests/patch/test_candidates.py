@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_argument_of_the_log_is_clamped(tmp_path: Path) -> None:
     patch = patches_for(incident(), folder=str(tmp_path))[0]
     assert "-torch.log(mix.clamp_min(1e-8)).mean()" in patch.after
     assert patch.diff(folder=str(tmp_path)).startswith("--- a/train.py\n+++ b/train.py\n@@")
+
+
+def test_twin_expressions_that_are_the_same_share_a_variable(tmp_path: Path) -> None:
+    term = "torch.log(mix)"
+    line = (
+        f"    loss = 0.125 * (weight_of_sample * {term}).mean() + (other_share * {term}).sum()  # -"
+    )
+    (tmp_path / "train.py").write_text(f"import torch\n\n\ndef nll(mix):\n{line}\n")
+    bad = incident(code=line.strip(), file="train.py", line=5)
+    assert bad.origin is not None
+    at = line.index(term)
+    origin = dataclasses.replace(bad.origin, columns=(at, at + len(term)))
+    patch = patches_for(dataclasses.replace(bad, origin=origin), folder=str(tmp_path))[0]
+    assert patch.after.count("safe_mix = mix.clamp_min(1e-8)") == 1
+    assert patch.after.count("torch.log(safe_mix)") == 2
 
 
 def test_file_that_has_changed_gets_no_patch(tmp_path: Path) -> None:

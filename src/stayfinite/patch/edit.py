@@ -301,9 +301,10 @@ def _are_alike(one: ast.expr, other: ast.expr) -> bool:
 
 
 def _renamed(edits: tuple[Edit, ...], taken: list[Edit], number: int) -> list[Edit]:
-    """The edits, with another name for a variable that those before have made already."""
-    made = {name for edit in taken if (name := _made_by(edit))}
-    clash = next((name for edit in edits if (name := _made_by(edit)) in made), None)
+    """The edits, with another name for a variable that those before have made of something else."""
+    made = {name: edit for edit in taken if (name := _made_by(edit))}
+    named = [(name, edit) for edit in edits if (name := _made_by(edit))]
+    clash = next((name for name, edit in named if made.get(name, edit) != edit), None)
     if clash is None:
         return list(edits)
     new = f"{clash}_{number}"

@@ -19,7 +19,16 @@ import pytest
 import torch
 from torch import nn
 
-from stayfinite.replay.protection import ReplayEnded, ReplayTooLong, call_within, protected
+from stayfinite.replay import protection
+from stayfinite.replay.protection import (
+    ReplayEnded,
+    ReplayTooLarge,
+    ReplayTooLong,
+    call_within,
+    memory_limit,
+    protected,
+    resident_bytes,
+)
 
 
 def here():
@@ -203,6 +212,28 @@ def test_a_block_that_takes_too_long_is_ended():
         call_within(0.3, turn)
     assert time.monotonic() - began < 20
     assert count == [0]  # it has been put back
+
+
+def test_a_block_that_takes_too_much_memory_is_ended(monkeypatch):
+    limit = resident_bytes() + (256 << 20)
+    monkeypatch.setattr(protection, "memory_limit", lambda: limit)
+    held = []
+
+    def turn():
+        for _ in range(1000):
+            held.append(np.ones(1 << 20))  # 8 MiB, written to
+            time.sleep(0.005)
+
+    with pytest.raises(ReplayTooLarge) as ended, protected(here()):
+        call_within(60.0, turn)
+    assert ended.value.reason == "it took too much memory"
+    assert not held  # it has been put back
+
+
+def test_a_replay_may_take_three_times_what_a_step_has_taken():
+    now = resident_bytes()
+    assert now > 1 << 20
+    assert memory_limit() >= now + (1 << 30) - (64 << 20)
 
 
 def test_everything_that_was_replaced_is_back():

@@ -12,6 +12,7 @@ import functools
 import gc
 import io
 import logging
+import math
 import os
 import queue
 import shutil
@@ -23,6 +24,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -103,31 +105,62 @@ _start = threading.Thread.start  # no thread may be started in a protected block
 
 
 def call_within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`; ReplayTooLong if it takes longer, wherever it is then.
+    """`function(*args)`; ReplayStopped if it takes longer or too much memory, wherever it is then.
 
     Nothing else is interrupted, so what has to be put back is put back after it.
     """
-    ident, lock = threading.get_ident(), threading.Lock()
-    is_over = was_late = False
+    ident, lock, is_over = threading.get_ident(), threading.Lock(), threading.Event()
+    until, most = time.monotonic() + seconds, memory_limit()
+    was_stopped = False
 
-    def end() -> None:
-        nonlocal was_late
+    def watch() -> None:
+        nonlocal was_stopped
+        why: type[ReplayStopped] | None = None
+        while why is None and not is_over.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                why = ReplayTooLong
+            elif resident_bytes() > most:
+                why = ReplayTooLarge
         with lock:
-            if not is_over:
-                was_late = True
-                _raise_in(ident, ctypes.py_object(ReplayTooLong))
+            if why is not None and not is_over.is_set():
+                was_stopped = True
+                _raise_in(ident, ctypes.py_object(why))
 
-    timer = threading.Timer(seconds, end)
-    timer.name, timer.daemon = "stayfinite deadline", True
-    _start(timer)
+    watcher = threading.Thread(target=watch, name="stayfinite deadline", daemon=True)
+    _start(watcher)
     try:
         return function(*args)
     finally:
         with lock:
-            is_over = True
-        timer.cancel()
-        if was_late:
+            is_over.set()
+        if was_stopped:
             _let_it_come()
+
+
+_LOOK = 0.05  # seconds between two looks at the memory
+_LEAST_ROOM = 1 << 30
+
+
+def memory_limit() -> float:
+    """Resident bytes that a replay may come to: three times what the steps so far took at most.
+
+    That is the highest that this process has had, above what it has now. A device has its own end:
+    torch raises there, which ends a replay too.
+    """
+    now, highest = resident_bytes(), 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        highest = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return now + max(3 * (highest - now), _LEAST_ROOM) if now else math.inf
+
+
+def resident_bytes() -> int:
+    """Of the memory of this process, what is in use; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _let_it_come() -> None:
@@ -136,16 +169,30 @@ def _let_it_come() -> None:
     To take it back (with no error in its place) leaves the interpreter a sign that something is
     on its way; where a profiler or debugger is at work, Python 3.11 waits for that for ever.
     """
-    with contextlib.suppress(ReplayTooLong):
+    with contextlib.suppress(ReplayStopped):
         for _ in range(1000):
             pass
 
 
-class ReplayTooLong(ReplayEnded):
-    """Ends a replay that takes longer than it may."""
+class ReplayStopped(ReplayEnded):
+    """Ends a replay from outside."""
+
+    said = "it was stopped"
 
     def __init__(self) -> None:
-        super().__init__("it took too long")
+        super().__init__(self.said)
+
+
+class ReplayTooLong(ReplayStopped):
+    """Ends a replay that takes longer than it may."""
+
+    said = "it took too long"
+
+
+class ReplayTooLarge(ReplayStopped):
+    """Ends a replay that takes more memory than it may."""
+
+    said = "it took too much memory"
 
 
 class UndoLog(TorchDispatchMode):

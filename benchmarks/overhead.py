@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,7 +118,6 @@ class Stopwatch:
 
     total: float = 0.0
     calls: int = 0
-    wrapped: list[Any] = field(default_factory=list)
 
     def wrap(self, hooks: Any) -> None:
         for key, hook in hooks.items():

@@ -1,5 +1,7 @@
 """The main job: a run goes NaN, is stopped and explained, unharmed; recovered from; and mended.
 
+At the end, one that is told before.
+
 python examples/demo/demo.py
 """
 
@@ -16,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 SCRIPT = "train.py"
+CREEPING = "prices.py"
 OUTPUT = ROOT / "demo-output"
 REPORT = OUTPUT / "report.json"
 RECORD = OUTPUT / "run"
@@ -38,6 +41,7 @@ def main() -> None:
     recovered_run_equals_one_without_the_batch()
     mended_run_stays_finite()
     half_precision_is_trained_through()
+    overflow_is_forecast()
     (OUTPUT / "demo.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
     print(f"\nTo read again, in demo-output/: {', '.join(sorted(os.listdir(OUTPUT)))}")
     print(f"The report as a page: {PAGE.relative_to(ROOT)}, or live: stayfinite ui demo-output")
@@ -107,6 +111,19 @@ def half_precision_is_trained_through() -> None:
     run = python(str(FOLDER.parent / "amp_vs_plain.py"))
     say(run.stdout.rstrip())
     require(run.returncode == 0, f"the comparison failed: {run.stderr[-500:]}")
+
+
+def overflow_is_forecast() -> None:
+    say(f"\n== 7. Before it happens: stayfinite run --forecast {CREEPING}\n")
+    run = python(
+        "-m", "stayfinite", "run", "--forecast", "--second-run", "never", "--prove", "0",
+        "--no-record", CREEPING,
+    )  # fmt: skip
+    show_few(run.stdout.splitlines(), last=2)
+    shown = ("error[", "  -->", "    = seen: announced", "stayfinite:")
+    say("\n".join(line for line in run.stderr.splitlines() if line.startswith(shown)))
+    require(run.returncode == 3, f"the run should have been stopped, exit code {run.returncode}")
+    require("announced" in run.stderr, "nothing was forecast")
 
 
 def mended_run_stays_finite() -> None:

@@ -286,6 +286,29 @@ def test_optimizer_of_another_kind_or_size_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("second", [0.1, 0.2])
+def test_groups_by_name_are_joined_only_where_their_settings_are_the_same(
+    second: float, tmp_path: Path
+) -> None:
+    model, optimizer = trained()
+    names, state = [name for name, _ in model.named_parameters()], optimizer.state_dict()
+    (whole,) = state["param_groups"]
+    halves = [(names[:2], 0.1), (names[2:], second)]
+    groups = [{**whole, "params": own, "lr": rate} for own, rate in halves]
+    by_name = {names[number]: own for number, own in state["state"].items()}
+    path = tmp_path / "by_name.pt"
+    saved_optimizer = {"state": by_name, "param_groups": groups}
+    torch.save({"model": model.state_dict(), "optimizer": saved_optimizer}, path)
+    joined = torch.optim.Adam(model.parameters(), lr=1.0)
+    if second == 0.1:
+        load_checkpoint(path, model=model, optimizer=joined)
+        assert [group["lr"] for group in joined.param_groups] == [0.1]
+        assert len(joined.state) == 4
+    else:
+        problems = found(path, model=model, optimizer=joined)
+        assert "groups of [2, 2] parameters" in problems["optimizer.param_groups"].message
+
+
 def test_what_is_asked_for_and_not_there_is_an_error(tmp_path: Path) -> None:
     job = Job()
     path = saved(tmp_path, job.model)

@@ -121,3 +121,13 @@ def test_a_box_that_has_changed_is_put_back(box: Any) -> None:
     box.clear()
     cell.put_back(before)
     assert cell.content() == before != cell.content_type()
+
+
+def test_a_name_that_has_become_another_one_is_put_back() -> None:
+    value = [1]
+    box = {"before": value}
+    cell = BoxCell(box, "box", "model")
+    content = cell.content()
+    box["after"] = box.pop("before")
+    cell.put_back(content)
+    assert box == {"before": value}

@@ -151,6 +151,38 @@ def test_training_that_runs_away(losses: list[float], norms: list[float], diverg
     assert clue(history=history).is_diverging is diverging
 
 
+STEADY = [(1.0, 0.1)] * 30
+
+
+@pytest.mark.parametrize(
+    ("steps", "jump"),
+    [
+        ([*STEADY, (1.0, 1.0), (9.0, 1.0), (900.0, 1.0)], (0.1, 1.0)),  # (loss, rate)
+        ([*STEADY, (1.0, 1.0), (1.1, 1.0), (0.9, 1.0)], None),  # it did no harm
+        ([*STEADY, (1.0, 0.01), (900.0, 0.01)], None),
+        ([(1.0, 0.01), (1.0, 0.1), *[(10.0 + k, 0.1) for k in range(20)]], None),  # warm-up
+        ([(1.0 + k, 0.1 * (1 + k / 30)) for k in range(90)], None),
+        ([*STEADY, *[(1.0, 0.01)] * 9, (1.0, 0.1), (900.0, 0.1)], None),  # back to where it was
+    ],
+)
+def test_rate_that_was_raised_and_did_harm(
+    steps: list[tuple[float, float]], jump: tuple[float, float] | None
+) -> None:
+    history = tuple(
+        StepFacts(step=step, loss=loss, learning_rate=rate)
+        for step, (loss, rate) in enumerate(steps)
+    )
+    found = clue(history=history).raised_rate
+    assert (found and tuple(step.learning_rate for step in found)) == jump
+
+
+def test_divergence_that_only_a_weight_shows_is_told_by_the_weight() -> None:
+    history = tuple(StepFacts(step=step, loss=2.0 - step / 10) for step in range(6))
+    told = clue(history=history, weight_growth=4000.0)
+    assert told.is_diverging
+    assert told.trend == "a weight grew 4000 times as large, loss from 2 to 1.5"
+
+
 def test_numbers_are_written_as_people_write_them() -> None:
     assert [number(value) for value in (None, 0.1, 123456.0, 3.4e38, math.nan)] == [
         "none",

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scenes import Net, cause, found
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer, RMSprop
+
+from stayfinite.guard.evidence import impossible_moments
 
 
 def fit(
@@ -37,6 +41,19 @@ def test_rate_that_is_too_high() -> None:
     assert cause(lambda: fit(net, SGD(net.parameters(), lr=5.0), torch.randn(8, 3))) == (
         "lr_too_high"
     )
+
+
+def test_rate_that_a_decay_raised() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    optimizer, x = SGD(net.parameters(), lr=0.05), torch.randn(8, 3)
+
+    def step() -> None:
+        fit(net, optimizer, x, steps=20)
+        optimizer.param_groups[0]["lr"] *= 100
+        fit(net, optimizer, x)
+
+    assert cause(step) == "bad_lr_schedule"
 
 
 def test_inputs_in_their_natural_units() -> None:
@@ -173,6 +190,55 @@ def test_eps_of_adam_in_half_precision() -> None:
         optimizer.step()
 
     assert cause(step) == "optimizer_eps"
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_moments_that_half_precision_made_zero(is_loaded: bool) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    first = Adam([weight], lr=0.01)
+
+    def update(optimizer: Optimizer, *gradient: float) -> None:
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+
+    def step() -> Tensor:
+        optimizer = first
+        if is_loaded:
+            optimizer = Adam([weight], lr=0.01)
+            optimizer.load_state_dict(first.state_dict())
+        else:
+            update(optimizer, 1e-4, 1e-4, 0.1)
+        second = optimizer.state[weight]["exp_avg_sq"]
+        second.copy_(second.half())
+        update(optimizer, 0.0, 0.0, 0.0)
+        update(optimizer, 0.0, 0.0, 0.0)
+        loss = (10 * weight.abs()).exp().sum()
+        loss.backward()
+        return loss
+
+    if is_loaded:
+        for _ in range(5):
+            update(first, 1e-4, 1e-4, 0.1)
+    incident = found(step)[0]
+    assert incident.diagnosis is not None
+    assert incident.diagnosis.cause == ("checkpoint_precision_loss" if is_loaded else "unknown")
+    assert "2 of 3 elements" in incident.diagnosis.why
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.floats(-1e4, 1e4, width=32) | st.just(0.0), min_size=1, max_size=30),
+    st.sampled_from([(0.9, 0.999), (0.95, 0.98), (0.5, 0.9), (0.0, 0.99)]),
+)
+def test_moments_that_gradients_leave_are_possible(
+    gradients: list[float], betas: tuple[float, float]
+) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = Adam([weight], betas=betas, eps=0.0 if 0.0 not in gradients else 1e-30)
+    for value in gradients:
+        weight.grad = torch.tensor([value])
+        optimizer.step()
+    assert impossible_moments(optimizer, len(gradients)) is None
 
 
 def test_eps_of_zero() -> None:

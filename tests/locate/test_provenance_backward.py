@@ -235,3 +235,30 @@ def test_module_of_a_backward_birth_is_the_one_that_ran_forward() -> None:
 class Normalise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.pow(2).sum().sqrt()
+
+
+def test_running_statistics_are_not_read_while_training() -> None:
+    norm, x = nn.BatchNorm1d(2), torch.tensor([[1e20, 1.0], [-1e20, 2.0]])
+    x.requires_grad_()
+
+    def step() -> Tensor:
+        (norm(x) * torch.tensor([1e25, 1.0])).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    for _ in range(2):  # the second time the running variance is Inf before the step
+        x.grad = None
+        found = origin(step)
+        assert found is not None
+        assert found.op == "aten.native_batch_norm_backward.default"
+    assert norm.running_var is not None
+    assert norm.running_var[0].isinf()
+
+
+def test_running_statistics_are_read_in_evaluation() -> None:
+    norm = nn.BatchNorm1d(2).eval()
+    assert norm.running_mean is not None
+    norm.running_mean[1] = torch.nan
+    found = origin(lambda: norm(torch.ones(3, 2)))
+    assert found is not None
+    assert found.facts["buffer"]["name"] == "running_mean"

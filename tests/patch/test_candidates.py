@@ -253,3 +253,31 @@ def test_place_is_the_smallest_expression(tmp_path: Path) -> None:
     spot = spot_of(incident(), folder=str(tmp_path), files=())
     assert spot is not None
     assert ast.unparse(spot.node) == "torch.log(mix)"
+
+
+@pytest.mark.parametrize(
+    ("low", "made", "is_clamped"),
+    [(-3e28, {"pos_inf_count": 1}, False), (-2.0, {"nan_count": 1}, True)],
+)
+def test_base_of_a_power_that_overflowed_is_not_kept_above_zero(
+    tmp_path: Path, low: float, made: dict[str, int], is_clamped: bool
+) -> None:
+    code = "return (a - b).pow(2.0).mean()"
+    (tmp_path / "train.py").write_text(f"def error(a, b):\n    {code}\n")
+    known = {"shape": (1,), "dtype": "float32", "device": "cpu", "numel": 1}
+    origin = Origin(
+        phase="forward",
+        op="aten.pow.Tensor_Scalar",
+        file="train.py",
+        line=2,
+        end_line=2,
+        columns=(11, 27),
+        code=code,
+        inputs=(TensorSummary(name="self", min=low, max=low, negative_count=1, **known),),
+        outputs=(TensorSummary(name="output", **known, **made),),
+        facts={"scalars": {"exponent": 2.0}},
+    )
+    diagnosis = Diagnosis(cause="rl_value_divergence", why="", fix="", confidence="likely")
+    found = Incident(step=0, origin=origin, diagnosis=diagnosis)
+    patches = patches_for(found, folder=str(tmp_path))
+    assert any("clamp_min" in patch.after for patch in patches) is is_clamped

@@ -131,7 +131,27 @@ class Clue:
             for what, values in (("loss", self.losses), ("gradient norm", self.norms))
             if len(values) > 1
         ]
+        if self.context.weight_growth > 50:
+            parts.insert(0, f"a weight grew {number(self.context.weight_growth)} times as large")
         return ", ".join(parts) or count(len(self.context.history), "step")
+
+    @cached_property
+    def raised_rate(self) -> tuple[StepFacts, StepFacts] | None:
+        """The steps before and after the last jump to a rate that was never so high.
+
+        Not the jumps of a warm-up, and none after which the loss stayed as it was.
+        """
+        steps = [step for step in self.context.history if (step.learning_rate or 0) > 0]
+        for at in range(len(steps) - 1, _WARM, -1):
+            before, after = steps[at - 1], steps[at]
+            highest = max(step.learning_rate or 0 for step in steps[:at])
+            if (after.learning_rate or 0) < _JUMP * highest:
+                continue
+            usual = finite(abs(s.loss) for s in steps[at - _WARM : at] if s.loss is not None)
+            since = finite(abs(s.loss) for s in steps[at:] if s.loss is not None)
+            is_worse = bool(usual and since) and max(since) > 10 * statistics.median(usual)
+            return (before, after) if is_worse else None
+        return None
 
     @cached_property
     def typical_input(self) -> float:
@@ -194,6 +214,8 @@ def number(value: float | None) -> str:
 
 
 _KEEP = 128
+_JUMP = 3.0
+_WARM = 10  # steps that the rate was lower
 _NUMBERS = ("loss", "grad_norm", "learning_rate", "scale")
 Ranges = dict[str, tuple[float, float]]  # largest magnitude and standard deviation
 
@@ -218,6 +240,20 @@ class OptimizerFacts:
     learning_rate: float | None = None
     eps: float | None = None
     line_search: str | None = None
+    impossible_moments: ImpossibleMoments | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImpossibleMoments:
+    """A parameter whose state of Adam no sequence of gradients leaves behind."""
+
+    name: str
+    count: int
+    numel: int
+    ratio: float  # the largest first moment over the root of its second, with eps
+    limit: float  # what gradients reach
+    updates: int  # that it counts
+    seen: int  # of them
 
 
 @dataclass(frozen=True, kw_only=True)

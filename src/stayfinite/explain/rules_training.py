@@ -319,6 +319,50 @@ adversaries = rule(
 )
 
 
+def raised_rate(clue: Clue) -> Diagnosis | None:
+    """A schedule that went up where it should go down."""
+    if not clue.is_diverging or clue.raised_rate is None:
+        return None
+    before, after = clue.raised_rate
+    low, high = number(before.learning_rate), number(after.learning_rate)
+    return diagnosis(
+        "bad_lr_schedule",
+        f"The learning rate went from {low} to {high} at step {after.step}, and training diverged "
+        f"after it ({clue.trend}) until `{clue.expression}` overflowed.",
+        "Look at what changes the rate there: a decay multiplies it by less than 1 (gamma=0.1, not "
+        "10), and a schedule that goes on after a resume must not begin anew.",
+    )
+
+
+def impossible_moments(clue: Clue) -> Diagnosis | None:
+    """A state of Adam that its gradients cannot have left: it was changed, mostly in a file."""
+    found = clue.optimizer.impossible_moments
+    if found is None:
+        return None
+    said = (
+        f"The state of {clue.optimizer.kind} is none that gradients leave behind: of {found.name}, "
+        f"{found.count} of {found.numel} elements have a first moment up to "
+        f"{number(found.ratio)} times the root of the second, where at most {number(found.limit)} "
+        f"is possible. Such weights run away, and `{clue.expression}` overflowed."
+    )
+    if found.updates <= found.seen + 1:
+        return diagnosis(
+            "unknown",
+            said,
+            "Look for what writes into optimizer.state, or puts it into half precision.",
+            sure="possible",
+        )
+    where = f" at {clue.context.loads_at}" if clue.context.loads_at else ""
+    return diagnosis(
+        "checkpoint_precision_loss",
+        f"{said} It counts {found.updates} updates, of which {found.seen} were seen here, so it "
+        f"was loaded{where}; half precision makes a second moment below 6e-8 a 0.",
+        "Save and load the optimizer's state in the precision that it has, or begin with a new "
+        "state.",
+        sure="likely" if found.seen else "possible",
+    )
+
+
 def too_fast(clue: Clue) -> Diagnosis | None:
     """Plain divergence."""
     if not clue.is_diverging or not clue.context.was_updated:
@@ -402,6 +446,7 @@ slow_growth = rule(
 
 
 DYNAMICS_RULES = (
+    impossible_moments,
     outlier_batch,
     line_search,
     recurrence,
@@ -409,6 +454,7 @@ DYNAMICS_RULES = (
     bootstrapped_values,
     adversaries,
     raw_inputs,
+    raised_rate,
     too_fast,
     exponential,
     before_any_update,

@@ -22,10 +22,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stayfinite.detect.detector import bad_reports
 from stayfinite.detect.finite import all_finite, finite_norm, known_norm, largest, surely_finite
-from stayfinite.detect.memory import float_parts, undisturbed
+from stayfinite.detect.memory import float_parts, local, undisturbed
 from stayfinite.detect.summary import summarize
 from stayfinite.distributed import rank, world_size
-from stayfinite.explain.clue import Context, History, OptimizerFacts, Ranges, weight_growth
+from stayfinite.explain.clue import (
+    Context,
+    History,
+    ImpossibleMoments,
+    OptimizerFacts,
+    Ranges,
+    weight_growth,
+)
 from stayfinite.living import Names, leaves_of, living, one_look, running_statistics
 from stayfinite.locate.clock import Tracing
 from stayfinite.locate.source import is_installed, relative, user_places
@@ -370,7 +377,7 @@ class Evidence:
         return Context(
             step=step,
             history=history.steps(),
-            optimizer=optimizer_facts(chosen) if chosen is not None else None,
+            optimizer=None if chosen is None else optimizer_facts(chosen, self.count(chosen)),
             scaler_skips=self.skips_in_a_row,
             uses_scaler=self.uses_scaler,
             scale=self.scale,
@@ -406,8 +413,8 @@ class Evidence:
         return list(self._by_optimizer)
 
 
-def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
-    """Its first group's settings, as far as it has them."""
+def optimizer_facts(optimizer: Optimizer, updates: int) -> OptimizerFacts:
+    """Its first group's settings, as far as it has them, after so many updates here."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     rate = group.get("lr")
     return OptimizerFacts(
@@ -415,7 +422,51 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
         learning_rate=float(rate) if rate is not None else None,
         eps=group.get("eps") if isinstance(group.get("eps"), float) else None,
         line_search=group.get("line_search_fn"),
+        impossible_moments=impossible_moments(optimizer, updates),
     )
+
+
+_WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+
+
+def impossible_moments(optimizer: Optimizer, updates: int) -> ImpossibleMoments | None:
+    """The worst of Adam's states that break what its two averages obey; None if none does.
+
+    For averages m of g and v of g * g, m * m <= v * (1-a)**2 / ((1-b) * (1-a*a/b)), whatever the
+    gradients were (Cauchy and Schwarz); so updates are bounded. Reads what is on a device.
+    """
+    worst: ImpossibleMoments | None = None
+    names = Names()
+    groups = optimizer.param_groups if isinstance(optimizer, _WITH_MOMENTS) else ()
+    for group in groups:
+        a, b = map(float, group["betas"])
+        if not 0 <= a * a < b < 1:
+            continue
+        limit = (1 - a) / math.sqrt((1 - b) * (1 - a * a / b))
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+            if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+                continue
+            m, v = local(first), local(second)
+            if m.dtype not in (torch.float32, torch.float64) or not m.numel():
+                continue
+            ratio = m.abs() / (v.sqrt() + float(group["eps"]))
+            # The square of a smaller gradient is 0 in this type too.
+            is_wrong = (ratio > 4 * limit) & (m.abs() > torch.finfo(m.dtype).tiny ** 0.4)
+            count = int(is_wrong.sum())  # host sync
+            top = float(ratio[is_wrong].max()) if count else 0.0
+            if count and (worst is None or top > worst.ratio):
+                worst = ImpossibleMoments(
+                    name=names.tensor(param) or "a parameter",
+                    count=count,
+                    numel=m.numel(),
+                    ratio=top,
+                    limit=limit,
+                    updates=int(state.get("step", 0)),  # host sync
+                    seen=updates,
+                )
+    return worst
 
 
 def weight_ranges(params: list[Tensor]) -> Ranges:

@@ -203,6 +203,9 @@ def written_by(call: Call) -> tuple[Tensor, ...]:
 def read_for(call: Call, bad: Tensor, written: tuple[Tensor, ...]) -> list[Named]:
     """What the bad output was computed from: of a foreach list only the members beside it."""
     given = named_tensors(call)
+    if "batch_norm" in call.info.base and _is_training(call):
+        # It normalises by the batch: the running statistics are written, and read by nothing.
+        given = [pair for pair in given if not pair[0].startswith("running_")]
     if call.info.overwrites:
         given = [(name, tensor) for name, tensor in given if not holds(written, tensor)]
     if not call.info.base.startswith(("_foreach_", "_fused_")):
@@ -211,6 +214,11 @@ def read_for(call: Call, bad: Tensor, written: tuple[Tensor, ...]) -> list[Named
     if index is None:
         return given
     return [pair for pair in given if not pair[0].endswith("]") or pair[0].endswith(f"[{index}")]
+
+
+def _is_training(call: Call) -> bool:
+    """Of a batch norm, forward or backward."""
+    return any(value for name, value in call.named() if name in ("training", "train"))
 
 
 def kind_of_event(

@@ -432,7 +432,7 @@ def clamp_power(spot: Spot) -> Iterator[Rewrite]:
     """x ** p with a negative base, or a base of 0 where the derivative is infinite."""
     if spot.op not in domains.POWERS and not spot.autograd.startswith("Pow"):
         return
-    if spot.cause in ("low_precision_overflow", "lr_too_high"):
+    if spot.cause in ("low_precision_overflow", "lr_too_high") or _has_overflowed(spot):
         return
     seen = spot.input("self")
     guard = f".clamp_min({_small_argument(spot)})"
@@ -453,6 +453,14 @@ def clamp_power(spot: Spot) -> Iterator[Rewrite]:
         what = "Raise the magnitude to the power, and give it back its sign."
         signed = Rewrite(spot.source, what, (edit,))
         yield from (above_zero, signed) if spot.is_backward else (signed, above_zero)
+
+
+def _has_overflowed(spot: Spot) -> bool:
+    """Whether a positive power passed the type's limit: then the base is too large, not too low."""
+    exponent = spot.fact("scalars", {}).get("exponent")
+    is_positive = isinstance(exponent, (int, float)) and exponent > 0
+    made = spot.origin.outputs
+    return not spot.is_backward and is_positive and bool(made) and not made[0].nan_count
 
 
 def powers(spot: Spot) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -321,6 +322,20 @@ def test_memory_that_nobody_filled() -> None:
 def uninitialised() -> None:
     centers = nn.Parameter(torch.empty(3, 2))
     (torch.ones(1, 3) @ centers).sum().backward()
+
+
+def test_buffer_of_numpy_that_was_bad_when_it_was_made() -> None:
+    class Bank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weights = np.eye(3, 4, dtype=np.float32)
+            with np.errstate(invalid="ignore"):
+                self.register_buffer("bank", torch.from_numpy(weights / weights.sum(0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.bank
+
+    assert cause(lambda: Bank()(torch.ones(2, 3)).sum()) == "bad_buffer"
 
 
 def test_running_statistics_that_took_a_bad_value() -> None:

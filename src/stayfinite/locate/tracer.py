@@ -315,6 +315,8 @@ class Tracer(TorchDispatchMode):
         """The events behind a bad tensor; a first meeting makes one of kind foreign."""
         known = self._bad.get(tensor)
         if known:
+            for event in known:
+                self.facts.meet_again(event, tensor)
             return known
         raw, label = self._past.site_of_unwritten(tensor), self._past.labels.get(tensor)
         kind: HopKind = "foreign" if raw is None else "allocation"
@@ -397,6 +399,7 @@ class Facts:
         self._buffers = buffers if buffers is not None else BufferPlaces()
         self._reads = reads if reads is not None else Reads()
         self._largest: dict[str, dict[str, Any]] = {}
+        self._met_again: set[int] = set()  # events, by their order
         self.roots: Sequence[Tensor] = ()
         """Of the backward pass that runs now."""
 
@@ -458,6 +461,13 @@ class Facts:
                 facts["columns"] = bad_columns(tensor)
                 facts["computed"] = tensor.grad_fn is not None or None
         return facts
+
+    def meet_again(self, event: Event, tensor: Tensor) -> None:
+        """What came in bad is read: by now a module may have it as a buffer."""
+        is_first = event.order not in self._met_again
+        if is_first and event.kind == "foreign" and event.phase == "data":
+            self._met_again.add(event.order)
+            event.facts |= self._state(tensor)
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:
         """Of which module the tensor is a buffer, or in which variable it was carried, if any."""

@@ -328,14 +328,20 @@ def test_buffer_of_numpy_that_was_bad_when_it_was_made() -> None:
     class Bank(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            weights = np.eye(3, 4, dtype=np.float32)
+            weights = np.arange(12, dtype=np.float32).reshape(3, 4) * [0, 1, 1, 1]
             with np.errstate(invalid="ignore"):
-                self.register_buffer("bank", torch.from_numpy(weights / weights.sum(0)))
+                self.register_buffer("bank", torch.from_numpy(weights / weights.sum(0)).float())
 
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.bank
 
-    assert cause(lambda: Bank()(torch.ones(2, 3)).sum()) == "bad_buffer"
+    def step() -> Tensor:
+        net, bank = nn.Linear(2, 3), Bank()
+        loss = bank(net(torch.ones(4, 2))).sum()
+        loss.backward()
+        return loss
+
+    assert cause(step) == "bad_buffer"
 
 
 def test_running_statistics_that_took_a_bad_value() -> None:

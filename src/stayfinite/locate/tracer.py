@@ -380,6 +380,7 @@ class Tracer(TorchDispatchMode):
 
 
 _MOST = 16
+_COPIES = ("aten._to_copy.default", "aten.clone.default")  # as of torch.from_numpy(x).float()
 
 
 class Facts:
@@ -464,9 +465,12 @@ class Facts:
 
     def meet_again(self, event: Event, tensor: Tensor) -> None:
         """What came in bad is read: by now a module may have it as a buffer."""
-        is_first = event.order not in self._met_again
-        if is_first and event.kind == "foreign" and event.phase == "data":
-            self._met_again.add(event.order)
+        if event.order in self._met_again:
+            return
+        self._met_again.add(event.order)
+        while event.op in _COPIES and len(event.parents) == 1:
+            event = event.parents[0]
+        if event.kind == "foreign" and event.phase == "data":
             event.facts |= self._state(tensor)
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:

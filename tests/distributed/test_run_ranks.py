@@ -71,3 +71,56 @@ def test_the_line_is_found_in_a_script_that_writes_checkpoints(tmp_path: Path, k
     assert (incident["rank"], incident["step"]) == (1, 4)
     assert incident["origin"]["code"] == "return torch.sqrt(self.lin(age))"
     assert incident["diagnosis"]["cause"] == "sqrt_grad_at_zero"
+
+
+EXCHANGE = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+def brings_inf(state, bucket):
+    return dist.group.WORLD.allreduce([bucket.buffer()]).get_future().then(
+        lambda done: bucket.buffer() / (0.0 if bucket.buffer().abs().max() > 1e3 else 1.0))
+
+def worker(rank, kind):
+    dist.init_process_group("gloo", init_method="file://" + os.path.abspath("meeting"),
+                            rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    hook = default_hooks.fp16_compress_hook if kind == "half" else brings_inf
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for step in range(5):
+        x = torch.ones(4, 2) * (1e5 if step == 3 else 1.0)
+        optimizer.zero_grad()
+        loss = model(x).square().mean().sqrt()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    context = mp.get_context("fork")
+    children = [context.Process(target=worker, args=(r, sys.argv[1])) for r in range(2)]
+    for child in children: child.start()
+    for child in children: child.join()
+    sys.exit(max(abs(child.exitcode) for child in children))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"), [("half", "low_precision_overflow"), ("own", "unknown")]
+)
+def test_what_the_exchange_made_bad_is_called_no_transient_fault(
+    tmp_path: Path, kind: str, cause: str
+) -> None:
+    (tmp_path / "train.py").write_text(EXCHANGE)
+    words = ["--prove", "0", "--second-run", "never", "--json", "out.json", "train.py", kind]
+    done = run_text(["-m", "stayfinite", "run", *words], cwd=tmp_path, timeout=200)
+    assert done.returncode == 3, done.stderr
+    (incident,) = json.loads((tmp_path / "out.json").read_text())["incidents"]
+    assert incident["step"] == 3
+    assert incident["diagnosis"]["cause"] == cause
+    assert incident["origin"]["code"] == "loss.backward()"
+    assert not incident["origin"]["exact"]

@@ -50,9 +50,17 @@ from stayfinite.guard.evidence import (
 )
 from stayfinite.guard.ranks import Ranks, lost_peer
 from stayfinite.living import Names, has_compiled_module, living, one_look
-from stayfinite.locate.source import Place, call_at, is_installed, positions, relative
+from stayfinite.locate.source import (
+    Place,
+    call_at,
+    is_installed,
+    positions,
+    relative,
+    resolve,
+    user_places,
+)
 from stayfinite.nested import named_tensors
-from stayfinite.records import Incident
+from stayfinite.records import Incident, Origin, Phase
 from stayfinite.replay.loop import (
     Body,
     CannotRunError,
@@ -207,6 +215,7 @@ class Replayed:
     error: BaseException | None = None  # with which it ended, if that came out of the user's code
     is_over: bool = False  # it came to its end, or to where it was bad
     has_passed: bool = False  # there was a backward pass in it
+    passed_at: Place | None = None  # where the last one was begun
     took: float = 0.0  # seconds
 
 
@@ -319,6 +328,7 @@ class LoopReplay:
             BAD_WHEN_COMPILED,
             FINITE_IN_EAGER,
             NOT_REPEATABLE,
+            after_exchange,
             passing_fault,
         )
 
@@ -353,6 +363,13 @@ class LoopReplay:
         is_sure = fault is not None and (fault.confidence != "possible" or turn.batch is not GONE)
         if fault is None or not is_sure:
             return None
+        exchanged = after_exchange(fault, again.gradients) if is_apart else None
+        # Recovery computes the step once more with all ranks, which tells whether it repeats.
+        is_open = exchanged is not None and exchanged[0].cause == "unknown"
+        if exchanged is not None and not (is_open and self._guard.settings.on_nan == "recover"):
+            fault, phase = exchanged
+            origin = _begun_at(again.passed_at, phase, self.folder)
+            incident = dataclasses.replace(incident, origin=origin)
         return _with_evidence(
             dataclasses.replace(incident, diagnosis=fault),
             f"This step was run again twice from its beginning (the loop at {self._where(turn)}).",
@@ -903,6 +920,7 @@ class _Probe(StepListener):
         self._error: BaseException | None = None
         self._old: list[Any] = []  # what was in the variables before
         self._passes = 0
+        self._passed_at: Place | None = None
         self._gradients: dict[str, Tensor] | None = None
         self._computed: ComputedStep | None = None
         # What the replay is compared with.
@@ -957,6 +975,7 @@ class _Probe(StepListener):
             error=self._error,
             is_over=self._is_ending or self._came_to_end,
             has_passed=self._passes > 0,
+            passed_at=self._passed_at,
             took=time.monotonic() - began,
         )
 
@@ -982,6 +1001,7 @@ class _Probe(StepListener):
 
     def _before_backward(self, roots: Sequence[Tensor], gradients: Any) -> None:
         self._passes += 1
+        self._passed_at = next(iter(user_places(sys._getframe(1), limit=1)), None)
         for root in roots:
             if root.numel() == 1:
                 loss = next((loss for scaled, loss in self._unscaled if scaled is root), root)
@@ -1232,6 +1252,15 @@ def _said(
     if not is_same:
         said += " Some values were not the same as the first time."
     return _with_evidence(incident, said)
+
+
+def _begun_at(place: Place | None, phase: Phase, folder: str | None) -> Origin:
+    """An origin that nobody saw, at the line that began the backward pass."""
+    if place is None:
+        return Origin(phase=phase)
+    span = resolve(place, folder=folder)
+    names = ("file", "line", "end_line", "columns", "code", "function")
+    return Origin(phase=phase, **{name: getattr(span, name) for name in names})
 
 
 def _with_evidence(incident: Incident, said: str) -> Incident:

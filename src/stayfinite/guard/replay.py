@@ -7,17 +7,20 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from stayfinite.detect.finite import largest
 from stayfinite.detect.hooks import run_again
 from stayfinite.detect.memory import local
 from stayfinite.domains import HALVES
 from stayfinite.errors import NonFiniteError, TrainingAbortedError
+from stayfinite.explain.clue import LARGEST
 from stayfinite.explain.experiments import (
     CannotReplayError,
     Change,
@@ -38,9 +41,9 @@ from stayfinite.guard.conditions import (
 )
 from stayfinite.guard.evidence import bad_gradients
 from stayfinite.guard.job import Job, finding_of
-from stayfinite.living import has_compiled_module
+from stayfinite.living import has_compiled_module, living
 from stayfinite.locate.samples import Delivery
-from stayfinite.records import Diagnosis, Incident, Origin
+from stayfinite.records import Diagnosis, Incident, Origin, Phase
 from stayfinite.recover.actions import lower_rates
 from stayfinite.snapshot import RandomState, Snapshot
 from stayfinite.snapshot.walk import PARTS, WEIGHTS
@@ -328,6 +331,53 @@ def passing_fault(first: Values, again: Values, once_more: Values) -> Diagnosis 
 def is_passing(incident: Incident) -> bool:
     """Whether the step was finite when it was run again."""
     return incident.diagnosis is not None and incident.diagnosis.cause == CLEAN_AGAIN.cause
+
+
+def after_exchange(
+    fault: Diagnosis, gradients: Mapping[str, Tensor]
+) -> tuple[Diagnosis, Phase] | None:
+    """What to say, and of which phase, of gradients that are finite on a rank by itself.
+
+    Those that were bad had been exchanged with the other ranks, which was not done again. None
+    where the fault is that of something else.
+    """
+    if fault.cause != CLEAN_AGAIN.cause:
+        return None
+    sizes = {name: largest(tensor) for name, tensor in gradients.items() if tensor.numel()}
+    name = max(sizes, key=lambda each: sizes[each], default=None)
+    hook = _half_precision_hook()
+    if name is not None and hook and sizes[name] > LARGEST["float16"]:
+        return Diagnosis(
+            cause="low_precision_overflow",
+            why=f"The gradients of this rank are finite and reach {sizes[name]:.4g} "
+            f"({name.removeprefix('gradients.')}); the "
+            f"communication hook {hook} sends them as float16, which ends at 65504.",
+            fix="Register bf16_compress_hook, which has float32's range, or no hook; or divide the "
+            "loss, so that the gradients stay below 65504.",
+            confidence="likely",
+            evidence=fault.evidence,
+        ), "backward"
+    between = f" in the communication hook {hook}" if hook else ""
+    return Diagnosis(
+        cause="unknown",
+        why="The step of this rank, run again by itself, gave finite gradients. Those that were "
+        "bad came from the exchange between the ranks, which was not done again: another rank "
+        f"brought the value, their sum overflowed{between}, or it is a fault that does not repeat.",
+        fix="Look at what the other ranks report, and print the largest gradient of each rank "
+        "before the exchange (model.no_sync()).",
+        confidence="possible",
+        evidence=fault.evidence,
+    ), "distributed"
+
+
+def _half_precision_hook() -> str:
+    """The hook of torch's that sends gradients as float16, if a living DDP has one."""
+    for module in living(DistributedDataParallel):
+        for hook, _ in getattr(module, "_comm_hooks", ()):  # private: nothing else names them
+            place, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
+            if place.startswith("torch.distributed.") and "fp16" in name:
+                return str(name)
+    return ""
 
 
 _MOST = 20

@@ -114,3 +114,13 @@ def test_what_an_optimizer_reads_is_not_noted() -> None:
         return loss
 
     assert reading(lambda: optimizer.step(closure)) == ()
+
+
+def test_what_an_optimizer_of_the_users_reads_is_not_noted() -> None:
+    class Mine(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            (0.0 / torch.zeros(1)).item()
+
+    net = nn.Linear(2, 1)
+    assert reading(Mine(net.parameters(), {}).step) == ()

@@ -11,7 +11,15 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from stayfinite.locate.source import USER, Place, kind_of, relative, resolve, user_places
+from stayfinite.locate.source import (
+    USER,
+    Place,
+    in_optimizer,
+    kind_of,
+    relative,
+    resolve,
+    user_places,
+)
 from stayfinite.records import NaNType, ReadValue
 
 _MOST_PLACES = 50
@@ -26,7 +34,8 @@ class ValuesRead:
 
     A loss that a backward pass begins from is not noted: training tells of it. With gradients on,
     a value without a graph is noted only in a line that speaks of a loss: a norm of gradients that
-    overflowed under a loss scaler is no result. What torch and this package read is not noted.
+    overflowed under a loss scaler is no result. What torch, an optimizer and this package read is
+    not noted.
     """
 
     def __init__(self, *, steps: Callable[[], int], folder: str | None) -> None:
@@ -40,6 +49,8 @@ class ValuesRead:
         # The script reads it, or torch on its behalf to show it.
         is_user = kind_of(frame.f_code) == USER
         if not is_user and not frame.f_code.co_filename.endswith(_SHOWS):
+            return
+        if in_optimizer(frame):
             return
         place = self._place(frame)
         memory = _memory(tensor)

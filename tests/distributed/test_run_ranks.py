@@ -88,15 +88,21 @@ def worker(rank, kind):
                             rank=rank, world_size=2)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(2, 1))
-    hook = default_hooks.fp16_compress_hook if kind == "half" else brings_inf
-    model.register_comm_hook(None, hook)
+    model = nn.Linear(2, 1)
+    if kind != "sum":
+        model = DistributedDataParallel(model)
+        hook = default_hooks.fp16_compress_hook if kind == "half" else brings_inf
+        model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     for step in range(5):
-        x = torch.ones(4, 2) * (1e5 if step == 3 else 1.0)
+        x = torch.ones(4, 2) * ({"sum": 4e4}.get(kind, 1e5) if step == 3 else 1.0)
         optimizer.zero_grad()
         loss = model(x).square().mean().sqrt()
         loss.backward()
+        for p in model.parameters() if kind == "sum" else ():
+            part = p.grad.half()
+            dist.all_reduce(part)
+            p.grad = part.float() / 2
         optimizer.step()
     dist.destroy_process_group()
 
@@ -110,10 +116,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), [("half", "low_precision_overflow"), ("own", "unknown")]
+    ("kind", "cause", "code"),
+    [
+        ("half", "low_precision_overflow", "loss.backward()"),
+        ("sum", "low_precision_overflow", "dist.all_reduce(part)"),
+        ("own", "unknown", "loss.backward()"),
+    ],
 )
 def test_what_the_exchange_made_bad_is_called_no_transient_fault(
-    tmp_path: Path, kind: str, cause: str
+    tmp_path: Path, kind: str, cause: str, code: str
 ) -> None:
     (tmp_path / "train.py").write_text(EXCHANGE)
     words = ["--prove", "0", "--second-run", "never", "--json", "out.json", "train.py", kind]
@@ -122,5 +133,5 @@ def test_what_the_exchange_made_bad_is_called_no_transient_fault(
     (incident,) = json.loads((tmp_path / "out.json").read_text())["incidents"]
     assert incident["step"] == 3
     assert incident["diagnosis"]["cause"] == cause
-    assert incident["origin"]["code"] == "loss.backward()"
+    assert incident["origin"]["code"] == code
     assert not incident["origin"]["exact"]

@@ -73,7 +73,7 @@ from stayfinite.replay.loop import (
     variables_of,
 )
 from stayfinite.replay.moments import GONE, ITERATORS, Moment, Moments, user_frames
-from stayfinite.replay.protection import ReplayEnded, call_within, protected
+from stayfinite.replay.protection import HalfSum, ReplayEnded, call_within, protected
 from stayfinite.replay.target import replaced_in, taken_in, values_at_start
 from stayfinite.snapshot import Mark
 from stayfinite.snapshot.copies import same
@@ -216,6 +216,7 @@ class Replayed:
     is_over: bool = False  # it came to its end, or to where it was bad
     has_passed: bool = False  # there was a backward pass in it
     passed_at: Place | None = None  # where the last one was begun
+    sums: Sequence[HalfSum] = ()  # over the ranks, which it did not take part in
     took: float = 0.0  # seconds
 
 
@@ -363,12 +364,17 @@ class LoopReplay:
         is_sure = fault is not None and (fault.confidence != "possible" or turn.batch is not GONE)
         if fault is None or not is_sure:
             return None
-        exchanged = after_exchange(fault, again.gradients) if is_apart else None
+        worst = max(again.sums, key=lambda each: each.size, default=None)
+        exchanged = None
+        if is_apart:
+            part = 0.0 if worst is None else worst.size
+            exchanged = after_exchange(fault, again.gradients, part, world=incident.world)
         # Recovery computes the step once more with all ranks, which tells whether it repeats.
         is_open = exchanged is not None and exchanged[0].cause == "unknown"
         if exchanged is not None and not (is_open and self._guard.settings.on_nan == "recover"):
             fault, phase = exchanged
-            origin = _begun_at(again.passed_at, phase, self.folder)
+            place = again.passed_at if worst is None else worst.place
+            origin = _begun_at(place, phase, self.folder)
             incident = dataclasses.replace(incident, origin=origin)
         return _with_evidence(
             dataclasses.replace(incident, diagnosis=fault),
@@ -716,6 +722,7 @@ class LoopReplay:
         guard = self._guard
         probe = _Probe(guard, noticed, finding, turn, body, is_together=ranks is not None)
         frames = [frame for frame, _ in standing]
+        sums: list[HalfSum] = []
         with contextlib.ExitStack() as all_of_them:
             # Private: the loop is not inside torch.func's transform in which the value was noticed.
             all_of_them.enter_context(temporarily_clear_interpreter_stack())
@@ -723,7 +730,7 @@ class LoopReplay:
             is_apart = noticed.world > 1 and ranks is None
             all_of_them.enter_context(_hooks_aside())
             all_of_them.enter_context(
-                protected(frames, taken=turn.taken(), is_last=is_last, is_apart=is_apart)
+                protected(frames, taken=turn.taken(), is_last=is_last, is_apart=is_apart, sums=sums)
             )
             all_of_them.enter_context(listening_alone(probe))
             all_of_them.enter_context(run_again())
@@ -736,7 +743,8 @@ class LoopReplay:
             for name, tensor in turn.carried(values):
                 guard.past.tracing.note_carried(name, tensor)
             all_of_them.enter_context(probe.attached())
-            return probe.run(body, values, seconds=seconds, caller=_caller(turn, standing))
+            found = probe.run(body, values, seconds=seconds, caller=_caller(turn, standing))
+        return dataclasses.replace(found, sums=tuple(sums))
 
     def _put_beginning(self, turn: Turn, body: Body, values: Mapping[str, Any]) -> None:
         """Everything as it was when the turn began; weights have not changed since."""
@@ -1255,7 +1263,7 @@ def _said(
 
 
 def _begun_at(place: Place | None, phase: Phase, folder: str | None) -> Origin:
-    """An origin that nobody saw, at the line that began the backward pass."""
+    """An origin that nobody saw, at the line that began the exchange between the ranks."""
     if place is None:
         return Origin(phase=phase)
     span = resolve(place, folder=folder)

@@ -334,15 +334,26 @@ def is_passing(incident: Incident) -> bool:
 
 
 def after_exchange(
-    fault: Diagnosis, gradients: Mapping[str, Tensor]
+    fault: Diagnosis, gradients: Mapping[str, Tensor], part: float, *, world: int
 ) -> tuple[Diagnosis, Phase] | None:
     """What to say, and of which phase, of gradients that are finite on a rank by itself.
 
-    Those that were bad had been exchanged with the other ranks, which was not done again. None
-    where the fault is that of something else.
+    Those that were bad had been exchanged with the other ranks, which was not done again; `part` is
+    the largest magnitude that it gave to a sum in float16. None where the fault is that of
+    something else.
     """
     if fault.cause != CLEAN_AGAIN.cause:
         return None
+    if part * world > LARGEST["float16"]:
+        return Diagnosis(
+            cause="low_precision_overflow",
+            why=f"The gradients of this rank are finite. It gives up to {part:.4g} to a sum over "
+            f"{world} ranks in float16, which ends at 65504; with parts of this size the sum "
+            "overflows.",
+            fix="Divide by the number of ranks before the sum, or exchange float32 or bfloat16.",
+            confidence="likely",
+            evidence=fault.evidence,
+        ), "distributed"
     sizes = {name: largest(tensor) for name, tensor in gradients.items() if tensor.numel()}
     name = max(sizes, key=lambda each: sizes[each], default=None)
     hook = _half_precision_hook()
@@ -364,7 +375,7 @@ def after_exchange(
         "bad came from the exchange between the ranks, which was not done again: another rank "
         f"brought the value, their sum overflowed{between}, or it is a fault that does not repeat.",
         fix="Look at what the other ranks report, and print the largest gradient of each rank "
-        "before the exchange (model.no_sync()).",
+        "before the exchange.",
         confidence="possible",
         evidence=fault.evidence,
     ), "distributed"

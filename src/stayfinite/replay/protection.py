@@ -24,6 +24,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,9 +39,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stayfinite.detect.finite import largest
 from stayfinite.detect.memory import is_sharded_type, local
 from stayfinite.living import CSV_WRITER, FILES, living
-from stayfinite.locate.source import USER, kind_of
+from stayfinite.locate.source import USER, Place, kind_of, user_places
 from stayfinite.replay.loop import is_forwarding, variables_of
 from stayfinite.replay.moments import is_users_class
 from stayfinite.snapshot.copies import ArrayCell, BoxCell, Cell, Contents, put_contents_back, same
@@ -77,13 +79,15 @@ def protected(
     taken: Mapping[int, Any] | None = None,
     is_last: bool = False,
     is_apart: bool = False,
+    sums: list[HalfSum] | None = None,
 ) -> Iterator[None]:
     """Run the block and put everything back; `frames` are those whose variables it may change.
 
     ReplayEnded leaves the block where it would change a file or talk to anybody else, and, unless
     it `is_last`, so that nothing follows, where it would move a generator on; those in `taken`, by
     their numbers, give what they gave before, once. If it `is_apart`, this rank runs it without
-    the others: what they would add up stays as it is here.
+    the others: what they would add up stays as it is here. Of what they would add up in float16,
+    `sums` gets a note each.
     """
     kept = _Kept(list(frames))
     try:
@@ -91,7 +95,7 @@ def protected(
             all_of_them.enter_context(_silence())
             all_of_them.enter_context(_no_effects(taken=dict(taken or {}), is_last=is_last))
             if is_apart:
-                all_of_them.enter_context(_apart_from_ranks())
+                all_of_them.enter_context(_apart_from_ranks(sums))
             all_of_them.enter_context(UndoLog(is_apart=is_apart))
             yield
     finally:
@@ -289,8 +293,16 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
+@dataclass(frozen=True)
+class HalfSum:
+    """A sum over the ranks in float16, which one rank did not take part in."""
+
+    place: Place | None
+    size: float  # the largest magnitude of this rank's part
+
+
 @contextlib.contextmanager
-def _apart_from_ranks() -> Iterator[None]:
+def _apart_from_ranks(sums: list[HalfSum] | None) -> Iterator[None]:
     """Let sums and barriers over all ranks do nothing, and DDP leave gradients and buffers alone.
 
     No other rank is there to take part: it would be waited for in vain.
@@ -299,12 +311,30 @@ def _apart_from_ranks() -> Iterator[None]:
     with contextlib.ExitStack() as all_of_them:
         for name in ("all_reduce", "reduce", "barrier"):
             all_of_them.callback(setattr, dist, name, getattr(dist, name))
-            setattr(dist, name, _do_nothing)
+            is_sum = name != "barrier"
+            setattr(dist, name, functools.partial(_note_sum, sums) if is_sum else _do_nothing)
         for module in living(DistributedDataParallel):
             for flag in flags:
                 all_of_them.callback(setattr, module, flag, getattr(module, flag))
                 setattr(module, flag, False)
         yield
+
+
+def _note_sum(
+    sums: list[HalfSum] | None,
+    tensor: Tensor,
+    *args: Any,
+    op: Any = dist.ReduceOp.SUM,
+    **kwargs: Any,
+) -> None:
+    if (
+        sums is not None
+        and tensor.dtype == torch.float16
+        and tensor.numel()
+        and op == dist.ReduceOp.SUM
+    ):
+        place = next(iter(user_places(sys._getframe(1), limit=1)), None)
+        sums.append(HalfSum(place, largest(tensor)))
 
 
 def _is_freed(tensor: Tensor) -> bool:

@@ -234,6 +234,17 @@ def test_precision_is_to_blame_if_more_of_it_helps() -> None:
     assert not any(each.vanishes for each in precise(lab(Step(lambda change: BAD))))
 
 
+def test_an_operation_that_is_finite_when_guarded_is_not_cleared_by_the_next_one() -> None:
+    root = dataclasses.replace(BAD, node="SqrtBackward0")
+    found = guard_operation(lab(Step(lambda c: root if c.is_guarded else BAD)))
+    assert found is not None
+    assert found.verdict == "inconclusive"
+    assert "goes bad at another one, Sqrt at train.py:7 in its backward pass" in found.sentence
+    same = guard_operation(lab(Step(lambda change: BAD)))
+    assert same is not None
+    assert same.verdict == "innocent"
+
+
 def test_terms_are_tried_one_by_one() -> None:
     step = Step(lambda c: GOOD if c.term in (0, 2) else BAD, terms=("box", "dfl", "cls"))
     found = terms(lab(step))

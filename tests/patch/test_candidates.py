@@ -281,3 +281,26 @@ def test_base_of_a_power_that_overflowed_is_not_kept_above_zero(
     found = Incident(step=0, origin=origin, diagnosis=diagnosis)
     patches = patches_for(found, folder=str(tmp_path))
     assert any("clamp_min" in patch.after for patch in patches) is is_clamped
+
+
+def test_a_quotient_under_a_root_is_kept_above_zero_with_its_denominator(tmp_path: Path) -> None:
+    code = "return (square / (n - 1)).sqrt()"
+    (tmp_path / "train.py").write_text(f"def spread(square, n):\n    {code}\n")
+    known = {"shape": (1,), "dtype": "float32", "device": "cpu", "numel": 1}
+    origin = Origin(
+        phase="forward",
+        op="aten.div.Tensor",
+        file="train.py",
+        line=2,
+        end_line=2,
+        columns=(12, 28),
+        code=code,
+        inputs=(TensorSummary(name="other", min=0.0, max=0.0, zero_count=1, **known),),
+    )
+    diagnosis = Diagnosis(cause="division_by_zero", why="", fix="", confidence="likely")
+    patches = patches_for(
+        Incident(step=0, origin=origin, diagnosis=diagnosis), folder=str(tmp_path)
+    )
+    assert any(
+        "(square / (n - 1).clamp_min(1e-6) + 1e-12).sqrt()" in patch.after for patch in patches
+    )

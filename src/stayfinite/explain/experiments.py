@@ -5,9 +5,11 @@ Pure procedures over whoever can replay the step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from stayfinite.budget import Budget
 from stayfinite.causes import cause_of
 from stayfinite.domains import HALVES
 from stayfinite.records import REPEATED, Diagnosis, Incident, NaNType, Origin
-from stayfinite.text import count, in_words
+from stayfinite.text import bare_name, count, in_words, node_name
 
 Precision = Literal["float32", "float64"]
 
@@ -60,6 +62,8 @@ class Seen:
     file: str | None = None
     line: int | None = None
     kind: NaNType = NaNType.NONE
+    node: str | None = None
+    """Of autograd, in a backward pass: one line may have a division, and a root that divides."""
 
     def is_like(self, other: Seen) -> bool:
         """Whether both went bad at the same place; where none is known, in the same way."""
@@ -67,7 +71,8 @@ class Seen:
             return False
         if self.op is None and self.line is None and other.op is None and other.line is None:
             return self.kind is other.kind
-        return (self.op, self.file, self.line) == (other.op, other.file, other.line)
+        mine, its = ((s.op, s.node, s.file, s.line) for s in (self, other))
+        return mine == its
 
 
 class CannotReplayError(Exception):
@@ -288,7 +293,18 @@ def guard_operation(lab: Lab) -> Finding | None:
     said = "with the inputs of that operation kept inside its domain, the"
     finite, bad = f"{said} same step is finite", f"{said} step is still bad"
     change = Change(is_guarded=True)
-    return _finding_without(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
+    found = _finding_without(lab, change, "guarded", finite=finite, bad=bad, verdict="guilty")
+    if found is not None:
+        return found
+    with contextlib.suppress(CannotReplayError):
+        seen = lab.run(change)
+        name = node_name(seen.node) or bare_name(seen.op or "")
+        if name and seen.line is not None:
+            where = f"{os.path.basename(seen.file or '')}:{seen.line}"
+            way = " in its backward pass" if seen.node else ""
+            moved = f"{said} step goes bad at another one, {name} at {where}{way}"
+            return Finding("guarded", "inconclusive", moved)
+    return None
 
 
 def compare_compiled(lab: Lab) -> Finding | None:

@@ -210,7 +210,14 @@ def seen_of(found: Incident | None, change: Change) -> Seen:
     dtypes = {each.dtype for each in origin.outputs}
     if change.precision is not None and dtypes & {*HALVES, "float32"} - {change.precision}:
         raise CannotReplayError("the step goes back to a lower precision by itself")
-    return Seen(is_finite=False, op=origin.op, file=origin.file, line=origin.line, kind=kind)
+    return Seen(
+        is_finite=False,
+        op=origin.op,
+        file=origin.file,
+        line=origin.line,
+        kind=kind,
+        node=origin.node,
+    )
 
 
 class Experiments(Replays, Protocol):

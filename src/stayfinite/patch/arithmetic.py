@@ -222,7 +222,25 @@ def _is_from_shape(spot: Spot, node: ast.expr) -> bool:
     return False
 
 
-DIVISIONS = (normalise, clamp_denominator, clamp_all_denominators)
+def quotient_in_root(spot: Spot) -> Iterator[Rewrite]:
+    """sqrt(a / b) to sqrt(a / b.clamp_min(eps) + eps): 0 / 0 made finite is a root of 0."""
+    source = spot.source
+    small, eps = _small_denominator(spot), spot.eps("1e-12", half="1e-6")
+    for whole, above, below in divisions(spot) if divides(spot) and not spot.is_backward else ():
+        if not is_operation(whole, ast.Div) or above is None:
+            continue
+        roots = (
+            each
+            for each in source.above(whole)
+            if is_call(each, "sqrt", "sqrt_", "rsqrt", "rsqrt_")
+        )
+        if any(source.operand(root) is whole for root in roots):
+            text = f"{source.of(above)} / {source.in_brackets(below)}.clamp_min({small}) + {eps}"
+            what = "Keep the denominator away from 0, and the argument of the root too."
+            yield rewrite(spot, whole, text, what)
+
+
+DIVISIONS = (normalise, clamp_denominator, quotient_in_root, clamp_all_denominators)
 
 
 def norm_at_zero(spot: Spot) -> Iterator[Rewrite]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scenes import Net, cause, found
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from stayfinite.guard.evidence import impossible_moments
 
@@ -55,6 +56,33 @@ def test_rate_that_a_decay_raised() -> None:
         fit(net, optimizer, x)
 
     assert cause(step) == "bad_lr_schedule"
+
+
+def ramp(optimizer: Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1.2 ** (step - 20))
+
+
+def one_cycle(optimizer: Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=9.0, total_steps=200)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [(ramp, "bad_lr_schedule"), (one_cycle, "lr_too_high")]
+)
+def test_rate_that_goes_past_its_base(
+    schedule: Callable[[Optimizer], LRScheduler], expected: str
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    optimizer, x = SGD(net.parameters(), lr=0.1), torch.randn(8, 3)
+    scheduler = schedule(optimizer)
+
+    def step() -> None:
+        for _ in range(150):
+            fit(net, optimizer, x, steps=1)
+            scheduler.step()
+
+    assert cause(step) == expected
 
 
 def test_inputs_in_their_natural_units() -> None:

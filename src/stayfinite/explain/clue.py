@@ -238,6 +238,7 @@ class OptimizerFacts:
 
     kind: str = ""
     learning_rate: float | None = None
+    base_rate: float | None = None  # what a scheduler began with, unless it was told to rise
     eps: float | None = None
     line_search: str | None = None
     impossible_moments: ImpossibleMoments | None = None

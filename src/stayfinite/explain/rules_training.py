@@ -217,6 +217,7 @@ UPDATE_RULES = (
 
 
 _RAW = 50.0  # normalised data does not reach it
+_PAST = 3.0  # times the base rate
 _LOOP = 8  # so many runs of one line in one forward pass are a recurrence
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "addmv", "convolution")
 _GROWN = 1e6  # beyond what layers make of normalised data
@@ -320,8 +321,20 @@ adversaries = rule(
 
 
 def raised_rate(clue: Clue) -> Diagnosis | None:
-    """A schedule that went up where it should go down."""
-    if not clue.is_diverging or clue.raised_rate is None:
+    """A schedule that went up where it should go down, or past the rate that it was given."""
+    if not clue.is_diverging:
+        return None
+    rate, base = clue.optimizer.learning_rate, clue.optimizer.base_rate
+    if rate is not None and base is not None and rate > _PAST * base > 0:
+        return diagnosis(
+            "bad_lr_schedule",
+            f"The scheduler has raised the learning rate to {number(rate)}, which is "
+            f"{rate / base:.0f} times the base rate of {number(base)}, and training diverged "
+            f"({clue.trend}) until `{clue.expression}` overflowed.",
+            "Let a warm-up end at the base rate (min(1, step / warmup)) and a decay multiply by "
+            "less than 1, or lower the base rate.",
+        )
+    if clue.raised_rate is None:
         return None
     before, after = clue.raised_rate
     low, high = number(before.learning_rate), number(after.learning_rate)

@@ -417,9 +417,11 @@ def optimizer_facts(optimizer: Optimizer, updates: int) -> OptimizerFacts:
     """Its first group's settings, as far as it has them, after so many updates here."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     rate = group.get("lr")
+    base = None if "max_lr" in group else group.get("initial_lr")  # OneCycleLR, CyclicLR
     return OptimizerFacts(
         kind=type(optimizer).__name__,
         learning_rate=float(rate) if rate is not None else None,
+        base_rate=float(base) if base is not None else None,
         eps=group.get("eps") if isinstance(group.get("eps"), float) else None,
         line_search=group.get("line_search_fn"),
         impossible_moments=impossible_moments(optimizer, updates),

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
+from stayfinite.explain.clue import Context
+from stayfinite.explain.rules import diagnose
 from stayfinite.guard.evidence import impossible_moments
+from stayfinite.records import Origin, TensorSummary
 
 
 def fit(
@@ -43,6 +46,22 @@ def test_rate_that_is_too_high() -> None:
     assert cause(lambda: fit(net, SGD(net.parameters(), lr=5.0), torch.randn(8, 3))) == (
         "lr_too_high"
     )
+
+
+def test_weights_of_torch_func_that_ran_away_are_no_batch() -> None:
+    known = {"shape": (4,), "dtype": "float32", "device": "cpu", "numel": 4}
+    origin = Origin(
+        phase="forward",
+        op="aten.mul.Tensor",
+        inputs=(TensorSummary(name="self", min=-1e25, max=3e25, **known),),
+        outputs=(TensorSummary(name="output", pos_inf_count=1, **known),),
+        facts={"data": ["self"], "made_by": {"self": ["index"]}, "expression": "p * q"},
+        exact=True,
+    )
+    assert diagnose(origin, Context(step=11)).cause == "lr_too_high"
+    said = diagnose(origin, Context(step=0))
+    assert said.cause == "bad_input_data"
+    assert "usually" not in said.why
 
 
 def test_rate_that_a_decay_raised() -> None:

@@ -286,6 +286,8 @@ class Context:
         passes, and only from the second on may weights have been changed by hand before it.
         """
         applied = [step for step in self.history if not step.skipped]
+        if not self.history:  # as with torch.func, whose passes have no loss that is known
+            return self.step > 1
         return len(applied) > 1 or any(step.learning_rate is not None for step in applied)
 
 

@@ -175,6 +175,8 @@ def absurd_values(clue: Clue) -> Diagnosis | None:
     if clue.origin.phase not in ("forward", "backward", "distributed"):
         return None
     data = clue.fact("data", []) if clue.origin.phase == "forward" else []
+    if clue.context.step > 2:  # weights that no module has, as with torch.func, look like data
+        data = [name for name in data if name in clue.fact("from_batch", [])]
     found = [
         (item.name, largest(item))
         for item in clue.origin.inputs
@@ -187,7 +189,8 @@ def absurd_values(clue: Clue) -> Diagnosis | None:
     if not found:
         return None
     name, size = found[0]
-    usual = f" (usually {number(clue.typical_input)})" if clue.typical_input < size / 30 else ""
+    is_known = 0 < clue.typical_input < size / 30
+    usual = f" (usually {number(clue.typical_input)})" if is_known else ""
     return diagnosis(
         "bad_input_data",
         f"The batch holds values up to {number(size)}{usual}, so that the first arithmetic on "

@@ -343,7 +343,7 @@ def raised_rate(clue: Clue) -> Diagnosis | None:
         f"The learning rate went from {low} to {high} at step {after.step}, and training diverged "
         f"after it ({clue.trend}) until `{clue.expression}` overflowed.",
         "Look at what changes the rate there: a decay multiplies it by less than 1 (gamma=0.1, not "
-        "10), and a schedule that goes on after a resume must not begin anew.",
+        "10), and a schedule that goes on after a resume must not start over.",
     )
 
 

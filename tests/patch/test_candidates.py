@@ -304,3 +304,25 @@ def test_a_quotient_under_a_root_is_kept_above_zero_with_its_denominator(tmp_pat
     assert any(
         "(square / (n - 1).clamp_min(1e-6) + 1e-12).sqrt()" in patch.after for patch in patches
     )
+
+
+@pytest.mark.parametrize("cause", ["checkpoint_precision_loss", "exp_overflow"])
+def test_a_bound_on_what_a_bad_state_made_large_says_what_it_hides(
+    tmp_path: Path, cause: str
+) -> None:
+    (tmp_path / "train.py").write_text("def gain(x):\n    return x.exp()\n")
+    origin = Origin(
+        phase="forward",
+        op="aten.exp.default",
+        file="train.py",
+        line=2,
+        end_line=2,
+        columns=(11, 18),
+        code="return x.exp()",
+    )
+    diagnosis = Diagnosis(cause=cause, why="", fix="", confidence="likely")
+    found = Incident(step=0, origin=origin, diagnosis=diagnosis)
+    whats = [patch.what for patch in patches_for(found, folder=str(tmp_path))]
+    assert any("Bound the exponent." in what for what in whats)
+    is_said = any("the state that was loaded is wrong" in what for what in whats)
+    assert is_said is (cause == "checkpoint_precision_loss")

@@ -644,6 +644,8 @@ def bound_exponent(spot: Spot) -> Iterator[Rewrite]:
 
 def _growth(spot: Spot) -> str:
     """What a bound hides where the exponent is beyond what any input should give."""
+    if spot.cause == "checkpoint_precision_loss":
+        return " This hides that the state that was loaded is wrong; load one that is not."
     seen = spot.input("self")
     if seen is None or seen.max is None or spot.is_half or seen.max < 200:
         return ""

@@ -25,6 +25,8 @@ Array = np.ndarray
 _LONG, _SHORT = 16, 12  # samples kept: those of every so many steps, and the last of any kind
 _FEW = 5  # samples that make a trend
 _NEAR = 24  # steps back that the short trend looks
+_SPANS = (4, 6, 8, 12)  # numbers in which something may have risen, with three before at least
+_MOST_BEFORE = 64  # losses that tell what was usual
 _QUIET = 0.1  # doublings by which anything varies
 _LEAST = math.log2(2.0**-126)
 _BESIDE: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -66,6 +68,12 @@ class TrendRules:
     low: float = 0.3
     high: float = 3.2
     calm: int = 64  # steps without a trend after which the next one is a new one
+    # What diverges rises in several signals at once, and not in one jump: doublings of a climb.
+    loss_climb: float = 1.0
+    top_climb: float = 0.75  # of the largest activation, together with that of the loss
+    steep_climb: float = 1.5  # of loss and gradient norm, where activations do not tell
+    near_climb: float = 0.75  # of the largest activation alone, if its end is near
+    near: float = 40.0  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +138,32 @@ def _medians(table: Array) -> Array:
     ordered, count = np.sort(table, axis=1), table.shape[1]
     middle: Array = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
     return middle
+
+
+def climb(values: Sequence[float]) -> float:
+    """Doublings of the last number above what was usual before, without the largest jump on its way.
+
+    It is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if there is none. A change of
+    data or of the rate is a jump; a divergence goes on and on.
+
+    >>> climb([1.0] * 8 + [9.0] * 4), climb([1.0] * 8 + [2.0, 3.0, 5.0, 9.0])
+    (0.0, 4.0)
+    """
+    most, last = 0.0, values[-1] if values else 0.0
+    for span in _SPANS:
+        before = len(values) - span
+        if before < 3:
+            break
+        ordered = sorted(values[:before])
+        usual = top = ordered[(9 * (before - 1)) // 10]
+        if last - usual <= most:
+            continue
+        jump = 0.0
+        for value in values[before:]:
+            if value > top:
+                jump, top = max(jump, value - top), value
+        most = max(most, last - usual - jump)
+    return most
 
 
 class Pace:
@@ -251,6 +285,14 @@ class Outlook:
         self._credit = float(self.rules.credit)
         self._pending: tuple[int, int] | None = None  # of which row a trend was seen, and when
         self.is_rising = False
+        self._is_top = np.zeros(0, dtype=bool)  # rows of activations
+        self._is_norm = np.zeros(0, dtype=bool)
+        self._is_climbing = False
+        self._top_steps: deque[int] = deque(maxlen=2 * _SPANS[-1])
+        self._recent: deque[float] = deque(maxlen=_MOST_BEFORE + _SPANS[-1])  # losses
+        self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
+        self._norms: deque[float] = deque(maxlen=2 * _SPANS[-1])
+        self._least_loss = 0.0
         self.losses = SpikeDetector()
         self._raised = 0
         self.pace = Pace(self.rules)
@@ -272,6 +314,10 @@ class Outlook:
         """The loss of a step; whether a spike begins with it."""
         losses = self.losses
         is_spike = losses.add(loss)
+        if loss - loss == 0:
+            self._recent.append(loss)
+            if len(self._recent) <= 8:
+                self._least_loss = max(1e-6, sorted(map(abs, self._recent))[len(self._recent)//2] / 8)
         if loss > losses.raised:
             self._raised += 1
             is_urgent = loss > losses.limit
@@ -292,6 +338,7 @@ class Outlook:
         rows, sizes = rows[is_good], np.maximum(sizes[is_good], _LEAST)
         self._add(step, rows, sizes)
         self._credit = min(float(self.rules.credit), self._credit + 0.5)
+        self._watch_climbs(step, rows, sizes)
         risen = self._short[:, -1] - self._base
         room = self._limits - self._short[:, -1]
         rules = self.rules
@@ -300,7 +347,8 @@ class Outlook:
                 np.maximum(rules.least_rise, rules.rise_share * room),
                 self._correction() * self._noise,
             )
-            worth = (risen > 0.5 * needed) & ~self._is_bad & np.isfinite(room)
+            is_open = ~self._is_bad & np.isfinite(room)
+            worth = (risen > (0.1 if self._is_climbing else 0.5 * needed)) & is_open
             if not worth.any():
                 self.is_rising = False
                 return None
@@ -313,6 +361,43 @@ class Outlook:
             chosen = chosen[np.argsort(-risen[chosen] / np.maximum(room[chosen], 1.0))[:8]]
         found = [t for row in chosen for t in self._trends(int(row), step, room)]
         return self._told(step, found)
+
+    def _watch_climbs(self, step: int, rows: Array, sizes: Array) -> None:
+        """Whether several signals climb at once, or activations towards an end that is near."""
+        rules = self.rules
+        tops = sizes[self._is_top[rows]]
+        if len(tops):
+            self._tops.append(float(tops.max()))
+            self._top_steps.append(step)
+        norms = sizes[self._is_norm[rows]]
+        if len(norms):
+            self._norms.append(float(norms[0]))
+        of_loss, of_top = climb(self._loss_sizes()), climb(self._tops_list())
+        of_norm = climb([*self._norms])
+        self._is_climbing = (
+            (of_loss >= rules.loss_climb and of_top >= rules.top_climb)
+            or min(of_loss, of_norm) >= rules.steep_climb
+            or (of_top >= rules.near_climb and self._top_left() <= rules.near)
+        )
+        if max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5:
+            self._look_closer(step)
+
+    def _tops_list(self) -> list[float]:
+        return [*self._tops]
+
+    def _top_left(self) -> float:
+        """Steps until the largest activation reaches its end, as it has risen lately."""
+        if len(self._tops) < 7:
+            return math.inf
+        slope = (self._tops[-1] - self._tops[-7]) / (self._top_steps[-1] - self._top_steps[-7])
+        if slope <= 0:
+            return math.inf
+        room = self._limits[self._is_top] - self._short[self._is_top, -1]
+        return float(np.nanmin(room)) / slope
+
+    def _loss_sizes(self) -> list[float]:
+        """In doublings; what is far below that of the beginning counts as that."""
+        return [math.log2(max(abs(loss), self._least_loss)) for loss in self._recent]
 
     def beside(self) -> Iterator[str]:
         """What has at least doubled and has no limit of its own, in sentences."""
@@ -338,6 +423,8 @@ class Outlook:
         self._base = np.append(self._base, np.full(more, np.nan))
         self._noise = np.append(self._noise, np.full(more, _QUIET))
         self._is_bad = np.append(self._is_bad, np.zeros(more, dtype=bool))
+        self._is_top = np.append(self._is_top, [row.signal == "activation" for row in new])
+        self._is_norm = np.append(self._is_norm, [row.signal == "grad_norm" for row in new])
 
     def _add(self, step: int, rows: Array, sizes: Array) -> None:
         self._short_steps.append(step)
@@ -430,14 +517,16 @@ class Outlook:
         return is_extreme or trend.left <= reach
 
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
-        telling = [trend for trend in found if self.is_telling(trend)]
+        telling = [trend for trend in found if self._is_climbing or self.is_telling(trend)]
         if not telling:
             self.is_rising = bool(found)
             return None
         first = min(telling, key=lambda trend: trend.left)
         is_new = step > self._told_until
         pending, self._pending = self._pending, (first.row, step)
-        is_confirmed = pending is not None and step - pending[1] <= self.pace.every
+        is_confirmed = self._is_climbing or (
+            pending is not None and step - pending[1] <= self.pace.every
+        )
         if is_new and not is_confirmed:
             self._look_closer(step)
             return None

@@ -10,6 +10,7 @@ taken to fall like 1 / (1 + q t), and the room is used up after (exp(q h / b) - 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections import deque
@@ -71,9 +72,11 @@ class TrendRules:
     # What diverges rises in several signals at once, and not in one jump: doublings of a climb.
     loss_climb: float = 1.0
     top_climb: float = 0.75  # of the largest activation, together with that of the loss
-    steep_climb: float = 1.5  # of loss and gradient norm, where activations do not tell
+    norm_climb: float = 0.75  # of the gradient norm, together with that of the loss
+    norm_noise: float = 3.0  # the same, as a multiple of its noise
     near_climb: float = 0.75  # of the largest activation alone, if its end is near
     near: float = 40.0  # steps
+    steady_part: float = 0.25  # of a rise that is no jump
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class Trend:
     value: float
     room: float
     rise: float
+    jump: float  # the largest part of the rise, from one sample to the next
     slope: float
     growth: float
     left: float
@@ -376,11 +380,17 @@ class Outlook:
         of_norm = climb([*self._norms])
         self._is_climbing = (
             (of_loss >= rules.loss_climb and of_top >= rules.top_climb)
-            or min(of_loss, of_norm) >= rules.steep_climb
+            or (of_loss >= rules.loss_climb and of_norm >= self._needed_of_norm())
             or (of_top >= rules.near_climb and self._top_left() <= rules.near)
         )
         if max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5:
             self._look_closer(step)
+
+    def _needed_of_norm(self) -> float:
+        norms = [*self._norms][:-4]
+        changes = sorted(abs(b - a) for a, b in itertools.pairwise(norms))
+        noise = changes[len(changes) // 2] if changes else 0.0
+        return max(self.rules.norm_climb, self.rules.norm_noise * noise)
 
     def _tops_list(self) -> list[float]:
         return [*self._tops]
@@ -481,6 +491,7 @@ class Outlook:
         # The end lies between that of the slope of now and that of one which goes on changing.
         straight, bent = room / slope, time_left(room, slope, growth)
         rise = float(values[-1] - self._base[row])
+        jump = float(np.diff(np.maximum.accumulate(values)).max())
         if growth <= 0:  # what grows as a power does takes longer and longer to double
             bent = max(bent, time_left(room, slope, -slope / max(rise, 1.0)))
         sooner, later = sorted((straight, min(bent, self.rules.slowest * straight)))
@@ -494,6 +505,7 @@ class Outlook:
             value=float(2.0 ** min(float(values[-1]), 1023.0)),
             room=room,
             rise=rise,
+            jump=jump,
             slope=slope,
             growth=growth,
             left=left,
@@ -512,6 +524,8 @@ class Outlook:
             return is_extreme
         needed = max(rules.least_rise, rules.rise_share * trend.room)
         if trend.rise < needed or trend.z < self._correction():
+            return False
+        if trend.rise - trend.jump < rules.steady_part * trend.rise:
             return False
         reach = min(rules.farthest * trend.span, rules.horizon)
         return is_extreme or trend.left <= reach
@@ -557,7 +571,7 @@ class ScaleWatch:
     LAST = 1.0
 
     def __init__(self) -> None:
-        self._skips: deque[int] = deque(maxlen=32)
+        self._skips: deque[tuple[int, float]] = deque(maxlen=32)  # with the scale of each
         self._good = 0  # updates in a row
         self._is_found = False
         self._told_until = -1
@@ -570,14 +584,19 @@ class ScaleWatch:
                 self._is_found = True
             return None
         self._good = 0
-        self._skips.append(step)
-        if scale is None or not scale > 0 or step <= self._told_until:
+        if scale is None or not scale > 0:
             return None
-        recent = [at for at in self._skips if at > step - 32]
+        self._skips.append((step, scale))
+        recent = [each for each in self._skips if each[0] > step - 32]
         if len(recent) < (4 if self._is_found else 3) or not (self._is_found or scale < 64):
             return None
+        began, first = recent[0]
+        fallen = math.log2(first / scale)
+        # One that doubles often overflows often, and is where it was.
+        if step <= self._told_until or fallen < 0.75 * (len(recent) - 1):
+            return None
         self._told_until = step + 32
-        per_step = (len(recent) - 1) / max(1, step - recent[0])
+        per_step = fallen / max(1, step - began)
         left = max(0.0, math.log2(scale / self.LAST) / per_step)
         row = Row(signal="loss_scale", limit=self.LAST)
         return forecast_of(
@@ -587,7 +606,7 @@ class ScaleWatch:
             value=scale,
             slope=-per_step,
             between=(0.3 * left, left, 3 * left + 4),
-            evidence=(f"{len(recent)} updates were skipped in the last {step - recent[0] + 1}",),
+            evidence=(f"{len(recent)} updates were skipped in the last {step - began + 1}",),
         )
 
 

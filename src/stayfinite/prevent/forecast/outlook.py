@@ -55,8 +55,9 @@ class TrendRules:
     share: float = 0.0075  # of the time; `Pace` keeps to it. torch's own hooks take as much again
     dense_early: int = 8  # at first every step is sampled, then every fourth
     warm_up: int = 64  # steps in which only an extreme trend is told
-    alert: int = 8  # steps that are all sampled when something rises
-    credit: int = 48  # such steps in reserve; one more comes with every 32 steps
+    alert: int = 16  # steps that are all sampled when something rises
+    credit: int = 48  # such steps in reserve
+    earned: float = 0.25  # that come back with each sample
     least_rise: float = 2.0  # doublings
     rise_share: float = 0.02  # of the room that is left
     least_z: float = 6.0  # the rise, as a multiple of the noise, before the correction
@@ -67,11 +68,13 @@ class TrendRules:
     extreme_rise: float = 6.0
     extreme_left: float = 12.0
     low: float = 0.3
+    early: float = 2.0
+    faster: float = 3.0  # it may be over within so many times the steps that show it
     high: float = 3.2
     calm: int = 64  # steps without a trend after which the next one is a new one
     # What diverges rises in several signals at once, and not in one jump: doublings of a climb.
     loss_climb: float = 1.0
-    top_climb: float = 0.75  # of the largest activation, together with that of the loss
+    top_climb: float = 1.0  # of the largest activation, together with that of the loss
     norm_climb: float = 0.75  # of the gradient norm, together with that of the loss
     norm_noise: float = 3.0  # the same, as a multiple of its noise
     near_climb: float = 0.75  # of the largest activation alone, if its end is near
@@ -341,7 +344,7 @@ class Outlook:
         is_good = np.isfinite(sizes) | (values == 0)
         rows, sizes = rows[is_good], np.maximum(sizes[is_good], _LEAST)
         self._add(step, rows, sizes)
-        self._credit = min(float(self.rules.credit), self._credit + 0.5)
+        self._credit = min(float(self.rules.credit), self._credit + self.rules.earned)
         self._watch_climbs(step, rows, sizes)
         risen = self._short[:, -1] - self._base
         room = self._limits - self._short[:, -1]
@@ -495,7 +498,8 @@ class Outlook:
         if growth <= 0:  # what grows as a power does takes longer and longer to double
             bent = max(bent, time_left(room, slope, -slope / max(rise, 1.0)))
         sooner, later = sorted((straight, min(bent, self.rules.slowest * straight)))
-        left = math.sqrt(sooner * later)
+        quick = min(sooner, self.rules.faster * float(at[-1] - at[0]))
+        left = math.sqrt((quick if self._is_climbing else sooner) * later)
         risen_before, risen_since = early * (at[half] - at[0]), late * (at[-1] - at[half])
         if growth > 0 and risen_since > risen_before > self.rules.surely * noise:
             left = sooner  # that it rises faster and faster is beyond doubt; no jump looks so
@@ -509,7 +513,7 @@ class Outlook:
             slope=slope,
             growth=growth,
             left=left,
-            low=self.rules.low * sooner,
+            low=max(0.0, self.rules.low * quick - self.rules.early),
             high=self.rules.high * later + 2,
             samples=len(at),
             span=int(at[-1] - at[0]),

@@ -334,14 +334,14 @@ def scenes_of(half: str, only: list[str]) -> list[Any]:
     return [scene for scene in found if not only or scene.name.split("-")[0] in only]
 
 
-def saved(scene: Any, end: int) -> dict[str, Any]:
+def saved(scene: Any, end: int, *, goes_back: bool = False) -> dict[str, Any]:
     """The same run with `on_forecast="lower_lr"`: whether it stays finite for longer, and learns.
 
     It learns if its last losses are below that of the first step.
     """
     training = scene.training()
     scaler, losses = training.scaler, list[float]()
-    config = stayfinite.RecoveryConfig(on_forecast="lower_lr")
+    config = stayfinite.RecoveryConfig(on_forecast="lower_lr", lower_lr_goes_back=goes_back)
     with stayfinite.watch(
         training.model,
         training.optimizer,

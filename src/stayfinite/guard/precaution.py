@@ -94,11 +94,18 @@ class Precaution:
         before = max(rates_of(optimizer), default=0.0)
         if not before > 0:
             return Cannot("there is no learning rate above 0")
-        self._multiply_rates(factor**times)
+        back = ""
+        if self._job.config.lower_lr_goes_back:
+            done = self._job.rewind(step=self._step, by=RecoveryStrategy.LOWER_LR)
+            if isinstance(done, Done) and done.went_back_to is not None:
+                back = f"back at the snapshot of step {done.went_back_to}; "
+            self._multiply_rates(factor ** (times - 1))
+        else:
+            self._multiply_rates(factor**times)
         # What was lowered at once is given back in parts, so that it is seen when it is too much.
         self._undo += [lambda: self._multiply_rates(1 / factor)] * times
         after = max(rates_of(optimizer))
-        return Done(f"the learning rate went from {before:.3g} to {after:.3g}")
+        return Done(f"{back}the learning rate went from {before:.3g} to {after:.3g}")
 
     def _multiply_rates(self, factor: float) -> None:
         schedulers = self._job.parts.schedulers or schedulers_of(self._optimizer)

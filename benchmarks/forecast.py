@@ -1,14 +1,16 @@
 """How long before the first non-finite value a forecast comes, and how often one is false.
 
-    python benchmarks/forecast.py [--half tuning|held-out] [--traces FOLDER] [--only NAME ...]
-        [--every STEPS] [--saves] [--cost] [--pictures FOLDER] [--json]
+    python benchmarks/forecast.py [--set first|fresh] [--half tuning|held-out] [--traces FOLDER]
+        [--only NAME ...] [--every STEPS] [--saves] [--cost] [--pictures FOLDER] [--json]
 
 Trainings that diverge by themselves, and healthy ones, are recorded once, every signal in every
 step. Forecaster's own rules are then run over what was recorded, with the samples that they would
 have asked for. The rules were tuned on forecast_runs.py; forecast_unseen.py was written by somebody
-who did not know them, and was run once, when tuning had ended. Beside it are rules of others, on
-the same losses, gradient norms and loss scales. `--saves` runs the divergences once more with
-`on_forecast="lower_lr"`, `--cost` times a step with and without, `--pictures` draws some runs.
+who did not know them, and was run once, when tuning had ended. `--set fresh` takes both halves from
+forecast_fresh.py instead, which was written likewise, of the kinds of forecast_runs.py. Beside it
+are rules of others, on the same losses, gradient norms and loss scales. `--saves` runs the
+divergences once more with `on_forecast="lower_lr"`, `--cost` times a step with and without,
+`--pictures` draws some runs.
 """
 
 from __future__ import annotations
@@ -111,6 +113,8 @@ def record(scene: Any, most: int) -> Trace:
 
 def steps_of(scene: Any) -> int:
     """How long it runs unless it ends by itself."""
+    if hasattr(scene, "steps"):
+        return int(scene.steps)
     if scene.make.__module__ != forecast_runs.__name__:
         return int(sys.modules[scene.make.__module__].STEPS)
     return STEPS if scene.is_healthy else MOST
@@ -323,10 +327,14 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     return shown
 
 
-def scenes_of(half: str, only: list[str]) -> list[Any]:
+def scenes_of(half: str, only: list[str], *, is_fresh: bool = False) -> list[Any]:
     """The runs of one half; each has a name, is_healthy, and training()."""
-    if half == "tuning":
-        found: list[Any] = list(forecast_runs.scenes())
+    if is_fresh:
+        import forecast_fresh
+
+        found: list[Any] = [scene for scene in forecast_fresh.scenes() if scene.half == half]
+    elif half == "tuning":
+        found = list(forecast_runs.scenes())
     else:
         import forecast_unseen
 
@@ -542,6 +550,7 @@ def tell_savings(half: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--set", choices=["first", "fresh"], default="first")
     parser.add_argument("--half", choices=["tuning", "held-out"])
     parser.add_argument("--traces", type=Path, default=Path("build/forecast"))
     parser.add_argument("--only", nargs="+", default=[])
@@ -565,7 +574,7 @@ def main() -> None:
     for half in ("tuning", "held-out"):
         if options.half not in (None, half):
             continue
-        chosen = scenes_of(half, options.only)
+        chosen = scenes_of(half, options.only, is_fresh=options.set == "fresh")
         found = list(traces(options.traces, chosen))
         if options.pictures is not None:
             draw(found, options.pictures)

@@ -591,3 +591,24 @@ def test_benchmark_runs_are_as_they_were(tmp_path: Path, monkeypatch: pytest.Mon
     (quiet,) = [s for s in scenes if s.name == "restarts-0-0"]
     assert benchmark.forecasts(benchmark.record(quiet, 400)) == []
     sys.modules.pop("forecast", None)
+
+
+def test_fresh_benchmark_runs_end_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half holds each kind and severity; quick divergences diverge, a healthy run does not."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import forecast_fresh as fresh
+
+    scenes = {scene.name: scene for scene in fresh.scenes()}
+    ends = {name for name, scene in scenes.items() if not scene.is_healthy}
+    assert ends == set(fresh.NONFINITE_AT)
+    kinds = {(kind, severity) for kind in fresh.DIVERGING for severity in range(3)}
+    for half in ("tuning", "held-out"):
+        held = [scene for scene in scenes.values() if scene.half == half]
+        assert kinds == {(each.kind, each.severity) for each in held if not each.is_healthy}
+        assert sum(each.steps for each in held if each.is_healthy) >= 50_000
+    for name in ("scaled_decoder-2-419", "spread_nodes-2-407", "ring_q-2-352"):
+        _, end = fresh.losses_of(scenes[name])
+        assert end == pytest.approx(fresh.NONFINITE_AT[name], abs=5), name
+    losses, end = fresh.losses_of(dataclasses.replace(scenes["rated_films-0-488"], steps=300))
+    assert end is None
+    assert losses[-1] < losses[0]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.amp.grad_scaler import GradScaler
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -231,9 +231,7 @@ class Job:
         ago = "this step's beginning" if steps == 0 else f"{steps} good steps before"
         return f"the state of {ago} was put back"
 
-    def rewind(
-        self, *, step: int, by: RecoveryStrategy = RecoveryStrategy.REWIND
-    ) -> Done | Cannot:
+    def rewind(self, *, step: int, by: RecoveryStrategy = RecoveryStrategy.REWIND) -> Done | Cannot:
         """Go back as the configuration says, without a bad step; the loop goes on from here."""
         scaler = self.parts.scaler
         has_scaler = isinstance(scaler, GradScaler) and scaler.is_enabled()

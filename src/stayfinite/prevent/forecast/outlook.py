@@ -26,8 +26,11 @@ Array = np.ndarray
 _LONG, _SHORT = 16, 12  # samples kept: those of every so many steps, and the last of any kind
 _FEW = 5  # samples that make a trend
 _NEAR = 24  # steps back that the short trend looks
-_SPANS = (4, 6, 8, 12)  # numbers in which something may have risen, with three before at least
-_MOST_BEFORE = 64  # losses that tell what was usual
+_SPANS = (4, 6, 8, 12)  # numbers in which something may have climbed
+_BEFORE = 64  # losses before them, which tell what was usual
+_BEGINNING = 8  # losses
+_TOP, _NORM, _GRADIENT = 1, 2, 3
+_CLIMBING: dict[str, int] = {"activation": _TOP, "grad_norm": _NORM, "gradient": _GRADIENT}
 _QUIET = 0.1  # doublings by which anything varies
 _LEAST = math.log2(2.0**-126)
 _BESIDE: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -72,14 +75,14 @@ class TrendRules:
     faster: float = 3.0  # it may be over within so many times the steps that show it
     high: float = 3.2
     calm: int = 64  # steps without a trend after which the next one is a new one
-    # What diverges rises in several signals at once, and not in one jump: doublings of a climb.
+    # Climbs, in doublings: of the loss, together with the largest activation or the gradient norm.
     loss_climb: float = 1.0
-    top_climb: float = 1.0  # of the largest activation, together with that of the loss
-    norm_climb: float = 0.75  # of the gradient norm, together with that of the loss
+    top_climb: float = 1.0
+    norm_climb: float = 0.75
     norm_noise: float = 3.0  # the same, as a multiple of its noise
-    near_climb: float = 0.75  # of the largest activation alone, if its end is near
+    near_climb: float = 0.75  # of the largest activation alone, if its end is so near
     near: float = 40.0  # steps
-    steady_part: float = 0.25  # of a rise that is no jump
+    steady: float = 0.25  # part of a rise that is more than its largest jump
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,7 @@ def _medians(table: Array) -> Array:
 
 
 def climb(values: Sequence[float]) -> float:
-    """Doublings of the last number above what was usual before, without the largest jump on its way.
+    """Doublings of the last number above what was usual, without the largest jump on its way.
 
     It is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if there is none. A change of
     data or of the rate is a jump; a divergence goes on and on.
@@ -264,6 +267,58 @@ class SpikeDetector:
         self.raised = middle + 0.4 * self._width * self.spread
 
 
+class Climbs:
+    """Whether several signals climb at once, as they do when training diverges.
+
+    A climb of one alone is told only if its end is near: a loss has heavy tails, the activations of
+    a healthy model grow while it learns, and a norm swings where the rate is at its edge. `top` is
+    the largest activation, of whatever module.
+    """
+
+    def __init__(self, rules: TrendRules) -> None:
+        self._rules = rules
+        self._losses: deque[float] = deque(maxlen=_BEFORE + _SPANS[-1])
+        self._least = 0.0  # far below the losses of the beginning, a ratio of losses says little
+        self._steps: deque[int] = deque(maxlen=2 * _SPANS[-1])
+        self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
+        self._norms: deque[float] = deque(maxlen=2 * _SPANS[-1])
+        self.is_climbing = self.is_suspect = False
+
+    def saw_loss(self, loss: float) -> None:
+        if loss - loss != 0:
+            return
+        self._losses.append(abs(loss))
+        if len(self._losses) <= _BEGINNING:
+            usual = sorted(self._losses)[len(self._losses) // 2]
+            self._least = max(usual / 8, 1e-6)
+
+    def learn(self, step: int, *, top: float | None, norm: float | None, room: float) -> None:
+        """A sample, in doublings; None is what it does not have."""
+        rules = self._rules
+        if top is not None:
+            self._tops.append(top)
+            self._steps.append(step)
+        if norm is not None:
+            self._norms.append(norm)
+        of_loss = climb([math.log2(max(loss, self._least)) for loss in self._losses])
+        of_top, of_norm = climb([*self._tops]), climb([*self._norms])
+        with_loss = of_top >= rules.top_climb or of_norm >= self._least_of_norm()
+        is_near = of_top >= rules.near_climb and self._steps_left(room) <= rules.near
+        self.is_climbing = is_near or (of_loss >= rules.loss_climb and with_loss)
+        self.is_suspect = max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5
+
+    def _least_of_norm(self) -> float:
+        changes = sorted(abs(b - a) for a, b in itertools.pairwise([*self._norms][: -_SPANS[0]]))
+        noise = changes[len(changes) // 2] if changes else 0.0
+        return max(self._rules.norm_climb, self._rules.norm_noise * noise)
+
+    def _steps_left(self, room: float) -> float:
+        """Until activations overflow, if they go on as in the last six samples."""
+        if len(self._tops) < 7 or not self._tops[-1] > self._tops[-7]:
+            return math.inf
+        return room * (self._steps[-1] - self._steps[-7]) / (self._tops[-1] - self._tops[-7])
+
+
 @dataclass
 class Outlook:
     """What is known of the rows of one training, and which of them is heading for its limit.
@@ -292,14 +347,8 @@ class Outlook:
         self._credit = float(self.rules.credit)
         self._pending: tuple[int, int] | None = None  # of which row a trend was seen, and when
         self.is_rising = False
-        self._is_top = np.zeros(0, dtype=bool)  # rows of activations
-        self._is_norm = np.zeros(0, dtype=bool)
-        self._is_climbing = False
-        self._top_steps: deque[int] = deque(maxlen=2 * _SPANS[-1])
-        self._recent: deque[float] = deque(maxlen=_MOST_BEFORE + _SPANS[-1])  # losses
-        self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
-        self._norms: deque[float] = deque(maxlen=2 * _SPANS[-1])
-        self._least_loss = 0.0
+        self._signals = np.zeros(0, dtype=np.int8)
+        self._climbs = Climbs(self.rules)
         self.losses = SpikeDetector()
         self._raised = 0
         self.pace = Pace(self.rules)
@@ -321,10 +370,7 @@ class Outlook:
         """The loss of a step; whether a spike begins with it."""
         losses = self.losses
         is_spike = losses.add(loss)
-        if loss - loss == 0:
-            self._recent.append(loss)
-            if len(self._recent) <= 8:
-                self._least_loss = max(1e-6, sorted(map(abs, self._recent))[len(self._recent)//2] / 8)
+        self._climbs.saw_loss(loss)
         if loss > losses.raised:
             self._raised += 1
             is_urgent = loss > losses.limit
@@ -355,7 +401,8 @@ class Outlook:
                 self._correction() * self._noise,
             )
             is_open = ~self._is_bad & np.isfinite(room)
-            worth = (risen > (0.1 if self._is_climbing else 0.5 * needed)) & is_open
+            least = _QUIET if self._climbs.is_climbing else 0.5 * needed
+            worth = (risen > least) & is_open
             if not worth.any():
                 self.is_rising = False
                 return None
@@ -370,47 +417,23 @@ class Outlook:
         return self._told(step, found)
 
     def _watch_climbs(self, step: int, rows: Array, sizes: Array) -> None:
-        """Whether several signals climb at once, or activations towards an end that is near."""
-        rules = self.rules
-        tops = sizes[self._is_top[rows]]
+        """Give what may climb together to those who know."""
+        signals = self._signals[rows]
+        tops, norms = sizes[signals == _TOP], sizes[signals == _NORM]
+        if not len(norms):  # of gradients of several kinds there is no norm
+            norms = sizes[signals == _GRADIENT]
+        room = math.inf
         if len(tops):
-            self._tops.append(float(tops.max()))
-            self._top_steps.append(step)
-        norms = sizes[self._is_norm[rows]]
-        if len(norms):
-            self._norms.append(float(norms[0]))
-        of_loss, of_top = climb(self._loss_sizes()), climb(self._tops_list())
-        of_norm = climb([*self._norms])
-        self._is_climbing = (
-            (of_loss >= rules.loss_climb and of_top >= rules.top_climb)
-            or (of_loss >= rules.loss_climb and of_norm >= self._needed_of_norm())
-            or (of_top >= rules.near_climb and self._top_left() <= rules.near)
+            is_top = self._signals == _TOP
+            room = float(np.nanmin(self._limits[is_top] - self._short[is_top, -1]))
+        self._climbs.learn(
+            step,
+            top=float(tops.max()) if len(tops) else None,
+            norm=float(norms.max()) if len(norms) else None,
+            room=room,
         )
-        if max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5:
+        if self._climbs.is_suspect:
             self._look_closer(step)
-
-    def _needed_of_norm(self) -> float:
-        norms = [*self._norms][:-4]
-        changes = sorted(abs(b - a) for a, b in itertools.pairwise(norms))
-        noise = changes[len(changes) // 2] if changes else 0.0
-        return max(self.rules.norm_climb, self.rules.norm_noise * noise)
-
-    def _tops_list(self) -> list[float]:
-        return [*self._tops]
-
-    def _top_left(self) -> float:
-        """Steps until the largest activation reaches its end, as it has risen lately."""
-        if len(self._tops) < 7:
-            return math.inf
-        slope = (self._tops[-1] - self._tops[-7]) / (self._top_steps[-1] - self._top_steps[-7])
-        if slope <= 0:
-            return math.inf
-        room = self._limits[self._is_top] - self._short[self._is_top, -1]
-        return float(np.nanmin(room)) / slope
-
-    def _loss_sizes(self) -> list[float]:
-        """In doublings; what is far below that of the beginning counts as that."""
-        return [math.log2(max(abs(loss), self._least_loss)) for loss in self._recent]
 
     def beside(self) -> Iterator[str]:
         """What has at least doubled and has no limit of its own, in sentences."""
@@ -436,8 +459,8 @@ class Outlook:
         self._base = np.append(self._base, np.full(more, np.nan))
         self._noise = np.append(self._noise, np.full(more, _QUIET))
         self._is_bad = np.append(self._is_bad, np.zeros(more, dtype=bool))
-        self._is_top = np.append(self._is_top, [row.signal == "activation" for row in new])
-        self._is_norm = np.append(self._is_norm, [row.signal == "grad_norm" for row in new])
+        kinds = [_CLIMBING.get(row.signal, 0) for row in new]
+        self._signals = np.append(self._signals, np.array(kinds, dtype=np.int8))
 
     def _add(self, step: int, rows: Array, sizes: Array) -> None:
         self._short_steps.append(step)
@@ -499,7 +522,7 @@ class Outlook:
             bent = max(bent, time_left(room, slope, -slope / max(rise, 1.0)))
         sooner, later = sorted((straight, min(bent, self.rules.slowest * straight)))
         quick = min(sooner, self.rules.faster * float(at[-1] - at[0]))
-        left = math.sqrt((quick if self._is_climbing else sooner) * later)
+        left = math.sqrt((quick if self._climbs.is_climbing else sooner) * later)
         risen_before, risen_since = early * (at[half] - at[0]), late * (at[-1] - at[half])
         if growth > 0 and risen_since > risen_before > self.rules.surely * noise:
             left = sooner  # that it rises faster and faster is beyond doubt; no jump looks so
@@ -529,20 +552,20 @@ class Outlook:
         needed = max(rules.least_rise, rules.rise_share * trend.room)
         if trend.rise < needed or trend.z < self._correction():
             return False
-        if trend.rise - trend.jump < rules.steady_part * trend.rise:
+        if trend.rise - trend.jump < rules.steady * trend.rise:
             return False
         reach = min(rules.farthest * trend.span, rules.horizon)
         return is_extreme or trend.left <= reach
 
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
-        telling = [trend for trend in found if self._is_climbing or self.is_telling(trend)]
+        telling = [trend for trend in found if self._climbs.is_climbing or self.is_telling(trend)]
         if not telling:
             self.is_rising = bool(found)
             return None
         first = min(telling, key=lambda trend: trend.left)
         is_new = step > self._told_until
         pending, self._pending = self._pending, (first.row, step)
-        is_confirmed = self._is_climbing or (
+        is_confirmed = self._climbs.is_climbing or (
             pending is not None and step - pending[1] <= self.pace.every
         )
         if is_new and not is_confirmed:

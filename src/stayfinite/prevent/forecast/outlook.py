@@ -78,9 +78,8 @@ class TrendRules:
     # Climbs, in doublings: of the loss, together with the largest activation or the gradient norm.
     loss_climb: float = 1.0
     top_climb: float = 1.0
-    norm_climb: float = 0.75
-    norm_noise: float = 3.0  # the same, as a multiple of its noise
-    near_climb: float = 0.75  # of the largest activation alone, if its end is so near
+    small_climb: float = 0.75  # of the norm, or of the largest activation if its end is near
+    climb_noise: float = 4.0  # the same, as a multiple of the noise
     near: float = 40.0  # steps
     steady: float = 0.25  # part of a rise that is more than its largest jump
 
@@ -302,15 +301,16 @@ class Climbs:
             self._norms.append(norm)
         of_loss = climb([math.log2(max(loss, self._least)) for loss in self._losses])
         of_top, of_norm = climb([*self._tops]), climb([*self._norms])
-        with_loss = of_top >= rules.top_climb or of_norm >= self._least_of_norm()
-        is_near = of_top >= rules.near_climb and self._steps_left(room) <= rules.near
+        with_loss = of_top >= rules.top_climb or of_norm >= self._needed(self._norms)
+        is_near = of_top >= self._needed(self._tops) and self._steps_left(room) <= rules.near
         self.is_climbing = is_near or (of_loss >= rules.loss_climb and with_loss)
         self.is_suspect = max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5
 
-    def _least_of_norm(self) -> float:
-        changes = sorted(abs(b - a) for a, b in itertools.pairwise([*self._norms][: -_SPANS[0]]))
+    def _needed(self, values: Sequence[float]) -> float:
+        """A climb that is no noise of these."""
+        changes = sorted(abs(b - a) for a, b in itertools.pairwise([*values][: -_SPANS[0]]))
         noise = changes[len(changes) // 2] if changes else 0.0
-        return max(self._rules.norm_climb, self._rules.norm_noise * noise)
+        return max(self._rules.small_climb, self._rules.climb_noise * noise)
 
     def _steps_left(self, room: float) -> float:
         """Until activations overflow, if they go on as in the last six samples."""

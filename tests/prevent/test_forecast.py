@@ -37,6 +37,7 @@ from stayfinite.prevent.forecast.outlook import (
     SpikeDetector,
     Trend,
     TrendRules,
+    climb,
     foretold,
     median_slope,
     time_left,
@@ -171,6 +172,76 @@ def test_loss_scale_that_halves_on_and_on_is_told_but_not_its_search_at_the_begi
     assert forecast.steps_low is not None
     assert forecast.steps_high is not None
     assert forecast.steps_low <= 2 * math.log2(forecast.value or 0.0) <= forecast.steps_high
+
+
+def test_scaler_that_doubles_often_is_where_it_was_however_often_it_skips() -> None:
+    watch, told = ScaleWatch(), []
+    scale = 2.0**16
+    for step in range(400):
+        skipped = step >= 20 and step % 7 == 0  # it has doubled, and that was too much
+        told.append(watch.stepped(step, skipped=skipped, scale=2 * scale if skipped else None))
+    assert told == [None] * 400
+
+
+@given(st.lists(st.floats(-1.0, 1.0), min_size=16, max_size=24), st.floats(2.0, 60.0), st.data())
+def test_a_jump_to_another_level_is_no_climb(noise: list[float], jump: float, data: Any) -> None:
+    at = data.draw(st.integers(4, len(noise)))
+    values = [0.01 * value + (jump if n >= at else 0.0) for n, value in enumerate(noise)]
+    assert climb(values) < 0.05
+
+
+@given(st.lists(st.floats(-0.2, 0.2), min_size=16, max_size=64), st.floats(0.5, 4.0))
+def test_what_doubles_on_and_on_is_a_climb(noise: list[float], slope: float) -> None:
+    rise = [slope * (n + 1) for n in range(6)]
+    assert climb([*noise, *rise]) >= 5 * slope - 0.4 - 1e-9
+
+
+def both(losses: list[float], tops: list[float]) -> list[Trend]:
+    """What is told of a loss and an activation of float32, both in doublings."""
+    limit = float(np.finfo("f4").max)
+    rows = [Row(signal="activation", dtype="float32", limit=limit), Row(signal="loss", limit=limit)]
+    outlook, told = Outlook(rows), []
+    for step, (loss, top) in enumerate(zip(losses, tops, strict=True)):
+        is_due = outlook.is_due(step)
+        outlook.saw_loss(step, 2.0**loss)
+        if is_due:
+            trend = outlook.learn(step, np.arange(2), np.array([2.0**top, 2.0**loss]))
+            if trend is not None:
+                told.append(trend)
+    return told
+
+
+@pytest.mark.parametrize("quiet", [12, 120])
+def test_loss_and_activations_that_climb_together_are_told_also_while_it_warms_up(
+    quiet: int,
+) -> None:
+    """Faster than exponentially, as float32 ends: most of the way is made in the last steps."""
+    noise = random.Random(3)
+    flat = [0.1 * noise.random() for _ in range(quiet)]
+    left = [20 / (20 - n) for n in range(20)]  # 1 / (steps that are left)
+    losses = flat + [4 * (each - 1) for each in left]
+    tops = flat + [2 * (each - 1) for each in left]
+    told = both(losses, tops)
+    assert told, "nothing was told"
+    end = quiet + 20
+    assert told[0].step <= end - 5
+    assert told[0].step + told[0].low <= end <= told[0].step + told[0].high
+
+
+@pytest.mark.parametrize("alone", ["loss", "activation"])
+def test_climb_of_one_signal_far_from_its_end_is_not_told_while_it_warms_up(alone: str) -> None:
+    flat = [0.05 * (n % 3) for n in range(32)]
+    rise = flat[:16] + [0.4 * (n + 1) for n in range(16)]
+    assert both(*((rise, flat) if alone == "loss" else (flat, rise))) == []
+
+
+def test_a_jump_to_another_level_is_not_told() -> None:
+    """Rewards that come late, or another set of data: all is larger from one step to the next."""
+    noise = random.Random(4)
+    losses = [-8 + 0.2 * noise.random() for _ in range(201)]
+    losses += [0.4 * noise.random() + 0.05 * min(n, 8) for n in range(60)]
+    tops = [0.1 * noise.random() for _ in losses]
+    assert both(losses, tops) == []
 
 
 class Pulled(nn.Module):
@@ -549,6 +620,43 @@ def test_spike_is_answered_by_going_back_where_that_is_asked_for() -> None:
     same = [n for n, old in enumerate(kept) if all(torch.equal(old[k], after[k]) for k in old)]
     assert same, spike.outcome.detail
     assert same[0] < 55
+
+
+def scaled_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, factor: float
+) -> None:
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(4, 8)).square().mean() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_going_back_leaves_a_scaler_that_its_loop_can_update() -> None:
+    """Also to before its first step, where it had no scale yet."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    config = RecoveryConfig(on_spike="rewind", rewind_skip_batches=0)
+    with stayfinite.watch(
+        model, optimizer, scaler=scaler, sinks=[], config=config, forecast=True
+    ) as guard:
+        for step in range(42):
+            scaled_step(model, optimizer, scaler, 1000.0 if step == 40 else 1.0)
+    (spike,) = [each for each in guard.forecasts if each.signal == "loss_spike"]
+    assert spike.outcome is not None
+    assert "back at the snapshot of step 0" in spike.outcome.detail
+    assert scaler.get_scale() == 4.0
+
+
+def test_rate_is_lowered_from_an_old_snapshot_on_where_that_is_asked_for() -> None:
+    for goes_back in (False, True):
+        config = RecoveryConfig(on_forecast="lower_lr", lower_lr_goes_back=goes_back)
+        _, guard = train(steps=260, config=config, forecast=True)
+        first = next(each.outcome for each in guard.forecasts if each.outcome is not None)
+        assert first.strategy == "lower_lr"
+        assert ("back at the snapshot of step" in first.detail) == goes_back
+        assert "learning rate went from 0.3 to 0.0" in first.detail
+        assert guard.incidents == []
 
 
 @pytest.mark.parametrize("name", ["on_forecast", "on_spike"])

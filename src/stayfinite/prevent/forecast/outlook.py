@@ -29,6 +29,7 @@ _NEAR = 24  # steps back that the short trend looks
 _SPANS = (4, 6, 8, 12)  # numbers in which something may have climbed
 _BEFORE = 64  # losses before them, which tell what was usual
 _BEGINNING = 8  # losses
+_FALL = 0.5  # doublings by which a loss has fallen that still falls
 _TOP, _NORM, _GRADIENT = 1, 2, 3
 _CLIMBING: dict[str, int] = {"activation": _TOP, "grad_norm": _NORM, "gradient": _GRADIENT}
 _QUIET = 0.1  # doublings by which anything varies
@@ -81,6 +82,11 @@ class TrendRules:
     small_climb: float = 0.75  # of the norm, or of the largest activation if its end is near
     climb_noise: float = 4.0  # the same, as a multiple of the noise
     near: float = 40.0  # steps
+    far: float = 32.0  # doublings of room; a trend so far from its end needs a loss that climbs
+    far_climb: float = 0.25
+    brink: float = 2.0  # doublings of room that any batch may use up
+    brink_left: float = 40.0  # steps in which that is expected, and the most
+    brink_high: float = 200.0
     steady: float = 0.25  # part of a rise that is more than its largest jump
 
 
@@ -149,8 +155,8 @@ def _medians(table: Array) -> Array:
     return middle
 
 
-def climb(values: Sequence[float]) -> float:
-    """Doublings of the last number above what was usual, without the largest jump on its way.
+def climb(values: Sequence[float], *, with_jump: bool = False) -> float:
+    """Doublings of the last number above what was usual, without the largest jump.
 
     It is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if there is none. A change of
     data or of the rate is a jump; a divergence goes on and on.
@@ -163,15 +169,16 @@ def climb(values: Sequence[float]) -> float:
         before = len(values) - span
         if before < 3:
             break
-        ordered = sorted(values[:before])
-        usual = top = ordered[(9 * (before - 1)) // 10]
+        ordered, newest = sorted(values[:before]), sorted(values[max(0, before - 4) : before])
+        # The second covers a new level that is not old enough for the first.
+        usual = top = max(ordered[(9 * (before - 1)) // 10], newest[len(newest) // 2])
         if last - usual <= most:
             continue
         jump = 0.0
         for value in values[before:]:
             if value > top:
                 jump, top = max(jump, value - top), value
-        most = max(most, last - usual - jump)
+        most = max(most, last - usual - (0.0 if with_jump else jump))
     return most
 
 
@@ -282,6 +289,9 @@ class Climbs:
         self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
         self._norms: deque[float] = deque(maxlen=2 * _SPANS[-1])
         self.is_climbing = self.is_suspect = False
+        self.is_at_brink = self.loss_falls = False
+        self.of_loss = 0.0
+        self._rooms: deque[float] = deque(maxlen=4)
 
     def saw_loss(self, loss: float) -> None:
         if loss - loss != 0:
@@ -299,11 +309,19 @@ class Climbs:
             self._steps.append(step)
         if norm is not None:
             self._norms.append(norm)
-        of_loss = climb([math.log2(max(loss, self._least)) for loss in self._losses])
-        of_top, of_norm = climb([*self._tops]), climb([*self._norms])
-        with_loss = of_top >= rules.top_climb or of_norm >= self._needed(self._norms)
+        losses = [math.log2(max(loss, self._least)) for loss in self._losses]
+        of_loss, of_top = climb(losses), climb([*self._tops])
+        # Samples may lie far apart, so that a climb of several steps looks like a jump in them.
+        with_loss = climb([*self._tops], with_jump=True) >= rules.top_climb or climb(
+            [*self._norms], with_jump=True
+        ) >= self._needed(self._norms)
         is_near = of_top >= self._needed(self._tops) and self._steps_left(room) <= rules.near
-        self.is_climbing = is_near or (of_loss >= rules.loss_climb and with_loss)
+        self.of_loss, self.loss_falls = of_loss, _falls(losses)
+        self.is_climbing = (of_loss >= rules.loss_climb and with_loss) or (
+            is_near and not self.loss_falls
+        )
+        self._rooms.append(room)
+        self.is_at_brink = len(self._rooms) > 2 and sorted(self._rooms)[2] <= rules.brink
         self.is_suspect = max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5
 
     def _needed(self, values: Sequence[float]) -> float:
@@ -317,6 +335,14 @@ class Climbs:
         if len(self._tops) < 7 or not self._tops[-1] > self._tops[-7]:
             return math.inf
         return room * (self._steps[-1] - self._steps[-7]) / (self._tops[-1] - self._tops[-7])
+
+
+def _falls(losses: Sequence[float]) -> bool:
+    """Whether most of the last four are far below the median of those before."""
+    if len(losses) < 2 * _SPANS[0]:
+        return False
+    before, newest = sorted(losses[: -_SPANS[0]]), sorted(losses[-_SPANS[0] :])
+    return newest[2] < before[len(before) // 2] - _FALL
 
 
 @dataclass
@@ -403,7 +429,7 @@ class Outlook:
             is_open = ~self._is_bad & np.isfinite(room)
             least = _QUIET if self._climbs.is_climbing else 0.5 * needed
             worth = (risen > least) & is_open
-            if not worth.any():
+            if not worth.any() and not self._climbs.is_at_brink:
                 self.is_rising = False
                 return None
             if (risen > 0.7 * needed).any():
@@ -414,7 +440,30 @@ class Outlook:
         if len(chosen) > 8:
             chosen = chosen[np.argsort(-risen[chosen] / np.maximum(room[chosen], 1.0))[:8]]
         found = [t for row in chosen for t in self._trends(int(row), step, room)]
+        if self._climbs.is_at_brink:
+            found.append(self._brink(step, room))
         return self._told(step, found)
+
+    def _brink(self, step: int, room: Array) -> Trend:
+        """The activation that any batch may make overflow, whether it rises or not."""
+        row = int(np.nanargmin(np.where(self._signals == _TOP, room, math.inf)))
+        size = float(self._short[row, -1])
+        return Trend(
+            row=row,
+            step=step,
+            value=2.0**size,
+            room=float(room[row]),
+            rise=size - float(self._base[row]),
+            jump=0.0,
+            slope=0.0,
+            growth=0.0,
+            left=self.rules.brink_left,
+            low=0.0,
+            high=self.rules.brink_high,
+            samples=len(self._short_steps),
+            span=int(self._short_steps[-1] - self._short_steps[0]),
+            z=math.inf,
+        )
 
     def _watch_climbs(self, step: int, rows: Array, sizes: Array) -> None:
         """Give what may climb together to those who know."""
@@ -552,22 +601,26 @@ class Outlook:
         needed = max(rules.least_rise, rules.rise_share * trend.room)
         if trend.rise < needed or trend.z < self._correction():
             return False
+        if trend.room > rules.far and self._climbs.of_loss < rules.far_climb:
+            return False
+        if self._climbs.loss_falls and not is_extreme:
+            return False
         if trend.rise - trend.jump < rules.steady * trend.rise:
             return False
         reach = min(rules.farthest * trend.span, rules.horizon)
         return is_extreme or trend.left <= reach
 
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
-        telling = [trend for trend in found if self._climbs.is_climbing or self.is_telling(trend)]
+        climbs = self._climbs
+        is_sure = climbs.is_climbing or climbs.is_at_brink
+        telling = [trend for trend in found if is_sure or self.is_telling(trend)]
         if not telling:
             self.is_rising = bool(found)
             return None
         first = min(telling, key=lambda trend: trend.left)
         is_new = step > self._told_until
         pending, self._pending = self._pending, (first.row, step)
-        is_confirmed = self._climbs.is_climbing or (
-            pending is not None and step - pending[1] <= self.pace.every
-        )
+        is_confirmed = is_sure or (pending is not None and step - pending[1] <= self.pace.every)
         if is_new and not is_confirmed:
             self._look_closer(step)
             return None

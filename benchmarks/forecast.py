@@ -5,11 +5,11 @@
 
 Trainings that diverge by themselves, and healthy ones, are recorded once, every signal in every
 step. Forecaster's own rules are then run over what was recorded, with the samples that they would
-have asked for. The rules were tuned on forecast_runs.py; forecast_unseen.py was written by somebody
-who did not know them, and was run once, when tuning had ended. `--set fresh` takes both halves from
-forecast_fresh.py instead, which was written likewise, of the kinds of forecast_runs.py. Beside it
-are rules of others, on the same losses, gradient norms and loss scales. `--saves` runs the
-divergences once more with `on_forecast="lower_lr"`, `--cost` times a step with and without,
+have asked for. The rules were tuned on forecast_runs.py and forecast_unseen.py, and on one half of
+forecast_fresh.py (`--set fresh`), which was written by somebody who did not know them; its other
+half was run once, when tuning had ended. Beside it are rules of others, on the same losses,
+gradient norms and loss scales. `--saves` runs the divergences once more with
+`on_forecast="lower_lr"`, without and with going back, `--cost` times a step with and without,
 `--pictures` draws some runs.
 """
 
@@ -380,10 +380,14 @@ def saved(scene: Any, end: int, *, goes_back: bool = False) -> dict[str, Any]:
     }
 
 
-def savings(all_scenes: list[Any], found: list[Trace]) -> dict[str, Any]:
+def savings(all_scenes: list[Any], found: list[Trace], *, goes_back: bool) -> dict[str, Any]:
     """Of the divergences that a forecast was made of: how many were saved."""
     ends = {trace.name: trace.end for trace in found if not trace.is_healthy}
-    runs = [saved(each, end) for each in all_scenes if (end := ends.get(each.name)) is not None]
+    runs = [
+        saved(each, end, goes_back=goes_back)
+        for each in all_scenes
+        if (end := ends.get(each.name)) is not None
+    ]
     seen = [run for run in runs if run["is_seen"]]
     good = [run for run in seen if run["learns"]]
     return {
@@ -541,8 +545,8 @@ def tell(half: str, scores: dict[str, dict[str, Any]]) -> None:
             Console().print(f"{key}: {', '.join(map(str, ours[key]))}")
 
 
-def tell_savings(half: str, result: dict[str, Any]) -> None:
-    print(f'{half}: on_forecast="lower_lr" saved {result["saved"]:.0%} of {result["seen"]} seen')
+def tell_savings(how: str, result: dict[str, Any]) -> None:
+    print(f"{how}: saved {result['saved']:.0%} of {result['seen']} seen")
     for run in result["not_saved"]:
         why = "finite, but learns nothing" if run["is_finite"] else f"until step {run['steps']}"
         print(f"  not saved: {run['name']}, {why}")
@@ -584,11 +588,15 @@ def main() -> None:
         scores = {name: score(rule, found) for name, rule in rules.items()}
         results[half] = {"rules": scores}
         if options.saves:
-            results[half]["saves"] = savings(chosen, found)
+            results[half]["saves"] = {
+                'on_forecast="lower_lr"': savings(chosen, found, goes_back=False),
+                "and lower_lr_goes_back=True": savings(chosen, found, goes_back=True),
+            }
         if not options.json:
             tell(half, scores)
             if options.saves:
-                tell_savings(half, results[half]["saves"])
+                for how, result in results[half]["saves"].items():
+                    tell_savings(f"{half}, {how}", result)
     if options.json:
         json.dump(results, sys.stdout)
     print(f"{time.process_time() - began:.0f} s of processor time", file=sys.stderr)

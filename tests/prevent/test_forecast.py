@@ -228,6 +228,29 @@ def test_loss_and_activations_that_climb_together_are_told_also_while_it_warms_u
     assert told[0].step + told[0].low <= end <= told[0].step + told[0].high
 
 
+def test_activation_of_which_any_batch_may_overflow_is_told_though_it_does_not_rise() -> None:
+    noise = random.Random(5)
+    told = outlooks([14.5 + 0.4 * noise.random() for _ in range(300)])
+    assert told[0].step < 8, "room for 1.5 doublings in float16"
+    assert len(told) > 1, "again, as long as it is so"
+    assert outlooks([11.0 + 0.4 * noise.random() for _ in range(300)]) == []
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_activations_that_grow_while_the_loss_falls_are_learning(falls: bool) -> None:
+    """The same growth with a loss that does not fall is told."""
+    rows = [Row(signal="activation", dtype="float16", limit=HALF_MAX), Row(signal="loss")]
+    outlook, told = Outlook(rows), []
+    for step in range(130):
+        loss = 2.0 ** (-0.05 * step if falls else 0.0)
+        is_due = outlook.is_due(step)
+        outlook.saw_loss(step, loss)
+        if is_due:
+            size = 2.0 ** min(0.1 * step, 11.0)
+            told.append(outlook.learn(step, np.arange(2), np.array([size, loss])))
+    assert any(told) != falls
+
+
 @pytest.mark.parametrize("alone", ["loss", "activation"])
 def test_climb_of_one_signal_far_from_its_end_is_not_told_while_it_warms_up(alone: str) -> None:
     flat = [0.05 * (n % 3) for n in range(32)]
@@ -452,8 +475,8 @@ def test_forecast_whose_time_has_passed_is_made_anew_while_it_still_rises() -> N
     quick = [1.0 + 0.4 * n for n in range(24)]
     slow = [quick[-1] + 0.01 * n for n in range(400)]
     told = outlooks(flat + quick + slow)
-    assert told[0].step + told[0].high < len(flat + quick + slow)
-    assert all(b.step > a.step + a.high for a, b in itertools.pairwise(told))
+    assert len(told) > 1
+    assert all(b.step > a.step + a.left for a, b in itertools.pairwise(told))
 
 
 def test_what_is_kept_of_a_module_is_less_than_a_kilobyte() -> None:

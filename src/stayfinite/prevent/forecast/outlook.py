@@ -629,7 +629,7 @@ class Outlook:
         is_overdue = step > self._expected  # what was told has not come, and it still rises
         if not is_new and not is_overdue:
             return None
-        self._expected = step + max(first.high, float(self.rules.every))
+        self._expected = step + max(min(first.high, 3.0 * first.left), 64.0)
         self._told_row = first.row
         self._alert_until = step + 1 + 4 * self.rules.alert  # does what is done about it help?
         return first

@@ -8,9 +8,9 @@ thing alone: where a run ends, so that the ends are spread from a few steps to n
 healthy runs are of different kinds, in two variants; some look like trouble for a while: they
 shift, restart, rise to a large value, break through after a plateau.
 
-The halves were fixed before anything was run: designs (or healthy kinds), severities and halves
-alternate as on a chessboard. So each half holds each kind, each severity and each healthy kind, and
-no design in the same severity as the other half.
+The halves follow from the order in which the runs stand here, not from what came of them: over
+designs (or healthy kinds) and severities they alternate as on a chessboard. So each half holds each
+kind, each severity and each healthy kind, and no design in the same severity as the other half.
 
 `python benchmarks/forecast_fresh.py [NAME ...]` runs each of them plainly and says where it first
 becomes non-finite; NONFINITE_AT holds what it said.
@@ -1241,8 +1241,8 @@ def normed_residual(variant: int, generator: torch.Generator) -> Training:
     return Training(model, optimizer, prices(model, generator), warming(optimizer, 50), clip=1.0)
 
 
-def sign_steps(variant: int, generator: torch.Generator) -> Training:
-    """Optimizers that are less usual: Rprop-like NAdam and Adamax."""
+def other_optimizers(variant: int, generator: torch.Generator) -> Training:
+    """Optimizers that are less usual: NAdam and Adamax."""
     model = mlp(12, 32, 32, 1)
     kind = (torch.optim.NAdam, torch.optim.Adamax)[variant]
     return Training(model, kind(model.parameters(), lr=3e-3), prices(model, generator))
@@ -1290,7 +1290,7 @@ HEALTHY: dict[Callable[[int, torch.Generator], Training], int] = {
     friends: 3000,
     far_target: 2000,
     normed_residual: 2000,
-    sign_steps: 3000,
+    other_optimizers: 3000,
 }
 
 

@@ -29,7 +29,7 @@ _NEAR = 24  # steps back that the short trend looks
 _SPANS = (4, 6, 8, 12)  # numbers in which something may have climbed
 _BEFORE = 64  # losses before them, which tell what was usual
 _BEGINNING = 8  # losses
-_FALL = 0.5  # doublings by which a loss has fallen that still falls
+_FALLEN = 0.7  # what of a loss is left that still falls
 _TOP, _NORM, _GRADIENT = 1, 2, 3
 _CLIMBING: dict[str, int] = {"activation": _TOP, "grad_norm": _NORM, "gradient": _GRADIENT}
 _QUIET = 0.1  # doublings by which anything varies
@@ -316,7 +316,7 @@ class Climbs:
             [*self._norms], with_jump=True
         ) >= self._needed(self._norms)
         is_near = of_top >= self._needed(self._tops) and self._steps_left(room) <= rules.near
-        self.of_loss, self.loss_falls = of_loss, _falls(losses)
+        self.of_loss, self.loss_falls = of_loss, _falls([*self._losses])
         self.is_climbing = (of_loss >= rules.loss_climb and with_loss) or (
             is_near and not self.loss_falls
         )
@@ -338,11 +338,11 @@ class Climbs:
 
 
 def _falls(losses: Sequence[float]) -> bool:
-    """Whether most of the last four are far below the median of those before."""
+    """Whether most of the last four, no logarithms, are far below the median of those before."""
     if len(losses) < 2 * _SPANS[0]:
         return False
     before, newest = sorted(losses[: -_SPANS[0]]), sorted(losses[-_SPANS[0] :])
-    return newest[2] < before[len(before) // 2] - _FALL
+    return newest[2] < _FALLEN * before[len(before) // 2]
 
 
 @dataclass

@@ -86,8 +86,8 @@ class RecoveryConfig:
     Strategies can be given by their names. Without a `ladder`, the first bad step of a streak
     gets the primary strategy and the next ones the fallback; with one, its rungs are used up one
     after the other, and `deescalate_after` good steps lead down by one. `lower_lr_goes_back`
-    lowers the rate from the oldest snapshot on. With `grad_clip_value` None, 'clip' drops bad
-    elements and clips nothing. `checkpoint_path` is a checkpoint, or a folder whose newest good
+    lowers the rate from the oldest snapshot on, with `on_forecast` too. With `grad_clip_value`
+    None, 'clip' drops bad elements and clips nothing. `checkpoint_path` is a checkpoint, or a folder whose newest good
     one is taken: 'reset' loads it where there is no snapshot in memory. The bad step that makes
     `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
     With `quarantine` a sample that made a step bad is not read again: another one of its batch

@@ -155,20 +155,21 @@ def _medians(table: Array) -> Array:
     return middle
 
 
-def climb(values: Sequence[float], *, with_jump: bool = False) -> float:
-    """Doublings of the last number above what was usual, without the largest jump.
+def climb(values: Sequence[float]) -> tuple[float, float]:
+    """How far the last number is above what was usual, without its largest jump and with it.
 
-    It is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if there is none. A change of
-    data or of the rate is a jump; a divergence goes on and on.
+    Each is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if there is none. A change
+    of data or of the rate is a jump; a divergence goes on and on.
 
     >>> climb([1.0] * 8 + [9.0] * 4), climb([1.0] * 8 + [2.0, 3.0, 5.0, 9.0])
-    (0.0, 4.0)
+    ((0.0, 8.0), (4.0, 8.0))
     """
-    most, last = 0.0, values[-1] if values else 0.0
-    for span in _SPANS:
+    most = most_with = 0.0
+    for span in () if is_usual(values) else _SPANS:
         before = len(values) - span
         if before < 3:
             break
+        last = values[-1]
         ordered, newest = sorted(values[:before]), sorted(values[max(0, before - 4) : before])
         # The second covers a new level that is not old enough for the first.
         usual = top = max(ordered[(9 * (before - 1)) // 10], newest[len(newest) // 2])
@@ -178,8 +179,14 @@ def climb(values: Sequence[float], *, with_jump: bool = False) -> float:
         for value in values[before:]:
             if value > top:
                 jump, top = max(jump, value - top), value
-        most = max(most, last - usual - (0.0 if with_jump else jump))
-    return most
+        most, most_with = max(most, last - usual - jump), max(most_with, last - usual)
+    return most, most_with
+
+
+def is_usual(values: Sequence[float]) -> bool:
+    """Whether the last number is surely not above the nine tenths of those before any span."""
+    before = len(values) - _SPANS[-1]
+    return before > 3 and values[-1] <= sorted(values)[(9 * (before - 1)) // 10]
 
 
 class Pace:
@@ -309,14 +316,14 @@ class Climbs:
             self._steps.append(step)
         if norm is not None:
             self._norms.append(norm)
-        losses = [math.log2(max(loss, self._least)) for loss in self._losses]
-        of_loss, of_top = climb(losses), climb([*self._tops])
+        losses, of_loss = [*self._losses], 0.0
+        if not is_usual(losses):
+            of_loss, _ = climb([math.log2(max(loss, self._least)) for loss in losses])
         # Samples may lie far apart, so that a climb of several steps looks like a jump in them.
-        with_loss = climb([*self._tops], with_jump=True) >= rules.top_climb or climb(
-            [*self._norms], with_jump=True
-        ) >= self._needed(self._norms)
-        is_near = of_top >= self._needed(self._tops) and self._steps_left(room) <= rules.near
-        self.of_loss, self.loss_falls = of_loss, _falls([*self._losses])
+        (of_top, with_jump), (_, of_norm) = climb([*self._tops]), climb([*self._norms])
+        with_loss = with_jump >= rules.top_climb or self._is_clear(of_norm, self._norms)
+        is_near = self._is_clear(of_top, self._tops) and self._steps_left(room) <= rules.near
+        self.of_loss, self.loss_falls = of_loss, _falls(losses)
         self.is_climbing = (of_loss >= rules.loss_climb and with_loss) or (
             is_near and not self.loss_falls
         )
@@ -324,11 +331,13 @@ class Climbs:
         self.is_at_brink = len(self._rooms) > 2 and sorted(self._rooms)[2] <= rules.brink
         self.is_suspect = max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5
 
-    def _needed(self, values: Sequence[float]) -> float:
-        """A climb that is no noise of these."""
+    def _is_clear(self, climbed: float, values: Sequence[float]) -> bool:
+        """Whether this climb of these is no noise."""
+        if climbed < self._rules.small_climb:
+            return False
         changes = sorted(abs(b - a) for a, b in itertools.pairwise([*values][: -_SPANS[0]]))
         noise = changes[len(changes) // 2] if changes else 0.0
-        return max(self._rules.small_climb, self._rules.climb_noise * noise)
+        return climbed >= self._rules.climb_noise * noise
 
     def _steps_left(self, room: float) -> float:
         """Until activations overflow, if they go on as in the last six samples."""
@@ -473,8 +482,7 @@ class Outlook:
             norms = sizes[signals == _GRADIENT]
         room = math.inf
         if len(tops):
-            is_top = self._signals == _TOP
-            room = float(np.nanmin(self._limits[is_top] - self._short[is_top, -1]))
+            room = float((self._limits[rows[signals == _TOP]] - tops).min())
         self._climbs.learn(
             step,
             top=float(tops.max()) if len(tops) else None,

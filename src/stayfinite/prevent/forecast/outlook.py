@@ -29,6 +29,7 @@ _NEAR = 24  # steps back that the short trend looks
 _SPANS = (4, 6, 8, 12)  # numbers in which something may have climbed
 _BEFORE = 64  # losses before them, which tell what was usual
 _BEGINNING = 8  # losses
+_SMALLEST = 0.25  # doublings; less is no climb
 _FALLEN = 0.7  # what of a loss is left that still falls
 _TOP, _NORM, _GRADIENT = 1, 2, 3
 _CLIMBING: dict[str, int] = {"activation": _TOP, "grad_norm": _NORM, "gradient": _GRADIENT}
@@ -158,14 +159,16 @@ def _medians(table: Array) -> Array:
 def climb(values: Sequence[float]) -> tuple[float, float]:
     """How far the last number is above what was usual, without its largest jump and with it.
 
-    Each is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if there is none. A change
-    of data or of the rate is a jump; a divergence goes on and on.
+    Each is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if it is less than a
+    quarter. A change of data or of the rate is a jump; a divergence goes on and on.
 
     >>> climb([1.0] * 8 + [9.0] * 4), climb([1.0] * 8 + [2.0, 3.0, 5.0, 9.0])
     ((0.0, 8.0), (4.0, 8.0))
     """
     most = most_with = 0.0
-    for span in () if is_usual(values) else _SPANS:
+    if not values or values[-1] <= _least_usual(values) + _SMALLEST:
+        return 0.0, 0.0
+    for span in _SPANS:
         before = len(values) - span
         if before < 3:
             break
@@ -183,10 +186,10 @@ def climb(values: Sequence[float]) -> tuple[float, float]:
     return most, most_with
 
 
-def is_usual(values: Sequence[float]) -> bool:
-    """Whether the last number is surely not above the nine tenths of those before any span."""
+def _least_usual(values: Sequence[float]) -> float:
+    """What is usual before a span is not less than this: the same rank among all of them."""
     before = len(values) - _SPANS[-1]
-    return before > 3 and values[-1] <= sorted(values)[(9 * (before - 1)) // 10]
+    return sorted(values)[(9 * (before - 1)) // 10] if before > 2 else -math.inf
 
 
 class Pace:
@@ -290,7 +293,7 @@ class Climbs:
 
     def __init__(self, rules: TrendRules) -> None:
         self._rules = rules
-        self._losses: deque[float] = deque(maxlen=_BEFORE + _SPANS[-1])
+        self.losses: deque[float] = deque(maxlen=_BEFORE + _SPANS[-1])  # of all steps, no signs
         self._least = 0.0  # far below the losses of the beginning, a ratio of losses says little
         self._steps: deque[int] = deque(maxlen=2 * _SPANS[-1])
         self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
@@ -300,14 +303,6 @@ class Climbs:
         self.of_loss = 0.0
         self._rooms: deque[float] = deque(maxlen=4)
 
-    def saw_loss(self, loss: float) -> None:
-        if loss - loss != 0:
-            return
-        self._losses.append(abs(loss))
-        if len(self._losses) <= _BEGINNING:
-            usual = sorted(self._losses)[len(self._losses) // 2]
-            self._least = max(usual / 8, 1e-6)
-
     def learn(self, step: int, *, top: float | None, norm: float | None, room: float) -> None:
         """A sample, in doublings; None is what it does not have."""
         rules = self._rules
@@ -316,9 +311,12 @@ class Climbs:
             self._steps.append(step)
         if norm is not None:
             self._norms.append(norm)
-        losses, of_loss = [*self._losses], 0.0
-        if not is_usual(losses):
-            of_loss, _ = climb([math.log2(max(loss, self._least)) for loss in losses])
+        losses, of_loss = [*self.losses], 0.0
+        if len(losses) >= _BEGINNING and not self._least:
+            usual = sorted(losses[:_BEGINNING])[_BEGINNING // 2]
+            self._least = max(usual / 8, 1e-6)
+        if losses and losses[-1] > _least_usual(losses) * 2**_SMALLEST:
+            of_loss, _ = climb([math.log2(max(loss, self._least or 1e-6)) for loss in losses])
         # Samples may lie far apart, so that a climb of several steps looks like a jump in them.
         (of_top, with_jump), (_, of_norm) = climb([*self._tops]), climb([*self._norms])
         with_loss = with_jump >= rules.top_climb or self._is_clear(of_norm, self._norms)
@@ -405,7 +403,8 @@ class Outlook:
         """The loss of a step; whether a spike begins with it."""
         losses = self.losses
         is_spike = losses.add(loss)
-        self._climbs.saw_loss(loss)
+        if loss - loss == 0:
+            self._climbs.losses.append(abs(loss))
         if loss > losses.raised:
             self._raised += 1
             is_urgent = loss > losses.limit

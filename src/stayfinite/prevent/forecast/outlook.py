@@ -299,8 +299,7 @@ class Climbs:
         self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
         self._norms: deque[float] = deque(maxlen=2 * _SPANS[-1])
         self.is_climbing = self.is_suspect = False
-        self.is_at_brink = self.loss_falls = False
-        self.of_loss = 0.0
+        self.is_at_brink, self.of_loss = False, 0.0
         self._rooms: deque[float] = deque(maxlen=4)
 
     def learn(self, step: int, *, top: float | None, norm: float | None, room: float) -> None:
@@ -311,23 +310,25 @@ class Climbs:
             self._steps.append(step)
         if norm is not None:
             self._norms.append(norm)
-        losses, of_loss = [*self.losses], 0.0
+        losses, self.of_loss = [*self.losses], 0.0
         if len(losses) >= _BEGINNING and not self._least:
             usual = sorted(losses[:_BEGINNING])[_BEGINNING // 2]
             self._least = max(usual / 8, 1e-6)
         if losses and losses[-1] > _least_usual(losses) * 2**_SMALLEST:
-            of_loss, _ = climb([math.log2(max(loss, self._least or 1e-6)) for loss in losses])
-        # Samples may lie far apart, so that a climb of several steps looks like a jump in them.
-        (of_top, with_jump), (_, of_norm) = climb([*self._tops]), climb([*self._norms])
-        with_loss = with_jump >= rules.top_climb or self._is_clear(of_norm, self._norms)
-        is_near = self._is_clear(of_top, self._tops) and self._steps_left(room) <= rules.near
-        self.of_loss, self.loss_falls = of_loss, _falls(losses)
-        self.is_climbing = (of_loss >= rules.loss_climb and with_loss) or (
-            is_near and not self.loss_falls
-        )
+            least = self._least or 1e-6
+            self.of_loss, _ = climb([math.log2(max(loss, least)) for loss in losses])
+        of_top, with_jump = climb([*self._tops])
+        self.is_climbing = False
+        if self.of_loss >= rules.loss_climb:
+            # Samples may lie far apart, so that a climb of several steps looks like a jump in them.
+            _, of_norm = climb([*self._norms])
+            of_norms = self._is_clear(of_norm, self._norms)
+            self.is_climbing = with_jump >= rules.top_climb or of_norms
+        if self._is_clear(of_top, self._tops) and self._steps_left(room) <= rules.near:
+            self.is_climbing = self.is_climbing or not self.loss_falls()
         self._rooms.append(room)
         self.is_at_brink = len(self._rooms) > 2 and sorted(self._rooms)[2] <= rules.brink
-        self.is_suspect = max(of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5
+        self.is_suspect = max(self.of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5
 
     def _is_clear(self, climbed: float, values: Sequence[float]) -> bool:
         """Whether this climb of these is no noise."""
@@ -343,13 +344,13 @@ class Climbs:
             return math.inf
         return room * (self._steps[-1] - self._steps[-7]) / (self._tops[-1] - self._tops[-7])
 
-
-def _falls(losses: Sequence[float]) -> bool:
-    """Whether most of the last four, no logarithms, are far below the median of those before."""
-    if len(losses) < 2 * _SPANS[0]:
-        return False
-    before, newest = sorted(losses[: -_SPANS[0]]), sorted(losses[-_SPANS[0] :])
-    return newest[2] < _FALLEN * before[len(before) // 2]
+    def loss_falls(self) -> bool:
+        """Whether most of the last four are far below the median of those before."""
+        losses = [*self.losses]
+        if len(losses) < 2 * _SPANS[0]:
+            return False
+        before, newest = sorted(losses[: -_SPANS[0]]), sorted(losses[-_SPANS[0] :])
+        return newest[2] < _FALLEN * before[len(before) // 2]
 
 
 @dataclass
@@ -610,7 +611,7 @@ class Outlook:
             return False
         if trend.room > rules.far and self._climbs.of_loss < rules.far_climb:
             return False
-        if self._climbs.loss_falls and not is_extreme:
+        if not is_extreme and self._climbs.loss_falls():
             return False
         if trend.rise - trend.jump < rules.steady * trend.rise:
             return False

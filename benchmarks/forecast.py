@@ -1,14 +1,16 @@
 """How long before the first non-finite value a forecast comes, and how often one is false.
 
-    python benchmarks/forecast.py [--half tuning|held-out] [--traces FOLDER] [--only NAME ...]
-        [--every STEPS] [--saves] [--cost] [--pictures FOLDER] [--json]
+    python benchmarks/forecast.py [--set first|fresh] [--half tuning|held-out] [--traces FOLDER]
+        [--only NAME ...] [--every STEPS] [--saves] [--cost] [--pictures FOLDER] [--json]
 
 Trainings that diverge by themselves, and healthy ones, are recorded once, every signal in every
 step. Forecaster's own rules are then run over what was recorded, with the samples that they would
-have asked for. The rules were tuned on forecast_runs.py; forecast_unseen.py was written by somebody
-who did not know them, and was run once, when tuning had ended. Beside it are rules of others, on
-the same losses, gradient norms and loss scales. `--saves` runs the divergences once more with
-`on_forecast="lower_lr"`, `--cost` times a step with and without, `--pictures` draws some runs.
+have asked for. The rules were tuned on forecast_runs.py and forecast_unseen.py, and on one half of
+forecast_fresh.py (`--set fresh`), which was written by somebody who did not know them; its other
+half was run once, when tuning had ended. Beside it are rules of others, on the same losses,
+gradient norms and loss scales. `--saves` runs the divergences once more with
+`on_forecast="lower_lr"`, without and with going back, `--cost` times a step with and without,
+`--pictures` draws some runs.
 """
 
 from __future__ import annotations
@@ -111,6 +113,8 @@ def record(scene: Any, most: int) -> Trace:
 
 def steps_of(scene: Any) -> int:
     """How long it runs unless it ends by itself."""
+    if hasattr(scene, "steps"):
+        return int(scene.steps)
     if scene.make.__module__ != forecast_runs.__name__:
         return int(sys.modules[scene.make.__module__].STEPS)
     return STEPS if scene.is_healthy else MOST
@@ -323,10 +327,14 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     return shown
 
 
-def scenes_of(half: str, only: list[str]) -> list[Any]:
+def scenes_of(half: str, only: list[str], *, is_fresh: bool = False) -> list[Any]:
     """The runs of one half; each has a name, is_healthy, and training()."""
-    if half == "tuning":
-        found: list[Any] = list(forecast_runs.scenes())
+    if is_fresh:
+        import forecast_fresh
+
+        found: list[Any] = [scene for scene in forecast_fresh.scenes() if scene.half == half]
+    elif half == "tuning":
+        found = list(forecast_runs.scenes())
     else:
         import forecast_unseen
 
@@ -334,14 +342,14 @@ def scenes_of(half: str, only: list[str]) -> list[Any]:
     return [scene for scene in found if not only or scene.name.split("-")[0] in only]
 
 
-def saved(scene: Any, end: int) -> dict[str, Any]:
+def saved(scene: Any, end: int, *, goes_back: bool = False) -> dict[str, Any]:
     """The same run with `on_forecast="lower_lr"`: whether it stays finite for longer, and learns.
 
     It learns if its last losses are below that of the first step.
     """
     training = scene.training()
     scaler, losses = training.scaler, list[float]()
-    config = stayfinite.RecoveryConfig(on_forecast="lower_lr")
+    config = stayfinite.RecoveryConfig(on_forecast="lower_lr", lower_lr_goes_back=goes_back)
     with stayfinite.watch(
         training.model,
         training.optimizer,
@@ -372,10 +380,14 @@ def saved(scene: Any, end: int) -> dict[str, Any]:
     }
 
 
-def savings(all_scenes: list[Any], found: list[Trace]) -> dict[str, Any]:
+def savings(all_scenes: list[Any], found: list[Trace], *, goes_back: bool) -> dict[str, Any]:
     """Of the divergences that a forecast was made of: how many were saved."""
     ends = {trace.name: trace.end for trace in found if not trace.is_healthy}
-    runs = [saved(each, end) for each in all_scenes if (end := ends.get(each.name)) is not None]
+    runs = [
+        saved(each, end, goes_back=goes_back)
+        for each in all_scenes
+        if (end := ends.get(each.name)) is not None
+    ]
     seen = [run for run in runs if run["is_seen"]]
     good = [run for run in seen if run["learns"]]
     return {
@@ -533,8 +545,8 @@ def tell(half: str, scores: dict[str, dict[str, Any]]) -> None:
             Console().print(f"{key}: {', '.join(map(str, ours[key]))}")
 
 
-def tell_savings(half: str, result: dict[str, Any]) -> None:
-    print(f'{half}: on_forecast="lower_lr" saved {result["saved"]:.0%} of {result["seen"]} seen')
+def tell_savings(how: str, result: dict[str, Any]) -> None:
+    print(f"{how}: saved {result['saved']:.0%} of {result['seen']} seen")
     for run in result["not_saved"]:
         why = "finite, but learns nothing" if run["is_finite"] else f"until step {run['steps']}"
         print(f"  not saved: {run['name']}, {why}")
@@ -542,6 +554,7 @@ def tell_savings(half: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--set", choices=["first", "fresh"], default="first")
     parser.add_argument("--half", choices=["tuning", "held-out"])
     parser.add_argument("--traces", type=Path, default=Path("build/forecast"))
     parser.add_argument("--only", nargs="+", default=[])
@@ -565,7 +578,7 @@ def main() -> None:
     for half in ("tuning", "held-out"):
         if options.half not in (None, half):
             continue
-        chosen = scenes_of(half, options.only)
+        chosen = scenes_of(half, options.only, is_fresh=options.set == "fresh")
         found = list(traces(options.traces, chosen))
         if options.pictures is not None:
             draw(found, options.pictures)
@@ -575,11 +588,15 @@ def main() -> None:
         scores = {name: score(rule, found) for name, rule in rules.items()}
         results[half] = {"rules": scores}
         if options.saves:
-            results[half]["saves"] = savings(chosen, found)
+            results[half]["saves"] = {
+                'on_forecast="lower_lr"': savings(chosen, found, goes_back=False),
+                "and lower_lr_goes_back=True": savings(chosen, found, goes_back=True),
+            }
         if not options.json:
             tell(half, scores)
             if options.saves:
-                tell_savings(half, results[half]["saves"])
+                for how, result in results[half]["saves"].items():
+                    tell_savings(f"{half}, {how}", result)
     if options.json:
         json.dump(results, sys.stdout)
     print(f"{time.process_time() - began:.0f} s of processor time", file=sys.stderr)

@@ -37,6 +37,7 @@ from stayfinite.prevent.forecast.outlook import (
     SpikeDetector,
     Trend,
     TrendRules,
+    climb,
     foretold,
     median_slope,
     time_left,
@@ -171,6 +172,101 @@ def test_loss_scale_that_halves_on_and_on_is_told_but_not_its_search_at_the_begi
     assert forecast.steps_low is not None
     assert forecast.steps_high is not None
     assert forecast.steps_low <= 2 * math.log2(forecast.value or 0.0) <= forecast.steps_high
+
+
+def test_scaler_that_doubles_often_is_where_it_was_however_often_it_skips() -> None:
+    watch, told = ScaleWatch(), []
+    scale = 2.0**16
+    for step in range(400):
+        skipped = step >= 20 and step % 7 == 0  # it has doubled, and that was too much
+        told.append(watch.stepped(step, skipped=skipped, scale=2 * scale if skipped else None))
+    assert told == [None] * 400
+
+
+@given(st.lists(st.floats(-1.0, 1.0), min_size=16, max_size=24), st.floats(2.0, 60.0), st.data())
+def test_a_jump_to_another_level_is_no_climb(noise: list[float], jump: float, data: Any) -> None:
+    at = data.draw(st.integers(4, len(noise)))
+    values = [0.01 * value + (jump if n >= at else 0.0) for n, value in enumerate(noise)]
+    without_jump, _ = climb(values)
+    assert without_jump < 0.05
+
+
+@given(st.lists(st.floats(-0.2, 0.2), min_size=16, max_size=64), st.floats(0.5, 4.0))
+def test_what_doubles_on_and_on_is_a_climb(noise: list[float], slope: float) -> None:
+    rise = [slope * (n + 1) for n in range(6)]
+    without_jump, with_jump = climb([*noise, *rise])
+    assert with_jump >= without_jump >= 5 * slope - 0.4 - 1e-9
+
+
+def both(losses: list[float], tops: list[float]) -> list[Trend]:
+    """What is told of a loss and an activation of float32, both in doublings."""
+    limit = float(np.finfo("f4").max)
+    rows = [Row(signal="activation", dtype="float32", limit=limit), Row(signal="loss", limit=limit)]
+    outlook, told = Outlook(rows), []
+    for step, (loss, top) in enumerate(zip(losses, tops, strict=True)):
+        is_due = outlook.is_due(step)
+        outlook.saw_loss(step, 2.0**loss)
+        if is_due:
+            trend = outlook.learn(step, np.arange(2), np.array([2.0**top, 2.0**loss]))
+            if trend is not None:
+                told.append(trend)
+    return told
+
+
+@pytest.mark.parametrize("quiet", [12, 120])
+def test_loss_and_activations_that_climb_together_are_told_also_while_it_warms_up(
+    quiet: int,
+) -> None:
+    """Faster than exponentially, as float32 ends: most of the way is made in the last steps."""
+    noise = random.Random(3)
+    flat = [0.1 * noise.random() for _ in range(quiet)]
+    left = [20 / (20 - n) for n in range(20)]  # 1 / (steps that are left)
+    losses = flat + [4 * (each - 1) for each in left]
+    tops = flat + [2 * (each - 1) for each in left]
+    told = both(losses, tops)
+    assert told, "nothing was told"
+    end = quiet + 20
+    assert told[0].step <= end - 5
+    assert told[0].step + told[0].low <= end <= told[0].step + told[0].high
+
+
+def test_activation_of_which_any_batch_may_overflow_is_told_though_it_does_not_rise() -> None:
+    noise = random.Random(5)
+    told = outlooks([14.5 + 0.4 * noise.random() for _ in range(300)])
+    assert told[0].step < 8, "room for 1.5 doublings in float16"
+    assert len(told) > 1, "again, as long as it is so"
+    assert outlooks([11.0 + 0.4 * noise.random() for _ in range(300)]) == []
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_activations_that_grow_while_the_loss_falls_are_learning(falls: bool) -> None:
+    """The same growth with a loss that does not fall is told."""
+    rows = [Row(signal="activation", dtype="float16", limit=HALF_MAX), Row(signal="loss")]
+    outlook, told = Outlook(rows), []
+    for step in range(130):
+        loss = 2.0 ** (-0.05 * step if falls else 0.0)
+        is_due = outlook.is_due(step)
+        outlook.saw_loss(step, loss)
+        if is_due:
+            size = 2.0 ** min(0.1 * step, 11.0)
+            told.append(outlook.learn(step, np.arange(2), np.array([size, loss])))
+    assert any(told) != falls
+
+
+@pytest.mark.parametrize("alone", ["loss", "activation"])
+def test_climb_of_one_signal_far_from_its_end_is_not_told_while_it_warms_up(alone: str) -> None:
+    flat = [0.05 * (n % 3) for n in range(32)]
+    rise = flat[:16] + [0.4 * (n + 1) for n in range(16)]
+    assert both(*((rise, flat) if alone == "loss" else (flat, rise))) == []
+
+
+def test_a_jump_to_another_level_is_not_told() -> None:
+    """Rewards that come late, or another set of data: all is larger from one step to the next."""
+    noise = random.Random(19)
+    losses = [-8 + 0.6 * noise.random() for _ in range(201)]
+    losses += [1.5 * noise.random() for _ in range(24)]
+    tops = [0.1 * noise.random() for _ in losses]
+    assert both(losses, tops) == []
 
 
 class Pulled(nn.Module):
@@ -381,8 +477,8 @@ def test_forecast_whose_time_has_passed_is_made_anew_while_it_still_rises() -> N
     quick = [1.0 + 0.4 * n for n in range(24)]
     slow = [quick[-1] + 0.01 * n for n in range(400)]
     told = outlooks(flat + quick + slow)
-    assert told[0].step + told[0].high < len(flat + quick + slow)
-    assert all(b.step > a.step + a.high for a, b in itertools.pairwise(told))
+    assert len(told) > 1
+    assert all(b.step > a.step + a.left for a, b in itertools.pairwise(told))
 
 
 def test_what_is_kept_of_a_module_is_less_than_a_kilobyte() -> None:
@@ -551,6 +647,43 @@ def test_spike_is_answered_by_going_back_where_that_is_asked_for() -> None:
     assert same[0] < 55
 
 
+def scaled_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, factor: float
+) -> None:
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(4, 8)).square().mean() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_going_back_leaves_a_scaler_that_its_loop_can_update() -> None:
+    """Also to before its first step, where it had no scale yet."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    config = RecoveryConfig(on_spike="rewind", rewind_skip_batches=0)
+    with stayfinite.watch(
+        model, optimizer, scaler=scaler, sinks=[], config=config, forecast=True
+    ) as guard:
+        for step in range(42):
+            scaled_step(model, optimizer, scaler, 1000.0 if step == 40 else 1.0)
+    (spike,) = [each for each in guard.forecasts if each.signal == "loss_spike"]
+    assert spike.outcome is not None
+    assert "back at the snapshot of step 0" in spike.outcome.detail
+    assert scaler.get_scale() == 4.0
+
+
+def test_rate_is_lowered_from_an_old_snapshot_on_where_that_is_asked_for() -> None:
+    for goes_back in (False, True):
+        config = RecoveryConfig(on_forecast="lower_lr", lower_lr_goes_back=goes_back)
+        _, guard = train(steps=260, config=config, forecast=True)
+        first = next(each.outcome for each in guard.forecasts if each.outcome is not None)
+        assert first.strategy == "lower_lr"
+        assert ("back at the snapshot of step" in first.detail) == goes_back
+        assert "learning rate went from 0.3 to 0.0" in first.detail
+        assert guard.incidents == []
+
+
 @pytest.mark.parametrize("name", ["on_forecast", "on_spike"])
 def test_unknown_answer_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'lower_lr'"):
@@ -591,3 +724,24 @@ def test_benchmark_runs_are_as_they_were(tmp_path: Path, monkeypatch: pytest.Mon
     (quiet,) = [s for s in scenes if s.name == "restarts-0-0"]
     assert benchmark.forecasts(benchmark.record(quiet, 400)) == []
     sys.modules.pop("forecast", None)
+
+
+def test_fresh_benchmark_runs_end_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half holds each kind and severity; quick divergences diverge, a healthy run does not."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import forecast_fresh as fresh
+
+    scenes = {scene.name: scene for scene in fresh.scenes()}
+    ends = {name for name, scene in scenes.items() if not scene.is_healthy}
+    assert ends == set(fresh.NONFINITE_AT)
+    kinds = {(kind, severity) for kind in fresh.DIVERGING for severity in range(3)}
+    for half in ("tuning", "held-out"):
+        held = [scene for scene in scenes.values() if scene.half == half]
+        assert kinds == {(each.kind, each.severity) for each in held if not each.is_healthy}
+        assert sum(each.steps for each in held if each.is_healthy) >= 50_000
+    for name in ("scaled_decoder-2-419", "spread_nodes-2-407", "ring_q-2-352"):
+        _, end = fresh.losses_of(scenes[name])
+        assert end == pytest.approx(fresh.NONFINITE_AT[name], abs=5), name
+    losses, end = fresh.losses_of(dataclasses.replace(scenes["rated_films-0-488"], steps=300))
+    assert end is None
+    assert losses[-1] < losses[0]

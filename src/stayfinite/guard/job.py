@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -230,13 +231,22 @@ class Job:
         ago = "this step's beginning" if steps == 0 else f"{steps} good steps before"
         return f"the state of {ago} was put back"
 
-    def rewind(self, *, step: int) -> Done | Cannot:
+    def rewind(self, *, step: int, by: RecoveryStrategy = RecoveryStrategy.REWIND) -> Done | Cannot:
         """Go back as the configuration says, without a bad step; the loop goes on from here."""
-        done = act(RecoveryStrategy.REWIND, self.situation(), self.config, Trouble(step=step))
+        scaler = self.parts.scaler
+        has_scaler = isinstance(scaler, GradScaler) and scaler.is_enabled()
+        # Private: the loop calls `update` next, which asks for what this step has found.
+        found = {k: {**v} for k, v in scaler._per_optimizer_states.items()} if has_scaler else {}
+        done = act(by, self.situation(), self.config, Trouble(step=step))
         if isinstance(done, Done) and done.went_back_to is not None:
             self.good_steps = done.went_back_to
             self._next_snapshot = self.good_steps + self.config.snapshot_every
-            self.manager.batches_to_skip = self.config.rewind_skip_batches
+            if has_scaler:
+                param = params_of(self.parts.optimizer)[0]
+                scaler.scale(param.new_zeros(()))  # before its first call it has no scale
+                scaler._per_optimizer_states.update(found)
+            if by is RecoveryStrategy.REWIND:
+                self.manager.batches_to_skip = self.config.rewind_skip_batches
             self._mark = None
         return done
 

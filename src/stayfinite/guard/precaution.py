@@ -76,7 +76,8 @@ class Precaution:
     def _do(self, chosen: str, forecast: Forecast) -> Done | Cannot:
         self._times += 1
         if chosen == "lower_lr":
-            return self._lower(is_urgent=forecast.severity == "critical")
+            goes_back = self._job.config.lower_lr_goes_back
+            return self._lower(is_urgent=forecast.severity == "critical", goes_back=goes_back)
         if chosen == "clip":
             return self._clip()
         situation = dataclasses.replace(self._job.situation(), module=forecast.where)
@@ -88,17 +89,24 @@ class Precaution:
             self._undo.append(done.undo)
         return done
 
-    def _lower(self, *, is_urgent: bool) -> Done | Cannot:
+    def _lower(self, *, is_urgent: bool, goes_back: bool = False) -> Done | Cannot:
         optimizer, factor = self._optimizer, self._job.config.lr_reduction_factor
         times = 3 if is_urgent else 2
         before = max(rates_of(optimizer), default=0.0)
         if not before > 0:
             return Cannot("there is no learning rate above 0")
-        self._multiply_rates(factor**times)
+        back = None
+        if goes_back:
+            back = self._job.rewind(step=self._step, by=RecoveryStrategy.LOWER_LR)
+        # Going back has lowered it once.
+        self._multiply_rates(factor ** (times - 1 if isinstance(back, Done) else times))
         # What was lowered at once is given back in parts, so that it is seen when it is too much.
         self._undo += [lambda: self._multiply_rates(1 / factor)] * times
         after = max(rates_of(optimizer))
-        return Done(f"the learning rate went from {before:.3g} to {after:.3g}")
+        lowered = f"the learning rate went from {before:.3g} to {after:.3g}"
+        if not isinstance(back, Done) or back.went_back_to is None:
+            return Done(lowered)
+        return Done(f"back at the snapshot of step {back.went_back_to}; {lowered}")
 
     def _multiply_rates(self, factor: float) -> None:
         schedulers = self._job.parts.schedulers or schedulers_of(self._optimizer)

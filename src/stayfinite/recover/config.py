@@ -86,10 +86,11 @@ class RecoveryConfig:
     Strategies can be given by their names. Without a `ladder`, the first bad step of a streak
     gets the primary strategy and the next ones the fallback; with one, its rungs are used up one
     after the other, and `deescalate_after` good steps lead down by one. `lower_lr_goes_back`
-    lowers the rate from the oldest snapshot on. With `grad_clip_value` None, 'clip' drops bad
-    elements and clips nothing. `checkpoint_path` is a checkpoint, or a folder whose newest good
-    one is taken: 'reset' loads it where there is no snapshot in memory. The bad step that makes
-    `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
+    lowers the rate from the oldest snapshot on, with `on_forecast` too. With `grad_clip_value`
+    None, 'clip' drops bad elements and clips nothing. `checkpoint_path` is a checkpoint, or a
+    folder whose newest good one is taken: 'reset' loads it where there is no snapshot in memory.
+    The bad step that makes `max_consecutive_nans` in a row ends the run, and so does the one after
+    `max_recoveries`.
     With `quarantine` a sample that made a step bad is not read again: another one of its batch
     takes its place. `on_forecast` is what is done when something is about to overflow, and undone
     when the trend is gone; `on_spike` what is done when the loss jumps. Both need

@@ -10,6 +10,7 @@ taken to fall like 1 / (1 + q t), and the room is used up after (exp(q h / b) - 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections import deque
@@ -25,6 +26,13 @@ Array = np.ndarray
 _LONG, _SHORT = 16, 12  # samples kept: those of every so many steps, and the last of any kind
 _FEW = 5  # samples that make a trend
 _NEAR = 24  # steps back that the short trend looks
+_SPANS = (4, 6, 8, 12)  # numbers in which something may have climbed
+_BEFORE = 64  # losses before them, which tell what was usual
+_BEGINNING = 8  # losses
+_SMALLEST = 0.25  # doublings; less is no climb
+_FALLEN = 0.7  # what of a loss is left that still falls
+_TOP, _NORM, _GRADIENT = 1, 2, 3
+_CLIMBING: dict[str, int] = {"activation": _TOP, "grad_norm": _NORM, "gradient": _GRADIENT}
 _QUIET = 0.1  # doublings by which anything varies
 _LEAST = math.log2(2.0**-126)
 _BESIDE: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -49,11 +57,12 @@ class TrendRules:
 
     every: int = 16  # steps between two samples while all is quiet
     most_every: int = 64  # where a step is so short that a sample takes too large a part of it
-    share: float = 0.0075  # of the time; `Pace` keeps to it. torch's own hooks take as much again
-    dense_early: int = 8  # at first every step is sampled, then every fourth
-    warm_up: int = 64  # steps in which only an extreme trend is told
-    alert: int = 8  # steps that are all sampled when something rises
-    credit: int = 48  # such steps in reserve; one more comes with every 32 steps
+    share: float = 0.0017  # of the time; `Pace` keeps to it. torch's own hooks take more than that
+    dense_early: int = 32  # at first every step is sampled, then every fourth
+    warm_up: int = 48  # steps in which only an extreme trend is told
+    alert: int = 16  # steps that are all sampled when something rises
+    credit: int = 48  # such steps in reserve
+    earned: float = 0.25  # that come back with each sample
     least_rise: float = 2.0  # doublings
     rise_share: float = 0.02  # of the room that is left
     least_z: float = 6.0  # the rise, as a multiple of the noise, before the correction
@@ -64,8 +73,22 @@ class TrendRules:
     extreme_rise: float = 6.0
     extreme_left: float = 12.0
     low: float = 0.3
+    early: float = 2.0
+    faster: float = 3.0  # it may be over within so many times the steps that show it
     high: float = 3.2
     calm: int = 64  # steps without a trend after which the next one is a new one
+    # Climbs, in doublings: of the loss, together with the largest activation or the gradient norm.
+    loss_climb: float = 1.0
+    top_climb: float = 1.0
+    small_climb: float = 0.75  # of the norm, or of the largest activation if its end is near
+    climb_noise: float = 4.0  # the same, as a multiple of the noise
+    near: float = 40.0  # steps
+    far: float = 32.0  # doublings of room; a trend so far from its end needs a loss that climbs
+    far_climb: float = 0.25
+    brink: float = 2.0  # doublings of room that any batch may use up
+    brink_left: float = 40.0  # steps in which that is expected, and the most
+    brink_high: float = 200.0
+    steady: float = 0.25  # part of a rise that is more than its largest jump
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +100,7 @@ class Trend:
     value: float
     room: float
     rise: float
+    jump: float  # the largest part of the rise, from one sample to the next
     slope: float
     growth: float
     left: float
@@ -130,6 +154,42 @@ def _medians(table: Array) -> Array:
     ordered, count = np.sort(table, axis=1), table.shape[1]
     middle: Array = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
     return middle
+
+
+def climb(values: Sequence[float]) -> tuple[float, float]:
+    """How far the last number is above what was usual, without its largest jump and with it.
+
+    Each is that of the last 4, 6, 8 or 12 numbers, whichever is most; 0 if it is less than a
+    quarter. A change of data or of the rate is a jump; a divergence goes on and on.
+
+    >>> climb([1.0] * 8 + [9.0] * 4), climb([1.0] * 8 + [2.0, 3.0, 5.0, 9.0])
+    ((0.0, 8.0), (4.0, 8.0))
+    """
+    most = most_with = 0.0
+    if not values or values[-1] <= _least_usual(values) + _SMALLEST:
+        return 0.0, 0.0
+    for span in _SPANS:
+        before = len(values) - span
+        if before < 3:
+            break
+        last = values[-1]
+        ordered, newest = sorted(values[:before]), sorted(values[max(0, before - 4) : before])
+        # The second covers a new level that is not old enough for the first.
+        usual = top = max(ordered[(9 * (before - 1)) // 10], newest[len(newest) // 2])
+        if last - usual <= most:
+            continue
+        jump = 0.0
+        for value in values[before:]:
+            if value > top:
+                jump, top = max(jump, value - top), value
+        most, most_with = max(most, last - usual - jump), max(most_with, last - usual)
+    return most, most_with
+
+
+def _least_usual(values: Sequence[float]) -> float:
+    """What is usual before a span is not less than this: the same rank among all of them."""
+    before = len(values) - _SPANS[-1]
+    return sorted(values)[(9 * (before - 1)) // 10] if before > 2 else -math.inf
 
 
 class Pace:
@@ -223,6 +283,76 @@ class SpikeDetector:
         self.raised = middle + 0.4 * self._width * self.spread
 
 
+class Climbs:
+    """Whether several signals climb at once, as they do when training diverges.
+
+    A climb of one alone is told only if its end is near: a loss has heavy tails, the activations of
+    a healthy model grow while it learns, and a norm swings where the rate is at its edge. `top` is
+    the largest activation, of whatever module.
+    """
+
+    def __init__(self, rules: TrendRules) -> None:
+        self._rules = rules
+        self.losses: deque[float] = deque(maxlen=_BEFORE + _SPANS[-1])  # of all steps, no signs
+        self._least = 0.0  # far below the losses of the beginning, a ratio of losses says little
+        self._steps: deque[int] = deque(maxlen=2 * _SPANS[-1])
+        self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
+        self._norms: deque[float] = deque(maxlen=2 * _SPANS[-1])
+        self.is_climbing = self.is_suspect = False
+        self.is_at_brink, self.of_loss = False, 0.0
+        self._rooms: deque[float] = deque(maxlen=4)
+
+    def learn(self, step: int, *, top: float | None, norm: float | None, room: float) -> None:
+        """A sample, in doublings; None is what it does not have."""
+        rules = self._rules
+        if top is not None:
+            self._tops.append(top)
+            self._steps.append(step)
+        if norm is not None:
+            self._norms.append(norm)
+        losses, self.of_loss = [*self.losses], 0.0
+        if len(losses) >= _BEGINNING and not self._least:
+            usual = sorted(losses[:_BEGINNING])[_BEGINNING // 2]
+            self._least = max(usual / 8, 1e-6)
+        if losses and losses[-1] > _least_usual(losses) * 2**_SMALLEST:
+            least = self._least or 1e-6
+            self.of_loss, _ = climb([math.log2(max(loss, least)) for loss in losses])
+        of_top, with_jump = climb([*self._tops])
+        self.is_climbing = False
+        if self.of_loss >= rules.loss_climb:
+            # Samples may lie far apart, so that a climb of several steps looks like a jump in them.
+            _, of_norm = climb([*self._norms])
+            of_norms = self._is_clear(of_norm, self._norms)
+            self.is_climbing = with_jump >= rules.top_climb or of_norms
+        if self._is_clear(of_top, self._tops) and self._steps_left(room) <= rules.near:
+            self.is_climbing = self.is_climbing or not self.loss_falls()
+        self._rooms.append(room)
+        self.is_at_brink = len(self._rooms) > 2 and sorted(self._rooms)[2] <= rules.brink
+        self.is_suspect = max(self.of_loss / rules.loss_climb, of_top / rules.top_climb) >= 0.5
+
+    def _is_clear(self, climbed: float, values: Sequence[float]) -> bool:
+        """Whether this climb of these is no noise."""
+        if climbed < self._rules.small_climb:
+            return False
+        changes = sorted(abs(b - a) for a, b in itertools.pairwise([*values][: -_SPANS[0]]))
+        noise = changes[len(changes) // 2] if changes else 0.0
+        return climbed >= self._rules.climb_noise * noise
+
+    def _steps_left(self, room: float) -> float:
+        """Until activations overflow, if they go on as in the last six samples."""
+        if len(self._tops) < 7 or not self._tops[-1] > self._tops[-7]:
+            return math.inf
+        return room * (self._steps[-1] - self._steps[-7]) / (self._tops[-1] - self._tops[-7])
+
+    def loss_falls(self) -> bool:
+        """Whether most of the last four are far below the median of those before."""
+        losses = [*self.losses]
+        if len(losses) < 2 * _SPANS[0]:
+            return False
+        before, newest = sorted(losses[: -_SPANS[0]]), sorted(losses[-_SPANS[0] :])
+        return newest[2] < _FALLEN * before[len(before) // 2]
+
+
 @dataclass
 class Outlook:
     """What is known of the rows of one training, and which of them is heading for its limit.
@@ -251,6 +381,8 @@ class Outlook:
         self._credit = float(self.rules.credit)
         self._pending: tuple[int, int] | None = None  # of which row a trend was seen, and when
         self.is_rising = False
+        self._signals = np.zeros(0, dtype=np.int8)
+        self._climbs = Climbs(self.rules)
         self.losses = SpikeDetector()
         self._raised = 0
         self.pace = Pace(self.rules)
@@ -272,6 +404,8 @@ class Outlook:
         """The loss of a step; whether a spike begins with it."""
         losses = self.losses
         is_spike = losses.add(loss)
+        if loss - loss == 0:
+            self._climbs.losses.append(abs(loss))
         if loss > losses.raised:
             self._raised += 1
             is_urgent = loss > losses.limit
@@ -291,7 +425,8 @@ class Outlook:
         is_good = np.isfinite(sizes) | (values == 0)
         rows, sizes = rows[is_good], np.maximum(sizes[is_good], _LEAST)
         self._add(step, rows, sizes)
-        self._credit = min(float(self.rules.credit), self._credit + 0.5)
+        self._credit = min(float(self.rules.credit), self._credit + self.rules.earned)
+        self._watch_climbs(step, rows, sizes)
         risen = self._short[:, -1] - self._base
         room = self._limits - self._short[:, -1]
         rules = self.rules
@@ -300,8 +435,10 @@ class Outlook:
                 np.maximum(rules.least_rise, rules.rise_share * room),
                 self._correction() * self._noise,
             )
-            worth = (risen > 0.5 * needed) & ~self._is_bad & np.isfinite(room)
-            if not worth.any():
+            is_open = ~self._is_bad & np.isfinite(room)
+            least = _QUIET if self._climbs.is_climbing else 0.5 * needed
+            worth = (risen > least) & is_open
+            if not worth.any() and not self._climbs.is_at_brink:
                 self.is_rising = False
                 return None
             if (risen > 0.7 * needed).any():
@@ -312,7 +449,48 @@ class Outlook:
         if len(chosen) > 8:
             chosen = chosen[np.argsort(-risen[chosen] / np.maximum(room[chosen], 1.0))[:8]]
         found = [t for row in chosen for t in self._trends(int(row), step, room)]
+        if self._climbs.is_at_brink:
+            found.append(self._brink(step, room))
         return self._told(step, found)
+
+    def _brink(self, step: int, room: Array) -> Trend:
+        """The activation that any batch may make overflow, whether it rises or not."""
+        row = int(np.nanargmin(np.where(self._signals == _TOP, room, math.inf)))
+        size = float(self._short[row, -1])
+        return Trend(
+            row=row,
+            step=step,
+            value=2.0**size,
+            room=float(room[row]),
+            rise=size - float(self._base[row]),
+            jump=0.0,
+            slope=0.0,
+            growth=0.0,
+            left=self.rules.brink_left,
+            low=0.0,
+            high=self.rules.brink_high,
+            samples=len(self._short_steps),
+            span=int(self._short_steps[-1] - self._short_steps[0]),
+            z=math.inf,
+        )
+
+    def _watch_climbs(self, step: int, rows: Array, sizes: Array) -> None:
+        """Give what may climb together to those who know."""
+        signals = self._signals[rows]
+        tops, norms = sizes[signals == _TOP], sizes[signals == _NORM]
+        if not len(norms):  # of gradients of several kinds there is no norm
+            norms = sizes[signals == _GRADIENT]
+        room = math.inf
+        if len(tops):
+            room = float((self._limits[rows[signals == _TOP]] - tops).min())
+        self._climbs.learn(
+            step,
+            top=float(tops.max()) if len(tops) else None,
+            norm=float(norms.max()) if len(norms) else None,
+            room=room,
+        )
+        if self._climbs.is_suspect:
+            self._look_closer(step)
 
     def beside(self) -> Iterator[str]:
         """What has at least doubled and has no limit of its own, in sentences."""
@@ -338,6 +516,8 @@ class Outlook:
         self._base = np.append(self._base, np.full(more, np.nan))
         self._noise = np.append(self._noise, np.full(more, _QUIET))
         self._is_bad = np.append(self._is_bad, np.zeros(more, dtype=bool))
+        kinds = [_CLIMBING.get(row.signal, 0) for row in new]
+        self._signals = np.append(self._signals, np.array(kinds, dtype=np.int8))
 
     def _add(self, step: int, rows: Array, sizes: Array) -> None:
         self._short_steps.append(step)
@@ -394,10 +574,12 @@ class Outlook:
         # The end lies between that of the slope of now and that of one which goes on changing.
         straight, bent = room / slope, time_left(room, slope, growth)
         rise = float(values[-1] - self._base[row])
+        jump = float(np.diff(np.maximum.accumulate(values)).max())
         if growth <= 0:  # what grows as a power does takes longer and longer to double
             bent = max(bent, time_left(room, slope, -slope / max(rise, 1.0)))
         sooner, later = sorted((straight, min(bent, self.rules.slowest * straight)))
-        left = math.sqrt(sooner * later)
+        quick = min(sooner, self.rules.faster * float(at[-1] - at[0]))
+        left = math.sqrt((quick if self._climbs.is_climbing else sooner) * later)
         risen_before, risen_since = early * (at[half] - at[0]), late * (at[-1] - at[half])
         if growth > 0 and risen_since > risen_before > self.rules.surely * noise:
             left = sooner  # that it rises faster and faster is beyond doubt; no jump looks so
@@ -407,10 +589,11 @@ class Outlook:
             value=float(2.0 ** min(float(values[-1]), 1023.0)),
             room=room,
             rise=rise,
+            jump=jump,
             slope=slope,
             growth=growth,
             left=left,
-            low=self.rules.low * sooner,
+            low=max(0.0, self.rules.low * quick - self.rules.early),
             high=self.rules.high * later + 2,
             samples=len(at),
             span=int(at[-1] - at[0]),
@@ -426,18 +609,26 @@ class Outlook:
         needed = max(rules.least_rise, rules.rise_share * trend.room)
         if trend.rise < needed or trend.z < self._correction():
             return False
+        if trend.room > rules.far and self._climbs.of_loss < rules.far_climb:
+            return False
+        if not is_extreme and self._climbs.loss_falls():
+            return False
+        if trend.rise - trend.jump < rules.steady * trend.rise:
+            return False
         reach = min(rules.farthest * trend.span, rules.horizon)
         return is_extreme or trend.left <= reach
 
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
-        telling = [trend for trend in found if self.is_telling(trend)]
+        climbs = self._climbs
+        is_sure = climbs.is_climbing or climbs.is_at_brink
+        telling = [trend for trend in found if is_sure or self.is_telling(trend)]
         if not telling:
             self.is_rising = bool(found)
             return None
         first = min(telling, key=lambda trend: trend.left)
         is_new = step > self._told_until
         pending, self._pending = self._pending, (first.row, step)
-        is_confirmed = pending is not None and step - pending[1] <= self.pace.every
+        is_confirmed = is_sure or (pending is not None and step - pending[1] <= self.pace.every)
         if is_new and not is_confirmed:
             self._look_closer(step)
             return None
@@ -446,7 +637,7 @@ class Outlook:
         is_overdue = step > self._expected  # what was told has not come, and it still rises
         if not is_new and not is_overdue:
             return None
-        self._expected = step + max(first.high, float(self.rules.every))
+        self._expected = step + max(min(first.high, 3.0 * first.left), 64.0)
         self._told_row = first.row
         self._alert_until = step + 1 + 4 * self.rules.alert  # does what is done about it help?
         return first
@@ -468,7 +659,7 @@ class ScaleWatch:
     LAST = 1.0
 
     def __init__(self) -> None:
-        self._skips: deque[int] = deque(maxlen=32)
+        self._skips: deque[tuple[int, float]] = deque(maxlen=32)  # with the scale of each
         self._good = 0  # updates in a row
         self._is_found = False
         self._told_until = -1
@@ -481,14 +672,19 @@ class ScaleWatch:
                 self._is_found = True
             return None
         self._good = 0
-        self._skips.append(step)
-        if scale is None or not scale > 0 or step <= self._told_until:
+        if scale is None or not scale > 0:
             return None
-        recent = [at for at in self._skips if at > step - 32]
+        self._skips.append((step, scale))
+        recent = [each for each in self._skips if each[0] > step - 32]
         if len(recent) < (4 if self._is_found else 3) or not (self._is_found or scale < 64):
             return None
+        began, first = recent[0]
+        fallen = math.log2(first / scale)
+        # One that doubles often overflows often, and is where it was.
+        if step <= self._told_until or fallen < 0.75 * (len(recent) - 1):
+            return None
         self._told_until = step + 32
-        per_step = (len(recent) - 1) / max(1, step - recent[0])
+        per_step = fallen / max(1, step - began)
         left = max(0.0, math.log2(scale / self.LAST) / per_step)
         row = Row(signal="loss_scale", limit=self.LAST)
         return forecast_of(
@@ -498,7 +694,7 @@ class ScaleWatch:
             value=scale,
             slope=-per_step,
             between=(0.3 * left, left, 3 * left + 4),
-            evidence=(f"{len(recent)} updates were skipped in the last {step - recent[0] + 1}",),
+            evidence=(f"{len(recent)} updates were skipped in the last {step - began + 1}",),
         )
 
 

@@ -225,12 +225,13 @@ def memory(work: Workload, contestant: Callable[[Workload], Any]) -> tuple[int, 
     return most, alive
 
 
-def measure(name: str, rounds: int, clock: Clock) -> dict[str, Any]:
+def measure(
+    name: str, watched: tuple[list[float], list[float], list[float]], rounds: int, clock: Clock
+) -> dict[str, Any]:
+    ours, noted, rest = watched
     work = workload(name)
     for _ in range(3):
         work.step()
-    # Before anything is traced: a tracer leaves an audit hook, which Python cannot take back.
-    ours, noted, rest = directly(work, LIVES[name])
     times = taking_turns(work, rounds, clock)
     ratios = {
         key: statistics.median(a / b for a, b in zip(taken, times[PLAIN], strict=True))
@@ -296,7 +297,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    results = {name: measure(name, options.rounds, clock) for name in options.only}
+    # Before anything is traced: a tracer leaves an audit hook, which Python cannot take back.
+    watched = {name: directly(workload(name), LIVES[name]) for name in options.only}
+    results = {name: measure(name, watched[name], options.rounds, clock) for name in options.only}
     Console().print(table(results))
     data: dict[str, Any] = {"threads": options.threads, "steps": results}
     if options.json:

@@ -56,9 +56,13 @@ def of_lightning() -> Entries:
 
 
 def of_transformers() -> Entries:
-    from stayfinite.integrations.transformers import Losses, StayFiniteCallback, WatchedTrainer
+    from stayfinite.integrations.transformers import (
+        LoggedLosses,
+        StayFiniteCallback,
+        WatchedTrainer,
+    )
 
-    return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (Losses, "add")]
+    return [(StayFiniteCallback, "on_step_end"), (WatchedTrainer, "_begin"), (LoggedLosses, "add")]
 
 
 def of_accelerate() -> Entries:

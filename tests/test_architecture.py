@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,3 +287,28 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
+
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = sorted(
+    path
+    for folder in ("benchmarks", "docs", "examples", "gallery")
+    for path in ROOT.glob(f"{folder}/*.py")
+)
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_is_imported_from_outside_the_package_is_there(path: Path) -> None:
+    """Benchmarks run seldom, so a name that has changed would not be noticed for long."""
+    found = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+    for node in found:
+        name = node.module or ""
+        if name.partition(".")[0] == "stayfinite":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of frameworks
+                module = importlib.import_module(name)
+            for each in node.names:
+                is_there = hasattr(module, each.name) or (
+                    hasattr(module, "__path__") and importlib.util.find_spec(f"{name}.{each.name}")
+                )
+                assert is_there, (path.name, each.name)

@@ -16,6 +16,7 @@ gradient norms and loss scales. `--saves` runs the divergences once more with
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import pickle
@@ -38,6 +39,7 @@ from rich.table import Table
 from workloads import workload
 
 import stayfinite
+from stayfinite.prevent.forecast.divergence import Divergence
 from stayfinite.prevent.forecast.forecaster import Forecaster
 from stayfinite.prevent.forecast.outlook import Outlook, Row, ScaleWatch, TrendRules, size_of_loss
 from stayfinite.prevent.forecast.signals import SignalSampler
@@ -61,6 +63,7 @@ class Trace:
     losses: list[float]
     scales: list[tuple[float, bool] | None]  # the loss scale, and whether the update was skipped
     end: int | None
+    rates: list[float]
 
     def norms(self) -> list[float]:
         """The norm of all gradients in each step; NaN where it is not known."""
@@ -78,11 +81,12 @@ def record(scene: Any, most: int) -> Trace:
     """
     training = scene.training()
     sampler = SignalSampler(training.model)
-    readings, losses, scales, end = [], [], [], None
+    readings, losses, scales, rates, end = [], [], [], list[float](), None
     scaler = training.scaler
     for step in range(most):
         sampler.open(training.optimizer)
         scale = None if scaler is None else scaler.get_scale()
+        rates.append(float(training.optimizer.param_groups[0]["lr"]))
         losses.append(float(training.step(step)))
         after = None if scaler is None else scaler.get_scale()
         scales.append(None if scaler is None else (scale, after < scale))
@@ -108,6 +112,7 @@ def record(scene: Any, most: int) -> Trace:
         losses=losses,
         scales=scales,
         end=end,
+        rates=rates,
     )
 
 
@@ -148,12 +153,19 @@ class Alarm:
 Rule = Callable[[Trace], list[Alarm]]
 
 
-def forecasts(trace: Trace, rules: TrendRules | None = None) -> list[Alarm]:
-    """Ours, from the samples that it asks for; loss and loss scale are known in every step."""
+def forecasts(
+    trace: Trace, rules: TrendRules | None = None, noted: Divergence | None = None
+) -> list[Alarm]:
+    """Ours, from the samples that it asks for; loss and loss scale are known in every step.
+
+    With `noted`, nothing is told by a score: it is to be learned from what is noted.
+    """
     rows = [*trace.rows]
     loss_row = len(rows)
     rows.append(Row(signal="loss", limit=float(np.finfo("f4").max)))
     outlook, scale = Outlook(rows, rules or TrendRules()), ScaleWatch()
+    if noted is not None:
+        outlook.divergence, outlook.learned = noted, None
     alarms = []
     for step, (at, values) in enumerate(trace.readings):
         if step == trace.end:
@@ -170,11 +182,15 @@ def forecasts(trace: Trace, rules: TrendRules | None = None) -> list[Alarm]:
         if not is_due:
             continue
         size = size_of_loss(loss, outlook.losses)
-        trend = outlook.learn(step, np.append(at, loss_row), np.append(values, size))
+        trend = outlook.learn(
+            step, np.append(at, loss_row), np.append(values, size), rate=trace.rates[step]
+        )
         if trend is not None:
             low, high = step + math.floor(trend.low), step + math.ceil(trend.high)
-            where = "loss" if trend.row == loss_row else trace.names[trend.row]
-            what = f"{rows[trend.row].signal} {where}"
+            what = "divergence"
+            if trend.row is not None:
+                where = "loss" if trend.row == loss_row else trace.names[trend.row]
+                what = f"{rows[trend.row].signal} {where}"
             alarms.append(Alarm(step, low, high, trend.left, what))
     return sorted(alarms, key=lambda alarm: alarm.step)
 
@@ -327,12 +343,11 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     return shown
 
 
-def scenes_of(half: str, only: list[str], *, is_fresh: bool = False) -> list[Any]:
-    """The runs of one half; each has a name, is_healthy, and training()."""
-    if is_fresh:
-        import forecast_fresh
-
-        found: list[Any] = [scene for scene in forecast_fresh.scenes() if scene.half == half]
+def scenes_of(half: str, only: list[str], *, of: str = "first") -> list[Any]:
+    """The runs of one half of a set; each has a name, is_healthy, and training()."""
+    if of != "first":
+        scenes = importlib.import_module(f"forecast_{of}").scenes()
+        found: list[Any] = [scene for scene in scenes if scene.half == half]
     elif half == "tuning":
         found = list(forecast_runs.scenes())
     else:
@@ -554,7 +569,7 @@ def tell_savings(how: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--set", choices=["first", "fresh"], default="first")
+    parser.add_argument("--set", choices=["first", "fresh", "blind"], default="first")
     parser.add_argument("--half", choices=["tuning", "held-out"])
     parser.add_argument("--traces", type=Path, default=Path("build/forecast"))
     parser.add_argument("--only", nargs="+", default=[])
@@ -578,7 +593,7 @@ def main() -> None:
     for half in ("tuning", "held-out"):
         if options.half not in (None, half):
             continue
-        chosen = scenes_of(half, options.only, is_fresh=options.set == "fresh")
+        chosen = scenes_of(half, options.only, of=options.set)
         found = list(traces(options.traces, chosen))
         if options.pictures is not None:
             draw(found, options.pictures)

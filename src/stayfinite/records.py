@@ -29,6 +29,7 @@ Signal = Literal[
     "loss_scale",
     "loss",
     "attention_logits",
+    "divergence",
     "loss_spike",
     "grad_norm_spike",
 ]

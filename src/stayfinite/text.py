@@ -160,6 +160,7 @@ _SIGNALS = {
     "loss_scale": "the loss scale",
     "loss": "the loss",
     "attention_logits": "the attention logits of",
+    "divergence": "the training",
     "loss_spike": "the loss",
     "grad_norm_spike": "the gradient norm",
 }
@@ -178,6 +179,8 @@ def forecast_words(forecast: Forecast) -> str:
     what = signal if forecast.signal in _ALONE else f"{signal} {where}".strip()
     if forecast.outcome is not None and forecast.outcome.strategy == "undo":
         return f"{what} has stopped growing"
+    if forecast.signal == "divergence":
+        return f"{what} diverges{in_steps(forecast)}"
     if forecast.is_spike:
         limit = "" if forecast.limit is None else f", above its usual {number(forecast.limit)}"
         return f"{what} jumped to {number(forecast.value)}{limit}"

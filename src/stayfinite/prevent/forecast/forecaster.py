@@ -24,8 +24,7 @@ from stayfinite.prevent.forecast.outlook import (
     SpikeDetector,
     Trend,
     TrendRules,
-    evidence_of,
-    forecast_of,
+    forecast_from,
     size_of_loss,
     spike_of,
 )
@@ -174,6 +173,7 @@ class _Watched:
         self._norms = SpikeDetector()
         self._scale = ScaleWatch()
         self._loss = math.nan
+        self._rate: float | None = None  # in the last sample
         self._ended = 0.0  # when the last step was over
 
     def stepped(self, loss: Any, norm: Any, scale: float | None, skipped: bool) -> list[Forecast]:
@@ -208,6 +208,7 @@ class _Watched:
         self._is_open = False
         optimizer = self.optimizer()
         if optimizer is not None:
+            self._rate = _rate_of(optimizer)
             self.sampler.take(optimizer, step=step, norm=norm)
 
     def _read(self) -> list[Forecast]:
@@ -224,7 +225,7 @@ class _Watched:
                 size = size_of_loss(self._loss, self.outlook.losses)
                 rows = np.concatenate((rows, self._loss_rows))
                 values = np.concatenate((values, (size,)))
-            trend = self.outlook.learn(reading.step, rows, values)
+            trend = self.outlook.learn(reading.step, rows, values, rate=self._rate)
             if trend is not None:
                 told.append(self._forecast(trend))
             told += self._norm_spike(reading.step, rows, values)
@@ -239,17 +240,11 @@ class _Watched:
         return [self._spike(step, "grad_norm_spike", value, self._norms)]
 
     def _forecast(self, trend: Trend) -> Forecast:
-        row = self.sampler.rows[trend.row]
-        return forecast_of(
-            row,
-            where=self._where(trend.row, row),
-            step=trend.step,
-            value=trend.value,
-            slope=trend.slope,
-            between=(trend.low, trend.left, trend.high),
-            evidence=evidence_of(trend, self.outlook),
-            rank=rank(),
-        )
+        row, where = Row(signal="divergence"), ""
+        if trend.row is not None:
+            row = self.sampler.rows[trend.row]
+            where = self._where(trend.row, row)
+        return forecast_from(trend, row, where=where, outlook=self.outlook, rank=rank())
 
     def _where(self, number: int, row: Row) -> str:
         if row.signal == "loss":
@@ -264,6 +259,14 @@ class _Watched:
 
     def _spike(self, step: int, signal: Signal, value: float, among: SpikeDetector) -> Forecast:
         return spike_of(signal, step=step, value=value, detector=among, rank=rank())
+
+
+def _rate_of(optimizer: Optimizer) -> float | None:
+    """The rate of the first parameters; None where it is on a device, and would be waited for."""
+    rate = optimizer.param_groups[0].get("lr")
+    if isinstance(rate, Tensor) and not rate.is_cpu:
+        return None
+    return None if rate is None else float(rate)
 
 
 class _Late:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stayfinite.prevent.forecast.divergence import LOSSES, Divergence, Learned, learned
 from stayfinite.records import Forecast, Severity, Signal
 
 Array = np.ndarray
@@ -31,8 +32,13 @@ _BEFORE = 64  # losses before them, which tell what was usual
 _BEGINNING = 8  # losses
 _SMALLEST = 0.25  # doublings; less is no climb
 _FALLEN = 0.7  # what of a loss is left that still falls
-_TOP, _NORM, _GRADIENT = 1, 2, 3
-_CLIMBING: dict[str, int] = {"activation": _TOP, "grad_norm": _NORM, "gradient": _GRADIENT}
+_TOP, _NORM, _GRADIENT, _UPDATE = 1, 2, 3, 4
+_KINDS: dict[str, int] = {
+    "activation": _TOP,
+    "grad_norm": _NORM,
+    "gradient": _GRADIENT,
+    "update_ratio": _UPDATE,
+}
 _QUIET = 0.1  # doublings by which anything varies
 _LEAST = math.log2(2.0**-126)
 _BESIDE: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -89,13 +95,17 @@ class TrendRules:
     brink_left: float = 40.0  # steps in which that is expected, and the most
     brink_high: float = 200.0
     steady: float = 0.25  # part of a rise that is more than its largest jump
+    least_score: float = -2.5  # of divergence; below it no other sign counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """What a row is heading for: room in doublings, slope in doublings per step, steps left."""
+    """What a row is heading for: room in doublings, slope in doublings per step, steps left.
 
-    row: int
+    `row` is None where it is the whole training that is about to diverge.
+    """
+
+    row: int | None
     step: int
     value: float
     room: float
@@ -293,7 +303,7 @@ class Climbs:
 
     def __init__(self, rules: TrendRules) -> None:
         self._rules = rules
-        self.losses: deque[float] = deque(maxlen=_BEFORE + _SPANS[-1])  # of all steps, no signs
+        self.losses: deque[float] = deque(maxlen=LOSSES)  # of all steps, no signs
         self._least = 0.0  # far below the losses of the beginning, a ratio of losses says little
         self._steps: deque[int] = deque(maxlen=2 * _SPANS[-1])
         self._tops: deque[float] = deque(maxlen=2 * _SPANS[-1])
@@ -310,7 +320,7 @@ class Climbs:
             self._steps.append(step)
         if norm is not None:
             self._norms.append(norm)
-        losses, self.of_loss = [*self.losses], 0.0
+        losses, self.of_loss = [*self.losses][-_BEFORE - _SPANS[-1] :], 0.0
         if len(losses) >= _BEGINNING and not self._least:
             usual = sorted(losses[:_BEGINNING])[_BEGINNING // 2]
             self._least = max(usual / 8, 1e-6)
@@ -346,7 +356,7 @@ class Climbs:
 
     def loss_falls(self) -> bool:
         """Whether most of the last four are far below the median of those before."""
-        losses = [*self.losses]
+        losses = [*self.losses][-_BEFORE - _SPANS[-1] :]
         if len(losses) < 2 * _SPANS[0]:
             return False
         before, newest = sorted(losses[: -_SPANS[0]]), sorted(losses[-_SPANS[0] :])
@@ -364,7 +374,8 @@ class Outlook:
 
     rows: list[Row]
     rules: TrendRules = field(default_factory=TrendRules)
-    loss_row: int | None = None
+    divergence: Divergence = field(default_factory=Divergence)
+    learned: Learned | None = field(default_factory=learned)
 
     def __post_init__(self) -> None:
         self._limits = np.zeros(0)
@@ -374,12 +385,15 @@ class Outlook:
         self._short_steps: deque[int] = deque(maxlen=_SHORT)
         self._base, self._noise = np.zeros(0), np.zeros(0)
         self._is_bad = np.zeros(0, dtype=bool)
-        self._told_until = -1
-        self._told_row: int | None = None
+        self._told_until = self._diverging_until = -1
+        self._last_told: Trend | None = None
+        self.score = -math.inf  # of divergence, a logarithm of odds
         self._expected = math.inf  # the last step in which the end was expected
         self._alert_until = -1
         self._credit = float(self.rules.credit)
-        self._pending: tuple[int, int] | None = None  # of which row a trend was seen, and when
+        self._pending: tuple[int | None, int] | None = (
+            None  # of which row a trend was seen, and when
+        )
         self.is_rising = False
         self._signals = np.zeros(0, dtype=np.int8)
         self._climbs = Climbs(self.rules)
@@ -415,7 +429,9 @@ class Outlook:
             self._raised = 0
         return is_spike
 
-    def learn(self, step: int, rows: Array, values: Array) -> Trend | None:
+    def learn(
+        self, step: int, rows: Array, values: Array, *, rate: float | None = None
+    ) -> Trend | None:
         """A sample; the trend that is to be told now, if there is one."""
         with np.errstate(divide="ignore", invalid="ignore"):
             sizes = np.log2(values)
@@ -426,7 +442,16 @@ class Outlook:
         rows, sizes = rows[is_good], np.maximum(sizes[is_good], _LEAST)
         self._add(step, rows, sizes)
         self._credit = min(float(self.rules.credit), self._credit + self.rules.earned)
-        self._watch_climbs(step, rows, sizes)
+        self._watch_climbs(step, rows, sizes, rate)
+        self._judge(step)
+        told = self._rising(step) or self._diverging(step)
+        if told is not None:
+            self._last_told = told
+            self._alert_until = step + 1 + 4 * self.rules.alert  # does what is done about it help?
+        return told
+
+    def _rising(self, step: int) -> Trend | None:
+        """A row that is heading for its limit, if it is to be told now."""
         risen = self._short[:, -1] - self._base
         room = self._limits - self._short[:, -1]
         rules = self.rules
@@ -453,6 +478,37 @@ class Outlook:
             found.append(self._brink(step, room))
         return self._told(step, found)
 
+    def _judge(self, step: int) -> None:
+        """How much all of it looks like trainings that diverged."""
+        features = self.divergence.features(self._climbs.losses)
+        if self.learned is not None and features is not None:
+            self.score = self.learned.trees.score(features)
+            if self.score > self.learned.closer:
+                self._look_closer(step)
+
+    def _diverging(self, step: int) -> Trend | None:
+        """That it looks like them, if it is to be told now."""
+        known, told_until = self.learned, max(self._told_until, self._diverging_until)
+        if known is None or self.score <= known.least or step <= told_until:
+            return None
+        self._diverging_until = step + math.ceil(known.high)
+        return Trend(
+            row=None,
+            step=step,
+            value=self.score,
+            room=0.0,
+            rise=self.score - known.least,
+            jump=0.0,
+            slope=0.0,
+            growth=0.0,
+            left=known.left,
+            low=known.low,
+            high=known.high,
+            samples=len(self._short_steps),
+            span=int(self._short_steps[-1] - self._short_steps[0]),
+            z=math.inf,
+        )
+
     def _brink(self, step: int, room: Array) -> Trend:
         """The activation that any batch may make overflow, whether it rises or not."""
         row = int(np.nanargmin(np.where(self._signals == _TOP, room, math.inf)))
@@ -474,7 +530,7 @@ class Outlook:
             z=math.inf,
         )
 
-    def _watch_climbs(self, step: int, rows: Array, sizes: Array) -> None:
+    def _watch_climbs(self, step: int, rows: Array, sizes: Array, rate: float | None) -> None:
         """Give what may climb together to those who know."""
         signals = self._signals[rows]
         tops, norms = sizes[signals == _TOP], sizes[signals == _NORM]
@@ -483,11 +539,21 @@ class Outlook:
         room = math.inf
         if len(tops):
             room = float((self._limits[rows[signals == _TOP]] - tops).min())
-        self._climbs.learn(
+        top = float(tops.max()) if len(tops) else None
+        norm = float(norms.max()) if len(norms) else None
+        self._climbs.learn(step, top=top, norm=norm, room=room)
+        updates = sizes[signals == _UPDATE]
+        self.divergence.learn(
             step,
-            top=float(tops.max()) if len(tops) else None,
-            norm=float(norms.max()) if len(norms) else None,
-            room=room,
+            (
+                float(updates[0]) if len(updates) and updates[0] > _LEAST else math.nan,
+                math.nan if norm is None else norm,
+                math.nan if top is None else top,
+                math.nan if top is None else room,
+                math.log2(rate) if rate is not None and rate > 0 else math.nan,
+            ),
+            keep=self._is_regular(step),
+            in_half=len(tops) > 0 and bool((self._limits[rows[signals == _TOP]] < 17).any()),
         )
         if self._climbs.is_suspect:
             self._look_closer(step)
@@ -516,19 +582,22 @@ class Outlook:
         self._base = np.append(self._base, np.full(more, np.nan))
         self._noise = np.append(self._noise, np.full(more, _QUIET))
         self._is_bad = np.append(self._is_bad, np.zeros(more, dtype=bool))
-        kinds = [_CLIMBING.get(row.signal, 0) for row in new]
+        kinds = [_KINDS.get(row.signal, 0) for row in new]
         self._signals = np.append(self._signals, np.array(kinds, dtype=np.int8))
 
     def _add(self, step: int, rows: Array, sizes: Array) -> None:
         self._short_steps.append(step)
         self._short[:, :-1] = self._short[:, 1:]  # a row that was not measured keeps its last
         self._short[rows, -1] = sizes
-        is_early = step < self.rules.warm_up
-        if step % (4 if is_early else self.pace.every) == 0:
+        if self._is_regular(step):
             self._long_steps.append(step)
             self._long[:, :-1] = self._long[:, 1:]
             self._long[rows, -1] = sizes
             self._learn_usual()
+
+    def _is_regular(self, step: int) -> bool:
+        """Whether this sample is one of those that lie apart."""
+        return step % (4 if step < self.rules.warm_up else self.pace.every) == 0
 
     def _learn_usual(self) -> None:
         count = min(len(self._long_steps), _LONG)
@@ -621,7 +690,13 @@ class Outlook:
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
         climbs = self._climbs
         is_sure = climbs.is_climbing or climbs.is_at_brink
-        telling = [trend for trend in found if is_sure or self.is_telling(trend)]
+        if -math.inf < self.score < self.rules.least_score:
+            return None
+        telling = [
+            trend
+            for trend in found
+            if (is_sure and trend.left <= self.rules.horizon) or self.is_telling(trend)
+        ]
         if not telling:
             self.is_rising = bool(found)
             return None
@@ -638,16 +713,20 @@ class Outlook:
         if not is_new and not is_overdue:
             return None
         self._expected = step + max(min(first.high, 3.0 * first.left), 64.0)
-        self._told_row = first.row
-        self._alert_until = step + 1 + 4 * self.rules.alert  # does what is done about it help?
         return first
 
     @property
     def room(self) -> float | None:
-        """Doublings that are left of the last forecast, as it was measured last."""
-        if self._told_row is None:
+        """Doublings that are left of the last forecast; of a divergence, how far its score is off.
+
+        As it was measured last; None before anything was told.
+        """
+        if self._last_told is None:
             return None
-        return float(self._limits[self._told_row] - self._short[self._told_row, -1])
+        row = self._last_told.row
+        if row is None:
+            return -self.score
+        return float(self._limits[row] - self._short[row, -1])
 
 
 class ScaleWatch:
@@ -656,7 +735,8 @@ class ScaleWatch:
     At the beginning a scaler looks for its scale, which is no trend.
     """
 
-    LAST = 1.0
+    LAST, LOW = 1.0, 4.0
+    HIGH = 2.0**13  # above it, a scale that falls looks for its place
 
     def __init__(self) -> None:
         self._skips: deque[tuple[int, float]] = deque(maxlen=32)  # with the scale of each
@@ -675,17 +755,20 @@ class ScaleWatch:
         if scale is None or not scale > 0:
             return None
         self._skips.append((step, scale))
-        recent = [each for each in self._skips if each[0] > step - 32]
-        if len(recent) < (4 if self._is_found else 3) or not (self._is_found or scale < 64):
+        if step <= self._told_until or scale > self.HIGH:
             return None
-        began, first = recent[0]
-        fallen = math.log2(first / scale)
-        # One that doubles often overflows often, and is where it was.
-        if step <= self._told_until or fallen < 0.75 * (len(recent) - 1):
+        recent = [each for each in self._skips if each[0] > step - 32]
+        halvings = math.log2(scale / self.LAST)
+        if scale <= self.LOW:  # each halving may be the last one, however far apart they are
+            recent = [*self._skips][-2:]
+            per_step = 1 / max(1, step - recent[0][0])
+            halvings += 1
+        else:
+            per_step = self._fall(recent)
+        if not per_step > 0:
             return None
         self._told_until = step + 32
-        per_step = fallen / max(1, step - began)
-        left = max(0.0, math.log2(scale / self.LAST) / per_step)
+        left = halvings / per_step
         row = Row(signal="loss_scale", limit=self.LAST)
         return forecast_of(
             row,
@@ -694,8 +777,18 @@ class ScaleWatch:
             value=scale,
             slope=-per_step,
             between=(0.3 * left, left, 3 * left + 4),
-            evidence=(f"{len(recent)} updates were skipped in the last {step - began + 1}",),
+            evidence=(f"{len(recent)} updates were skipped in the last {step - recent[0][0] + 1}",),
         )
+
+    def _fall(self, recent: list[tuple[int, float]]) -> float:
+        """Halvings in a step; 0 where it is none to speak of."""
+        (began, first), (step, scale) = recent[0], recent[-1]
+        if len(recent) < (4 if self._is_found else 3) or not (self._is_found or scale < 64):
+            return 0.0
+        fallen = math.log2(first / scale)
+        # One that doubles often overflows often, and is where it was.
+        is_back = fallen < 0.75 * (len(recent) - 1)
+        return 0.0 if is_back else fallen / max(1, step - began)
 
 
 _SOON = 20  # steps
@@ -721,7 +814,7 @@ def forecast_of(
         where=where,
         dtype=row.dtype,
         value=value,
-        limit=row.limit,
+        limit=row.limit if row.signal != "divergence" else None,
         slope=slope,
         steps_left=left,
         steps_low=low,
@@ -744,12 +837,32 @@ def _subject(row: Row, where: str) -> str:
         return f"the logits of attention overflow {dtype}"
     if row.signal == "loss_scale":
         return "the loss scale falls to 1, where no scaler helps,"
+    if row.signal == "divergence":
+        return "the training diverges"
     names = {"grad_norm": "the norm of the gradients", "loss": "the loss"}
     return f"{names.get(row.signal, row.signal)} overflows {dtype}"
 
 
+def forecast_from(
+    trend: Trend, row: Row, *, where: str, outlook: Outlook | None, rank: int = 0
+) -> Forecast:
+    """The record of a trend; with an outlook, it says what else has changed."""
+    return forecast_of(
+        row,
+        where=where,
+        step=trend.step,
+        value=trend.value,
+        slope=trend.slope,
+        between=(trend.low, trend.left, trend.high),
+        evidence=evidence_of(trend, outlook),
+        rank=rank,
+    )
+
+
 def evidence_of(trend: Trend, outlook: Outlook | None = None) -> tuple[str, ...]:
     """What the trend was read from, in sentences, and what else has changed with it."""
+    if trend.row is None:
+        return () if outlook is None else tuple(outlook.divergence.signs())
     speed = f"{trend.slope:.2g} doublings a step"
     grows = (
         "" if abs(trend.growth) < 1e-3 else f", the slope grows {100 * trend.growth:+.0f}% a step"
@@ -809,17 +922,10 @@ def foretold(
             values.append(2.0 ** -min(room, 1000.0))
         trend = outlook.learn(step, np.array(at, dtype=np.int64), np.array(values))
         if trend is not None:
-            told.append(
-                forecast_of(
-                    rows[trend.row],
-                    where=names[trend.row],
-                    step=step,
-                    value=trend.value,
-                    slope=trend.slope,
-                    between=(trend.low, trend.left, trend.high),
-                    evidence=evidence_of(trend),
-                )
-            )
+            row, where = Row(signal="divergence"), ""
+            if trend.row is not None:
+                row, where = rows[trend.row], names[trend.row]
+            told.append(forecast_from(trend, row, where=where, outlook=None))
     return told
 
 

@@ -23,9 +23,8 @@ from stayfinite.prevent.forecast.outlook import Row
 from stayfinite.records import Signal
 from stayfinite.training import pairs_of
 
-_PROBED = 4  # parameters of which some elements are followed from one update to the next
-_PROBES = 64  # elements of each
-_PROBE_EVERY = 4  # samples; what it tells is no forecast of its own
+_PROBED = 12  # parameters of which some elements are followed from one update to the next
+_PROBES = 32  # elements of each
 _TRIES = 16  # samples in which attention is looked for; without any there is none
 _MOST_CALLS = 64  # of one module in one step, as a cell of an RNN is called
 
@@ -93,7 +92,7 @@ class SignalSampler:
                 softmax = wrapped(functional, "softmax", self._normalising)
                 self._hooks = together(hook, attention, softmax)
         self._opened += 1
-        self._probe = _probe_of(optimizer) if self._opened % _PROBE_EVERY == 1 else None
+        self._probe = _probe_of(optimizer)
         self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
@@ -242,13 +241,13 @@ def _logit_bound(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _probed(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """The first parameters of the optimizer that are matrices: each, and what is here of it."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for param in optimizer.param_groups[0]["params"][: 4 * _PROBED]:
-        part = local(param)
-        if len(found) < _PROBED and part.dim() > 1 and part.is_contiguous():
-            found.append((param, part))
-    return found
+    """Matrices from all over the optimizer: each parameter, and what is here of it."""
+    matrices = [
+        param for group in optimizer.param_groups for param in group["params"] if param.dim() > 1
+    ]
+    apart = max(1, len(matrices) // _PROBED)
+    found = [(param, local(param)) for param in matrices[::apart][:_PROBED]]
+    return [(param, part) for param, part in found if part.numel() and part.is_contiguous()]
 
 
 def _some_of(parts: list[Tensor]) -> Tensor | None:

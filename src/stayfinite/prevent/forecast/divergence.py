@@ -113,13 +113,9 @@ class Trees:
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """The trees, from which score on it is told, and in how many steps the end came then.
-
-    From the score `closer` on, each step is sampled for a while. `low` and `high` hold nine of ten.
-    """
+    """The trees, from which score on it is told, and in how many steps the end came then."""
 
     trees: Trees
-    closer: float
     least: float
     low: float
     left: float
@@ -132,7 +128,7 @@ def learned() -> Learned:
     text = resources.files(__package__).joinpath("divergence.json").read_text(encoding="utf-8")
     read = json.loads(text)
     trees = Trees.of(read["roots"], read["nodes"], depth=read["depth"])
-    figures = {key: float(read[key]) for key in ("closer", "least", "low", "left", "high")}
+    figures = {key: float(read[key]) for key in ("least", "low", "left", "high")}
     return Learned(trees=trees, **figures)
 
 

@@ -61,14 +61,14 @@ class Row:
 class TrendRules:
     """When a trend is told. The figures are from the tuning half of benchmarks/forecast.py."""
 
-    every: int = 16  # steps between two samples while all is quiet
-    most_every: int = 64  # where a step is so short that a sample takes too large a part of it
+    every: int = 32  # steps between two samples while all is quiet
+    most_every: int = 128  # where a step is so short that a sample takes too large a part of it
     share: float = 0.0017  # of the time; `Pace` keeps to it. torch's own hooks take more than that
     dense_early: int = 32  # at first every step is sampled, then every fourth
     warm_up: int = 48  # steps in which only an extreme trend is told
-    alert: int = 16  # steps that are all sampled when something rises
-    credit: int = 48  # such steps in reserve
-    earned: float = 0.25  # that come back with each sample
+    alert: int = 8  # steps that are all sampled when something rises
+    credit: int = 16  # such steps in reserve
+    earned: float = 0.1  # that come back with each sample
     least_rise: float = 2.0  # doublings
     rise_share: float = 0.02  # of the room that is left
     least_z: float = 6.0  # the rise, as a multiple of the noise, before the correction
@@ -96,6 +96,7 @@ class TrendRules:
     brink_high: float = 200.0
     steady: float = 0.25  # part of a rise that is more than its largest jump
     least_score: float = -2.5  # of divergence; below it no other sign counts
+    least_score_far: float = 0.0  # the same for what is so far from its end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,8 +484,6 @@ class Outlook:
         features = self.divergence.features(self._climbs.losses)
         if self.learned is not None and features is not None:
             self.score = self.learned.trees.score(features)
-            if self.score > self.learned.closer:
-                self._look_closer(step)
 
     def _diverging(self, step: int) -> Trend | None:
         """That it looks like them, if it is to be told now."""
@@ -687,15 +686,20 @@ class Outlook:
         reach = min(rules.farthest * trend.span, rules.horizon)
         return is_extreme or trend.left <= reach
 
+    def _is_plausible(self, trend: Trend) -> bool:
+        """Whether all of it looks a little like trainings that diverged, as far as is known."""
+        rules = self.rules
+        least = rules.least_score_far if trend.room > rules.far else rules.least_score
+        return self.score == -math.inf or self.score >= least
+
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
         climbs = self._climbs
         is_sure = climbs.is_climbing or climbs.is_at_brink
-        if -math.inf < self.score < self.rules.least_score:
-            return None
         telling = [
             trend
             for trend in found
-            if (is_sure and trend.left <= self.rules.horizon) or self.is_telling(trend)
+            if self._is_plausible(trend)
+            and ((is_sure and trend.left <= self.rules.horizon) or self.is_telling(trend))
         ]
         if not telling:
             self.is_rising = bool(found)

@@ -232,12 +232,16 @@ class Job:
         return f"the state of {ago} was put back"
 
     def rewind(self, *, step: int, by: RecoveryStrategy = RecoveryStrategy.REWIND) -> Done | Cannot:
-        """Go back as the configuration says, without a bad step; the loop goes on from here."""
+        """Go back as the configuration says, without a bad step; the loop goes on from here.
+
+        `by` LOWER_LR, it is to the oldest snapshot.
+        """
         scaler = self.parts.scaler
         has_scaler = isinstance(scaler, GradScaler) and scaler.is_enabled()
         # Private: the loop calls `update` next, which asks for what this step has found.
         found = {k: {**v} for k, v in scaler._per_optimizer_states.items()} if has_scaler else {}
-        done = act(by, self.situation(), self.config, Trouble(step=step))
+        config = dataclasses.replace(self.config, lower_lr_goes_back=True)
+        done = act(by, self.situation(), config, Trouble(step=step))
         if isinstance(done, Done) and done.went_back_to is not None:
             self.good_steps = done.went_back_to
             self._next_snapshot = self.good_steps + self.config.snapshot_every

@@ -76,7 +76,7 @@ class Precaution:
     def _do(self, chosen: str, forecast: Forecast) -> Done | Cannot:
         self._times += 1
         if chosen == "lower_lr":
-            goes_back = self._job.config.lower_lr_goes_back
+            goes_back = self._job.config.lower_lr_goes_back is not False
             return self._lower(is_urgent=forecast.severity == "critical", goes_back=goes_back)
         if chosen == "clip":
             return self._clip()

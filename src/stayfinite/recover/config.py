@@ -85,12 +85,12 @@ class RecoveryConfig:
 
     Strategies can be given by their names. Without a `ladder`, the first bad step of a streak
     gets the primary strategy and the next ones the fallback; with one, its rungs are used up one
-    after the other, and `deescalate_after` good steps lead down by one. `lower_lr_goes_back`
-    lowers the rate from the oldest snapshot on, with `on_forecast` too. With `grad_clip_value`
-    None, 'clip' drops bad elements and clips nothing. `checkpoint_path` is a checkpoint, or a
-    folder whose newest good one is taken: 'reset' loads it where there is no snapshot in memory.
-    The bad step that makes `max_consecutive_nans` in a row ends the run, and so does the one after
-    `max_recoveries`.
+    after the other, and `deescalate_after` good steps lead down by one. With
+    `lower_lr_goes_back` the rate is lowered from the oldest snapshot on; None does so for
+    `on_forecast`, and not after a bad step. With `grad_clip_value` None, 'clip' drops bad elements
+    and clips nothing. `checkpoint_path` is a checkpoint, or a folder whose newest good one is
+    taken: 'reset' loads it where there is no snapshot in memory. The bad step that makes
+    `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
     With `quarantine` a sample that made a step bad is not read again: another one of its batch
     takes its place. `on_forecast` is what is done when something is about to overflow, and undone
     when the trend is gone; `on_spike` what is done when the loss jumps. Both need
@@ -111,7 +111,7 @@ class RecoveryConfig:
     ladder: tuple[Rung, ...] = ()
     deescalate_after: int = 100
     lr_reduction_factor: float = 0.5
-    lower_lr_goes_back: bool = False
+    lower_lr_goes_back: bool | None = None
     rewind_snapshots: int = 1
     rewind_skip_batches: int = 200
     snapshot_every: int = 50
@@ -214,7 +214,12 @@ _ANSWERS = {
 }
 
 
-_FLAGS = ("skip_batch_after_nan", "drop_whole_tensors", "lower_lr_goes_back", "quarantine")
+_FLAGS = {
+    "skip_batch_after_nan": (True, False),
+    "drop_whole_tensors": (True, False),
+    "lower_lr_goes_back": (True, False, None),
+    "quarantine": (True, False),
+}
 
 
 def _problems(config: RecoveryConfig) -> Iterator[str]:
@@ -222,9 +227,10 @@ def _problems(config: RecoveryConfig) -> Iterator[str]:
         value = getattr(config, name)
         if not accepts(value):
             yield f"{name} is {value!r}; it must be {accepted}."
-    for name in _FLAGS:
-        if not isinstance(getattr(config, name), bool):
-            yield f"{name} is {getattr(config, name)!r}; it must be True or False."
+    for name, accepted in _FLAGS.items():
+        if getattr(config, name) not in accepted:
+            known = " or ".join(map(str, accepted))
+            yield f"{name} is {getattr(config, name)!r}; it must be {known}."
     for name, known in _ANSWERS.items():
         if getattr(config, name) not in (None, *known):
             said = ", ".join(map(repr, known))

@@ -73,7 +73,7 @@ FEATURES = (
     *(f"{signal}: {name}" for name in _OF_SAMPLES for signal in _MEASURED[:_FOLLOWED]),
     *("update: now", "update: of 5", "room: now", "room: of 5"),
     *("rate: above 3", "rate: above 9", "rate: above most", "rate: above least"),
-    *("loss in float16: room", "samples: apart"),
+    "samples: apart",
 )
 
 
@@ -148,14 +148,12 @@ class Divergence:
         self._kept = self._samples = 0
         self._begin = 0.0  # the median of the first losses
         self._best, self._worst = math.inf, -math.inf
-        self._in_half = False
         self._said = np.full(len(FEATURES), UNKNOWN)
 
-    def learn(self, step: int, values: Sequence[float], *, keep: bool, in_half: bool) -> None:
+    def learn(self, step: int, values: Sequence[float], *, keep: bool) -> None:
         """A sample in doublings, NaN where there is none: update, norm, top, room and rate.
 
-        One to `keep` is some steps after the last such one. `in_half` says that some of it is
-        computed in float16.
+        One to `keep` is some steps after the last such one.
         """
         now = np.array(values)
         is_new = np.isnan(self._short[:, -1])
@@ -165,7 +163,6 @@ class Divergence:
         self._short[:, -1] = now
         self._steps.append(step)
         self._samples += 1
-        self._in_half = in_half
         if keep:
             if self._kept > 2:
                 self._least = np.fmin(self._least, np.sort(self._long[:, -3:], axis=1)[:, 1:2])
@@ -189,8 +186,7 @@ class Divergence:
         found += [self._short[0, -1], np.sort(self._short[0, -5:])[2]]
         found += np.minimum((room[-1], np.sort(room)[2]), _MOST_ROOM).tolist()
         found += [rate - rates[-3], rate - rates[-9], rate - rates.max(), rate - rates.min()]
-        in_half = 16 - math.log2(max(sizes[-1], 1.0)) if self._in_half else 16.0
-        found += [max(in_half, -8.0), math.log2(max(1, self._steps[-1] - self._steps[0]))]
+        found.append(math.log2(max(1, self._steps[-1] - self._steps[0])))
         self._said = np.nan_to_num(np.array(found), copy=False, nan=UNKNOWN)
         return self._said
 

@@ -552,7 +552,6 @@ class Outlook:
                 math.log2(rate) if rate is not None and rate > 0 else math.nan,
             ),
             keep=self._is_regular(step),
-            in_half=len(tops) > 0 and bool((self._limits[rows[signals == _TOP]] < 17).any()),
         )
         if self._climbs.is_suspect:
             self._look_closer(step)

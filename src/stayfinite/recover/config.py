@@ -228,9 +228,10 @@ def _problems(config: RecoveryConfig) -> Iterator[str]:
         if not accepts(value):
             yield f"{name} is {value!r}; it must be {accepted}."
     for name, accepted in _FLAGS.items():
-        if getattr(config, name) not in accepted:
+        value = getattr(config, name)
+        if not any(value is each for each in accepted):
             known = " or ".join(map(str, accepted))
-            yield f"{name} is {getattr(config, name)!r}; it must be {known}."
+            yield f"{name} is {value!r}; it must be {known}."
     for name, known in _ANSWERS.items():
         if getattr(config, name) not in (None, *known):
             said = ", ".join(map(repr, known))

@@ -227,11 +227,10 @@ def _problems(config: RecoveryConfig) -> Iterator[str]:
         value = getattr(config, name)
         if not accepts(value):
             yield f"{name} is {value!r}; it must be {accepted}."
-    for name, accepted in _FLAGS.items():
+    for name, allowed in _FLAGS.items():
         value = getattr(config, name)
-        if not any(value is each for each in accepted):
-            known = " or ".join(map(str, accepted))
-            yield f"{name} is {value!r}; it must be {known}."
+        if not any(value is each for each in allowed):
+            yield f"{name} is {value!r}; it must be {' or '.join(map(str, allowed))}."
     for name, known in _ANSWERS.items():
         if getattr(config, name) not in (None, *known):
             said = ", ".join(map(repr, known))

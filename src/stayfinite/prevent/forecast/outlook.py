@@ -95,6 +95,7 @@ class TrendRules:
     brink_left: float = 40.0  # steps in which that is expected, and the most
     brink_high: float = 200.0
     steady: float = 0.25  # part of a rise that is more than its largest jump
+    extreme_score: float = 2.0  # of divergence, above the least that is told, while it warms up
     least_score: float = -2.5  # of divergence; below it no other sign counts
     least_score_far: float = 0.0  # the same for what is so far from its end
 
@@ -487,8 +488,10 @@ class Outlook:
 
     def _diverging(self, step: int) -> Trend | None:
         """That it looks like them, if it is to be told now."""
-        known, told_until = self.learned, max(self._told_until, self._diverging_until)
-        if known is None or self.score <= known.least or step <= told_until:
+        known, rules = self.learned, self.rules
+        if known is None or step <= max(self._told_until, self._diverging_until):
+            return None
+        if self.score <= known.least + (rules.extreme_score if step < rules.warm_up else 0.0):
             return None
         self._diverging_until = step + math.ceil(known.high)
         return Trend(

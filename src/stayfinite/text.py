@@ -160,7 +160,7 @@ _SIGNALS = {
     "loss_scale": "the loss scale",
     "loss": "the loss",
     "attention_logits": "the attention logits of",
-    "divergence": "the training",
+    "divergence": "training",
     "loss_spike": "the loss",
     "grad_norm_spike": "the gradient norm",
 }
@@ -180,7 +180,7 @@ def forecast_words(forecast: Forecast) -> str:
     if forecast.outcome is not None and forecast.outcome.strategy == "undo":
         return f"{what} has stopped growing"
     if forecast.signal == "divergence":
-        return f"{what} diverges{in_steps(forecast)}"
+        return f"{what} will probably diverge{in_steps(forecast)}"
     if forecast.is_spike:
         limit = "" if forecast.limit is None else f", above its usual {number(forecast.limit)}"
         return f"{what} jumped to {number(forecast.value)}{limit}"

@@ -29,9 +29,9 @@ _MOST_ROOM = 130.0  # doublings; float32 has 128
 _SMALLEST_LOSS = 1e-12
 _NOTED, _LITTLE_ROOM = 0.5, 6.0  # doublings: what a person is told of
 _TIMES = {
+    "rate: above least": "the learning rate is {:.2g} times what it was",
     "loss: 32 above best": "the loss is {:.2g} times its best",
     "norm: above least": "the norm of the gradients is {:.2g} times its least",
-    "rate: above least": "the learning rate is {:.2g} times what it was",
 }
 UNKNOWN = -1000.0  # what stands for a number that is not measured
 

@@ -814,6 +814,9 @@ def forecast_of(
     """The record; `between` has the fewest, the expected and the most steps that are left."""
     low, left, high = math.floor(between[0]), round(between[1]), math.ceil(between[2])
     severity: Severity = "critical" if left <= _SOON else "warning"
+    why = ""
+    if row.signal == "divergence" and evidence:  # of a score, what stands out is all there is
+        why, evidence = f": {evidence[0]}", evidence[1:]
     return Forecast(
         step=step,
         signal=row.signal,
@@ -826,7 +829,7 @@ def forecast_of(
         steps_low=low,
         steps_high=high,
         severity=severity,
-        message=f"{_subject(row, where)} in about {left} steps ({low}-{high})",
+        message=f"{_subject(row, where)} in about {left} steps ({low}-{high}){why}",
         time=time.time(),
         rank=rank,
         evidence=evidence,
@@ -844,7 +847,7 @@ def _subject(row: Row, where: str) -> str:
     if row.signal == "loss_scale":
         return "the loss scale falls to 1, where no scaler helps,"
     if row.signal == "divergence":
-        return "the training diverges"
+        return "training will probably diverge"
     names = {"grad_norm": "the norm of the gradients", "loss": "the loss"}
     return f"{names.get(row.signal, row.signal)} overflows {dtype}"
 

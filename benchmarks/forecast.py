@@ -42,7 +42,7 @@ import stayfinite
 from stayfinite.prevent.forecast.divergence import Divergence
 from stayfinite.prevent.forecast.forecaster import Forecaster
 from stayfinite.prevent.forecast.outlook import Outlook, Row, ScaleWatch, TrendRules, size_of_loss
-from stayfinite.prevent.forecast.signals import SignalSampler
+from stayfinite.prevent.forecast.signals import ModuleOutputs, SignalSampler
 
 MOST = 250  # steps of a divergence
 AFTER = 100  # steps after the end of a divergence that a saved one must stay finite for
@@ -80,7 +80,7 @@ def record(scene: Any, most: int) -> Trace:
     What a GradScaler skips is no end, but a scale below 1 is.
     """
     training = scene.training()
-    sampler = SignalSampler(training.model)
+    sampler = SignalSampler(ModuleOutputs(training.model))
     readings, losses, scales, rates, end = [], [], [], list[float](), None
     scaler = training.scaler
     for step in range(most):
@@ -429,7 +429,6 @@ def cost(name: str, rounds: int) -> dict[str, float]:
     for turn in range(rounds):
         for kind in ("bare", "quiet", "bare", "sampled"):
             watched.sampler.close()
-            watched._is_open = kind == "sampled"
             watched._step = 64 * (turn + 10) + (0 if kind == "sampled" else 1)
             if kind == "sampled":
                 watched.sampler.open(work.optimizer)

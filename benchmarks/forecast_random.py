@@ -414,7 +414,7 @@ class RandomScene:
         task = draw.choice(TASKS)
         model, loss = task(draw, data)
         optimizer = _optimizer(draw, model, self.factor)
-        # A convolution in float16 takes a hundred times as long on a CPU; not every LSTM runs in it.
+        # On a CPU, convolutions in float16 take a hundred times as long, and some LSTMs fail.
         has_lstm = any(isinstance(each, nn.LSTM) for each in model.modules())
         half = draw.random() < 0.2 and task is not pictures and not has_lstm
         scaler = None

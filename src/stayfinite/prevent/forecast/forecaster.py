@@ -28,11 +28,14 @@ from stayfinite.prevent.forecast.outlook import (
     size_of_loss,
     spike_of,
 )
-from stayfinite.prevent.forecast.signals import SignalSampler
+from stayfinite.prevent.forecast.signals import ModuleOutputs, SignalSampler
 from stayfinite.records import Forecast, Signal
 from stayfinite.safely import Safely
 
 _MOST_WAITING = 64  # losses on a device that nobody has copied yet
+_MOST_OPTIMIZERS = 8  # where each parameter has its own, a few of them show what comes
+_ABANDONED = 8  # turns of all optimizers without a step of one whose step is measured
+_SAME = 64  # steps in which several optimizers tell the same
 
 
 class Forecaster:
@@ -65,12 +68,15 @@ class Forecaster:
         rules: TrendRules | None = None,
     ) -> None:
         self.forecasts: list[Forecast] = []
-        self._model, self._optimizer, self._on_forecast = model, optimizer, on_forecast
+        self._optimizer, self._on_forecast = optimizer, on_forecast
         self._rules = rules or TrendRules()
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
         self._last: _Watched | None = None  # the one that stepped last
+        self._steps = 0  # of all optimizers
+        self._told: dict[tuple[Signal, str], tuple[Any, int]] = {}  # by which optimizer, and when
         self._handles: list[Any] = []
         self._failures = Safely("stayfinite stops forecasting in this run")
+        self._outputs = ModuleOutputs(model, self._failures)
 
     def attach(self) -> Forecaster:
         """Hear of the updates of the optimizer by a hook of its own; `close` removes it."""
@@ -113,13 +119,24 @@ class Forecaster:
         A loss on a device is copied from there, and read later. `scale` is that of a loss scaler,
         in the steps that it has skipped.
         """
-        if self._failures.has_failed:
+        if _is_captured(loss):
+            return []
+        if self._failures.has_failed:  # in a hook during the step, or before
+            self.close()
             return []
         try:
             watched = self._last
             if watched is None or watched.optimizer() is not optimizer:
-                watched = self._last = self._of(optimizer)
+                watched = self._of(optimizer)
+                if watched is None:
+                    return []
+                self._last = watched
+            self._steps += 1
+            watched.seen_at = self._steps
             told = watched.stepped(loss, norm, scale, skipped)
+            if len(self._watched) > 1:
+                self._close_abandoned()
+                told = [each for each in told if self._is_first(each, watched)]
         except Exception as error:
             self._failures.note(error)
             self.close()
@@ -131,12 +148,29 @@ class Forecaster:
                     self._on_forecast(forecast)
         return told
 
-    def _of(self, optimizer: Optimizer) -> _Watched:
+    def _of(self, optimizer: Optimizer) -> _Watched | None:
         watched = self._watched.get(optimizer)
-        if watched is None:
-            watched = _Watched(optimizer, self._model, self._rules)
+        if watched is None and len(self._watched) < _MOST_OPTIMIZERS:
+            watched = _Watched(optimizer, SignalSampler(self._outputs), self._rules)
             self._watched[optimizer] = watched
+            weakref.finalize(optimizer, watched.sampler.close).atexit = False
         return watched
+
+    def _close_abandoned(self) -> None:
+        """An optimizer that makes no more steps keeps no hooks."""
+        oldest = self._steps - _ABANDONED * len(self._watched)
+        for watched in self._watched.values():
+            if watched.sampler.is_open and watched.seen_at < oldest:
+                watched.sampler.close()
+
+    def _is_first(self, forecast: Forecast, watched: _Watched) -> bool:
+        """Whether no other optimizer, whose steps see the same modules, has just told it."""
+        place = forecast.signal, forecast.where
+        teller, step = self._told.get(place, (None, 0))
+        if teller not in (None, watched.optimizer) and self._steps - step < _SAME:
+            return False
+        self._told[place] = watched.optimizer, self._steps
+        return True
 
     def is_spike(self, optimizer: Optimizer, loss: float) -> bool:
         """Whether this loss, of an update that is still to come, is far outside of the recent."""
@@ -155,20 +189,21 @@ class Forecaster:
             handle.remove()
         for watched in list(self._watched.values()):
             watched.sampler.close()
+        self._outputs.detach()
 
 
 class _Watched:
     """One optimizer's training."""
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None, rules: TrendRules) -> None:
+    def __init__(self, optimizer: Optimizer, sampler: SignalSampler, rules: TrendRules) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.sampler = SignalSampler(model)
+        self.sampler = sampler
+        self.seen_at = 0  # the last step of all optimizers that was its own
         self.outlook = Outlook(self.sampler.rows, rules)
         limit = float(np.finfo("f4").max)
         self._loss_rows = np.array([self.sampler.number("loss", None, None, limit=limit)])
         self._norm_row = self.sampler.number("grad_norm", None, torch.float32)
         self._step = 0
-        self._is_open = False
         self._far: deque[tuple[int, _Late]] = deque(maxlen=_MOST_WAITING)
         self._norms = SpikeDetector()
         self._scale = ScaleWatch()
@@ -192,20 +227,18 @@ class _Watched:
         found = self._scale.stepped(step, skipped=skipped, scale=scale)
         if found is not None:
             told.append(found)
-        if self._is_open:
+        if self.sampler.is_open:
             self._take(step, norm)
         elif self._ended:
             outlook.pace.steps.append(began - self._ended)
         if self._far or self.sampler.waiting:
             told += self._read()
         if outlook.is_due(step + 1) and (optimizer := self.optimizer()) is not None:
-            self._is_open = True
             self.sampler.open(optimizer)
         self._ended = time.perf_counter()
         return told
 
     def _take(self, step: int, norm: Any) -> None:
-        self._is_open = False
         optimizer = self.optimizer()
         if optimizer is not None:
             self._rate = _rate_of(optimizer)
@@ -261,12 +294,18 @@ class _Watched:
         return spike_of(signal, step=step, value=value, detector=among, rank=rank())
 
 
+def _is_captured(loss: Any) -> bool:
+    """Whether this step is recorded as a CUDA graph, in which nothing can be read."""
+    is_cuda = isinstance(loss, Tensor) and loss.is_cuda
+    return is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _rate_of(optimizer: Optimizer) -> float | None:
-    """The rate of the first parameters; None where it is on a device, and would be waited for."""
+    """The rate of the first parameters; None where it is no number, or would be waited for."""
     rate = optimizer.param_groups[0].get("lr")
-    if isinstance(rate, Tensor) and not rate.is_cpu:
-        return None
-    return None if rate is None else float(rate)
+    if isinstance(rate, Tensor) and rate.is_cpu and rate.numel() == 1:
+        return float(rate)
+    return float(rate) if isinstance(rate, (int, float)) else None
 
 
 class _Late:

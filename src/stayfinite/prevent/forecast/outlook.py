@@ -438,9 +438,8 @@ class Outlook:
         with np.errstate(divide="ignore", invalid="ignore"):
             sizes = np.log2(values)
         self._grow(len(self.rows))
-        bad = rows[~np.isfinite(sizes) & (values != 0)]
-        self._is_bad[bad] = True
         is_good = np.isfinite(sizes) | (values == 0)
+        self._is_bad[rows] = ~is_good  # until it is finite again, as after a skipped update
         rows, sizes = rows[is_good], np.maximum(sizes[is_good], _LEAST)
         self._add(step, rows, sizes)
         self._credit = min(float(self.rules.credit), self._credit + self.rules.earned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
@@ -21,12 +23,13 @@ from stayfinite.detect.memory import local, undisturbed
 from stayfinite.living import has_compiled
 from stayfinite.prevent.forecast.outlook import Row
 from stayfinite.records import Signal
+from stayfinite.safely import Safely
 from stayfinite.training import pairs_of
 
 _PROBED = 12  # parameters of which some elements are followed from one update to the next
 _PROBES = 32  # elements of each
-_TRIES = 16  # samples in which attention is looked for; without any there is none
 _MOST_CALLS = 64  # of one module in one step, as a cell of an RNN is called
+_MOST_ROWS = 50_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,27 +41,168 @@ class SampledStep:
     values: np.ndarray
 
 
+class ModuleOutputs:
+    """How large what modules return is, and what softmax is given, while a step is measured.
+
+    One hook on all modules and one wrapper of `Tensor.softmax` serve all samplers of a Forecaster;
+    they are there while any of them measures. Nothing under `torch.nn.functional` is replaced:
+    scripts keep those functions, pickle them by their names and compile them.
+    """
+
+    def __init__(self, model: nn.Module | None = None, failures: Safely | None = None) -> None:
+        self._only = None if model is None else {id(module) for module in model.modules()}
+        self._failures = failures or Safely("stayfinite stops measuring what modules return")
+        self._samplers: list[SignalSampler] = []
+        self._hooks: Attachment | None = None
+        self._compiler: Attachment | None = None
+        # A container returns what its last child returned. Kept alive, logits would take memory.
+        self._last: Callable[[], Any] = _nothing
+
+    def open(self, sampler: SignalSampler) -> None:
+        """This sampler measures from now on."""
+        self._samplers.append(sampler)
+        if self._hooks is None:
+            hook = Attachment(register_module_forward_hook(self._returned).remove)
+            softmax = wrapped(Tensor, "softmax", self._normalising)
+            self._hooks = together(hook, softmax, _before_export(self._remove_hooks))
+        if self._compiler is None:
+            self._compiler = _before_compilation(weakref.WeakMethod(self._remove_hooks))
+
+    def close(self, sampler: SignalSampler) -> None:
+        """It no longer does; after the last one no hook is left."""
+        self._samplers = [each for each in self._samplers if each is not sampler]
+        if not self._samplers:
+            self._remove_hooks()
+
+    def detach(self) -> None:
+        """Nothing of it is left in torch."""
+        self._samplers = []
+        self._remove_hooks()
+        compiler, self._compiler = self._compiler, None
+        if compiler is not None:
+            compiler.remove()
+
+    def _remove_hooks(self) -> None:
+        hooks, self._hooks, self._last = self._hooks, None, _nothing
+        if hooks is not None:
+            hooks.remove()
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_recorded():
+            return
+        began = time.perf_counter()
+        try:
+            self._note(module, output)
+        except Exception as error:
+            self._failures.note(error)
+        if self._samplers:
+            self._samplers[0].seconds += time.perf_counter() - began
+
+    def _note(self, module: nn.Module, output: Any) -> None:
+        if isinstance(output, tuple) and output:
+            output = output[0]
+        if not isinstance(output, Tensor) or output is self._last() or not module.training:
+            return
+        if not torch.is_grad_enabled() or not _is_plain(output):
+            return
+        if self._only is not None and id(module) not in self._only:
+            return
+        self._last = weakref.ref(output)
+        asking = [sampler for sampler in self._samplers if sampler.wants(module)]
+        ends = _ends(output) if asking else ()
+        for sampler in asking:
+            sampler.returned(module, output.dtype, ends)
+
+    def _normalising(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def softmax(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_recorded():
+                try:
+                    self._note_logits(self_)
+                except Exception as error:
+                    self._failures.note(error)
+            return original(self_, *args, **kwargs)
+
+        return softmax
+
+    def _note_logits(self, logits: Any) -> None:
+        """Of attention, which has more dimensions than classes of a batch."""
+        if isinstance(logits, Tensor) and logits.dim() > 2 and _is_plain(logits):
+            size = _largest(logits)
+            for sampler in self._samplers:
+                sampler.normalised(logits.dtype, size)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _before_compilation(remove: Callable[[], Callable[[], None] | None]) -> Attachment:
+    """Hooks go when torch begins to compile: it would compile anew when they go later."""
+    # Private. Optimizers import it; where nobody has, nothing can be compiled soon.
+    compiler: Any = sys.modules.get("torch._dynamo.callback")
+    if compiler is None:
+        return Attachment(_nothing)
+
+    def compiles(trigger: Any) -> None:
+        now = remove()
+        if now is not None:
+            now()
+
+    registered = compiler.callback_handler.start_callbacks
+    registered.append(compiles)
+
+    def take_back() -> None:
+        if compiles in registered:  # torch._dynamo.reset forgets all
+            registered.remove(compiles)
+
+    return Attachment(take_back)
+
+
+def _before_export(remove: Callable[[], None]) -> Attachment:
+    """They go when a model is exported, which begins with a reset, or given to torch.compile.
+
+    With hooks the first fails, and the second warns of them.
+    """
+
+    def going(original: Callable[..., Any]) -> Callable[..., Any]:
+        def go(*args: Any, **kwargs: Any) -> Any:
+            remove()
+            return original(*args, **kwargs)
+
+        return go
+
+    dynamo = sys.modules.get("torch._dynamo")
+    entries = [(torch, "compile")] if dynamo is None else [(torch, "compile"), (dynamo, "reset")]
+    return together(*(wrapped(owner, name, going) for owner, name in entries))
+
+
+def _is_recorded() -> bool:
+    """Whether this call is not made, but compiled, traced or transformed."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # torch.jit.is_tracing has no types
+        or _functorch.peek_interpreter_stack() is not None
+    )
+
+
 class SignalSampler:
     """Measures one step when it is asked to: `open` before it begins, `take` after its update.
 
-    In between, a hook on all modules notes the largest magnitude of what they return, and
-    attention the size of its logits. Nothing is read here: `ready` gives what has come to the host
-    by itself. Without a call to `open` no hook is there. `seconds` is what this has taken so far.
+    Nothing is read here: `ready` gives what has come to the host by itself. `seconds` is what this
+    has taken so far.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, outputs: ModuleOutputs) -> None:
         self.rows: list[Row] = []
+        self._outputs = outputs
         self._owners: list[Callable[[], Any]] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._only = None if model is None else {id(module) for module in model.modules()}
-        self._hooks: Attachment | None = None
-        self._last: Tensor | None = None  # a container returns what its last child returned
         self._calls: dict[int, int] = {}
         self._seen: dict[int, tuple[Tensor, ...]] = {}
-        self._attention: list[tuple[int, Tensor]] = []
+        self._logits: list[tuple[int, Tensor]] = []
         self._probe: Tensor | None = None
         self.waiting: list[_Copy] = []  # on their way to the host
-        self._opened, self._has_attention = 0, False
+        self.is_open = False
         self.seconds = 0.0
 
     def number(
@@ -82,71 +226,39 @@ class SignalSampler:
     def open(self, optimizer: Optimizer) -> None:
         """The step that begins now is measured."""
         began = time.perf_counter()
+        self.is_open = True
         # What is compiled is guarded by the hooks that there are: it would be compiled anew.
-        if self._hooks is None and not has_compiled():
-            hook = Attachment(register_module_forward_hook(self._returned).remove)
-            self._hooks = hook
-            if self._has_attention or self._opened < _TRIES:
-                functional: Any = nn.functional
-                attention = wrapped(functional, "scaled_dot_product_attention", self._attending)
-                softmax = wrapped(functional, "softmax", self._normalising)
-                self._hooks = together(hook, attention, softmax)
-        self._opened += 1
+        if not has_compiled():
+            self._outputs.open(self)
         self._probe = _probe_of(optimizer)
         self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
-        """No hook is left."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.remove()
-        self._last = None
-        self._calls, self._seen, self._attention = {}, {}, []
+        """It is not; nothing of it is kept."""
+        self.is_open = False
+        self._outputs.close(self)
+        self._probe = None
+        self._calls, self._seen, self._logits = {}, {}, []
 
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        began = time.perf_counter()
-        if isinstance(output, tuple) and output:
-            output = output[0]
-        if type(output) is not Tensor or output is self._last or not module.training:
-            return
-        if not torch.is_grad_enabled() or not output.is_floating_point() or not output.numel():
-            return
-        if self._only is not None and id(module) not in self._only:
-            return
-        self._last = output
+    def wants(self, module: nn.Module) -> bool:
+        """Whether what this module returns is to be measured: of many calls, some are."""
+        if len(self.rows) >= _MOST_ROWS:  # modules that are made anew in each step
+            return False
         calls = self._calls[id(module)] = self._calls.get(id(module), 0) + 1
-        if calls & (calls - 1) == 0 or calls == _MOST_CALLS:
-            number = self.number("activation", module, output.dtype)
-            self._seen[number] = _ends(output)
-        self.seconds += time.perf_counter() - began
+        return calls & (calls - 1) == 0 and calls <= _MOST_CALLS
 
-    def _attending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def attend(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-            if type(query) is Tensor and len(self._attention) < _MOST_CALLS:
-                # A bound is no size: it tells that queries and keys grow, not what overflows.
-                number = self.number("attention_logits", None, query.dtype, limit=math.inf)
-                with torch.no_grad():
-                    self._attention.append((number, _logit_bound(query, key)))
-            return original(query, key, *args, **kwargs)
+    def returned(self, module: nn.Module, dtype: torch.dtype, ends: tuple[Tensor, ...]) -> None:
+        self._seen[self.number("activation", module, dtype)] = ends
 
-        return attend
-
-    def _normalising(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def softmax(input: Any, *args: Any, **kwargs: Any) -> Any:
-            is_attention = type(input) is Tensor and input.dim() > 2 and _is_plain(input)
-            if is_attention and len(self._attention) < _MOST_CALLS:
-                number = self.number("attention_logits", None, input.dtype)
-                self._attention.append((number, _largest(input)))
-            return original(input, *args, **kwargs)
-
-        return softmax
+    def normalised(self, dtype: torch.dtype, size: Tensor) -> None:
+        if len(self._logits) < _MOST_CALLS:
+            self._logits.append((self.number("attention_logits", None, dtype), size))
 
     def take(self, optimizer: Optimizer, *, step: int, norm: Any = None) -> None:
         """The measured step is over: collect it, and begin to copy it to the host."""
         began = time.perf_counter()
         numbers, values = list(self._seen), list(self._seen.values())
-        self._has_attention = self._has_attention or bool(self._attention)
-        for number, size in self._attention:
+        for number, size in self._logits:
             numbers.append(number)
             values.append((size,))
         params, gradients = [], []
@@ -192,7 +304,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
         and tensor.is_floating_point()
+        and tensor.dtype.itemsize > 1  # 8 bits have no largest element, for torch
         and tensor.numel() > 0
     )
 
@@ -222,7 +337,8 @@ def _norm(gradients: list[Tensor]) -> Tensor | None:
     if len({(gradient.dtype, gradient.device) for gradient in gradients}) > 1:
         return None
     # All norms in one call; torch.nn.utils.get_total_norm asks more of its caller.
-    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    widened = None if gradients[0].dtype is torch.float64 else torch.float32
+    norms = torch._foreach_norm(gradients, 2, widened)
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return whole
 
@@ -231,13 +347,6 @@ def _norm(gradients: list[Tensor]) -> Tensor | None:
 def _largest(logits: Tensor) -> Tensor:
     """Of what softmax is given; what a mask has set to -inf does not count."""
     return logits.amax().abs()
-
-
-def _logit_bound(query: Tensor, key: Tensor) -> Tensor:
-    """No attention logit is larger: the longest query times the longest key."""
-    longest = [torch.linalg.vector_norm(each.float(), dim=-1).amax() for each in (query, key)]
-    bound: Tensor = longest[0] * longest[1] / math.sqrt(query.shape[-1])
-    return bound
 
 
 def _probed(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
@@ -290,7 +399,10 @@ def _share_of_eps(optimizer: Optimizer, params: list[Tensor]) -> Tensor | None:
     if not all(map(Tensor.is_contiguous, moments)):
         return None
     square = _some_of(moments)
-    return None if square is None else eps / (square.float().sqrt().median() + eps)
+    if square is None or square.is_complex():
+        return None
+    share: Tensor = eps / (square.float().sqrt().median() + eps)
+    return share
 
 
 class _Copy:

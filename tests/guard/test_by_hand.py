@@ -120,3 +120,20 @@ def test_an_overflow_of_a_loss_scale_by_hand_is_none_of_ours() -> None:
     guard, weight = watched("stop", scaled)
     assert guard.incidents == []
     assert weight.isfinite().all()
+
+
+def test_what_a_transform_differentiates_is_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+    kept = []
+
+    def energy(place: Tensor) -> Tensor:
+        kept.append(place)  # it outlives its transform, as in a cycle of references
+        return place.square().sum()
+
+    def script() -> None:
+        for _ in range(3):
+            torch.func.vmap(torch.func.grad(energy))(torch.ones(4, 3))
+            train(in_place, bad_at=())
+
+    watched("stop", script)
+    assert kept
+    assert not caplog.records

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -580,7 +581,10 @@ class Guard(StepListener):
             past.on_begin()
         if not past.evidence.has_stepped:
             with past.aside:
-                past.evidence.trained.update(dict.fromkeys(leaves_of(roots), True))
+                leaves = leaves_of(roots)
+                # What is wrapped cannot be read once its transform is over.
+                real = [each for each in leaves if not is_functorch_wrapped_tensor(each)]
+                past.evidence.trained.update(dict.fromkeys(real, True))
 
     def _after_backward(self, result: Any) -> None:
         if is_muted(self):

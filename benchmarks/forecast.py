@@ -154,11 +154,15 @@ Rule = Callable[[Trace], list[Alarm]]
 
 
 def forecasts(
-    trace: Trace, rules: TrendRules | None = None, noted: Divergence | None = None
+    trace: Trace,
+    rules: TrendRules | None = None,
+    noted: Divergence | None = None,
+    sampled: list[int] | None = None,
 ) -> list[Alarm]:
     """Ours, from the samples that it asks for; loss and loss scale are known in every step.
 
-    With `noted`, nothing is told by a score: it is to be learned from what is noted.
+    With `noted`, nothing is told by a score: it is to be learned from what is noted. `sampled`
+    gets the steps that were asked for.
     """
     rows = [*trace.rows]
     loss_row = len(rows)
@@ -181,6 +185,8 @@ def forecasts(
                 alarms.append(Alarm(step, *between, told.steps_left, "loss_scale"))
         if not is_due:
             continue
+        if sampled is not None:
+            sampled.append(step)
         size = size_of_loss(loss, outlook.losses)
         trend = outlook.learn(
             step, np.append(at, loss_row), np.append(values, size), rate=trace.rates[step]
@@ -413,11 +419,19 @@ def savings(all_scenes: list[Any], found: list[Trace], *, goes_back: bool) -> di
     }
 
 
-def cost(name: str, rounds: int) -> dict[str, float]:
+def share_sampled(healthy: list[Trace], every: int) -> float:
+    """What part of the steps of healthy runs is sampled, the first ones among them."""
+    sampled: list[int] = []
+    for trace in healthy:
+        forecasts(trace, TrendRules(every=every), sampled=sampled)
+    return len(sampled) / sum(len(trace.losses) for trace in healthy)
+
+
+def cost(name: str, rounds: int, healthy: list[Trace]) -> dict[str, float]:
     """What forecasting adds to a step: low quantiles of steps without it, quiet and sampled ones.
 
     They take turns, since the machine may have other things to do; of all that is timed the
-    shortest tenth tells.
+    shortest tenth tells. How many steps are sampled is counted in healthy runs.
     """
     work = workload(name)
     forecaster = Forecaster(work.model)
@@ -443,13 +457,14 @@ def cost(name: str, rounds: int) -> dict[str, float]:
                 times["call"].append(ended - called)
     forecaster.close()
     low = {kind: sorted(taken)[len(taken) // 10] for kind, taken in times.items()}
-    every = watched.outlook.pace.every
-    added = low["call"] + max(0.0, low["sampled"] - low["bare"]) / every
+    share = share_sampled(healthy, watched.outlook.pace.every)
+    added = low["call"] + share * max(0.0, low["sampled"] - low["bare"])
     return {
         "step_us": 1e6 * low["bare"],
         "quiet_us": 1e6 * low["call"],
         "sampled_us": 1e6 * (low["sampled"] - low["bare"]),
-        "every": every,
+        "every": watched.outlook.pace.every,
+        "share": share,
         "percent": 100 * added / low["bare"],
         "bar_percent": BARS[name],
     }
@@ -457,12 +472,12 @@ def cost(name: str, rounds: int) -> dict[str, float]:
 
 def cost_table(costs: dict[str, dict[str, float]]) -> Table:
     shown = Table(title="added to a step, amortised")
-    for column in ("", "step, us", "quiet, us", "sampled, us", "every", "added", "bar"):
+    for column in ("", "step, us", "quiet, us", "sampled, us", "every", "of all", "added", "bar"):
         shown.add_column(column, justify="left" if not column else "right")
     for name, each in costs.items():
         cells = [f"{each[key]:,.1f}" for key in ("step_us", "quiet_us", "sampled_us")]
-        added = f"{each['percent']:.2f}%"
-        shown.add_row(name, *cells, f"{each['every']:.0f}", added, f"{each['bar_percent']}%")
+        cells += [f"{each['every']:.0f}", f"{each['share']:.1%}", f"{each['percent']:.2f}%"]
+        shown.add_row(name, *cells, f"{each['bar_percent']}%")
     return shown
 
 
@@ -582,7 +597,10 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.process_time()
     if options.cost:
-        costs = {name: cost(name, {"mlp": 600, "cnn": 40, "gpt": 15}[name]) for name in BARS}
+        runs = traces(options.traces, scenes_of("tuning", [], of="blind"))
+        healthy = [trace for trace in runs if trace.is_healthy]
+        rounds = {"mlp": 600, "cnn": 40, "gpt": 15}
+        costs = {name: cost(name, rounds[name], healthy) for name in BARS}
         print(json.dumps(costs)) if options.json else Console().print(cost_table(costs))
         return
     rules: dict[str, Rule] = {**RULES}

@@ -2,11 +2,11 @@
 
     python benchmarks/forecast_fit.py [--traces FOLDER] [--jobs N] [--check]
 
-All runs of forecast_runs.py, forecast_unseen.py and forecast_fresh.py count, and those that are
-drawn at random (forecast_random.py); forecast_blind.py is left for forecast.py. Each of them is run
-with other rates as well: a healthy one with 3, 9 and 27 times its rate until it diverges, every
-second divergence with a half and a fifth of it. What stays finite and learns is an example of
-health, but for a divergence that is only slower; what has not learned is none at all.
+All runs of forecast_runs.py, forecast_unseen.py and forecast_fresh.py count; forecast_blind.py is
+left for forecast.py. Each of them is run with other rates as well: a healthy one with 3, 9 and 27
+times its rate until it diverges, every second divergence with a half and a fifth of it. What stays
+finite and learns is an example of health, but for a divergence that is only slower; what has not
+learned is none at all.
 
 What is measured in the last 150 steps before an end, with the samples that Forecaster would ask
 for, is to be told from what is measured in healthy runs, by boosted trees. Each run counts twice:
@@ -31,7 +31,6 @@ from typing import Any
 
 import forecast
 import forecast_fresh
-import forecast_random
 import forecast_runs
 import forecast_unseen
 import numpy as np
@@ -44,7 +43,6 @@ from stayfinite.prevent.forecast import divergence
 from stayfinite.prevent.forecast.divergence import FEATURES, UNKNOWN, Divergence
 from stayfinite.prevent.forecast.outlook import TrendRules
 
-RANDOM = 300
 MOST = 1200  # steps of a run with another rate
 FOLDS = 8
 ALLOWED = 1 / 50_000  # alarms in a healthy step
@@ -124,18 +122,13 @@ class Recording(Divergence):
 
 def kind_of(name: str) -> str:
     """Runs of one kind differ in severity, seed or rate."""
-    base = name.partition("@")[0]
-    return (
-        "-".join(base.split("-")[:2]) if base.startswith("random-") else re.sub(r"-\d+", "", base)
-    )
+    return re.sub(r"-\d+", "", name.partition("@")[0])
 
 
 def example(trace: Trace, rules: TrendRules) -> Example:
     noted = Recording()
     alarms = forecasts(trace, rules, noted)
-    has_other_rate = "@" in trace.name or trace.name.startswith("random-")
-    is_finite = trace.end is None
-    is_sound = is_finite and (not has_other_rate or forecast_random.is_sound(trace.losses))
+    is_sound = trace.end is None and ("@" not in trace.name or has_learned(trace.losses))
     return Example(
         name=trace.name,
         is_usual=rules == TrendRules(),
@@ -147,6 +140,13 @@ def example(trace: Trace, rules: TrendRules) -> Example:
         features=np.array([each for _, each in noted.said]).reshape(-1, len(FEATURES)),
         others=[(alarm.step, alarm.low or 0.0, alarm.high or 0.0) for alarm in alarms],
     )
+
+
+def has_learned(losses: Sequence[float]) -> bool:
+    """Whether a training that has stayed finite has learned, and is where it was best, or near."""
+    pieces = [statistics.median(losses[at : at + 50]) for at in range(0, len(losses) - 49, 50)]
+    least, span = min(pieces), max(pieces[0] - min(pieces), 1e-12)
+    return pieces[-1] - least < 0.5 * span and least < pieces[0]
 
 
 def families() -> Iterator[list[Any]]:
@@ -161,8 +161,6 @@ def families() -> Iterator[list[Any]]:
             elif number % 2:
                 yield [Scaled(scene, 0.5)]
                 yield [Scaled(scene, 0.2)]
-    for seed in range(10_000, 10_000 + RANDOM):
-        yield [forecast_random.RandomScene(seed)]
 
 
 def examples_of(family: list[Any], folder: Path) -> list[Example]:
@@ -296,11 +294,7 @@ def main() -> None:
         parts = pool.map(examples_of, all_families, [options.traces] * len(all_families))
         examples = [each for part in parts for each in part if len(each.at)]
     scores = scores_without_own_kind(examples)
-    own = [
-        number
-        for number, each in enumerate(examples)
-        if each.is_usual and re.search("@|random", each.name) is None
-    ]
+    own = [number for number, each in enumerate(examples) if each.is_usual and "@" not in each.name]
     chosen, theirs = [examples[n] for n in own], [scores[n] for n in own]
     least = least_score(chosen, theirs, ALLOWED)
     healthy = [each for each in chosen if each.is_healthy and each.end is None]

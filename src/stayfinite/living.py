@@ -150,7 +150,9 @@ def has_compiled() -> bool:
     """Whether torch.compile has been at work in this process."""
     # It takes seconds to import and is not imported to ask. Private: torch does not tell in public.
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters.get("frames"))
+    # With fullgraph, frames are not counted, but graphs are.
+    counters = {} if dynamo is None else dynamo.counters
+    return bool(counters.get("frames") or counters.get("stats"))
 
 
 def has_compiled_module() -> bool:

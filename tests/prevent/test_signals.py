@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from stayfinite.prevent.forecast.forecaster import Forecaster
@@ -117,6 +118,20 @@ def exported(model: nn.Module) -> None:
         assert not [node for node in program.graph.nodes if "amax" in str(node.target)]
 
 
+def recorded_as_a_graph(model: nn.Module) -> None:
+    x = torch.randn(2, 3, 4)
+    graph = make_fx(model)(x).graph
+    assert not [node for node in graph.nodes if "amax" in str(node.target)]
+
+
+def sparse_output(model: nn.Module) -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    Sparse()(torch.randn(2, 4, requires_grad=True))
+
+
 def compiled(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -130,10 +145,13 @@ def pickled(model: nn.Module) -> None:
     pickle.dumps(torch.softmax)
 
 
-UNUSUAL = [empty_sequence, nested, eight_bits, transformed, without_memory, pickled]
+UNUSUAL = [
+    *(empty_sequence, nested, eight_bits, sparse_output, without_memory),
+    *(transformed, recorded_as_a_graph, scripted, exported, compiled, pickled),
+]
 
 
-@pytest.mark.parametrize("unusual", [*UNUSUAL, scripted, exported, compiled])
+@pytest.mark.parametrize("unusual", UNUSUAL)
 @pytest.mark.filterwarnings("ignore:.*prototype stage")  # nested tensors
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 def test_what_scripts_do_while_a_step_is_measured_goes_on_as_without(

@@ -671,8 +671,7 @@ class Outlook:
 
     def is_telling(self, trend: Trend) -> bool:
         """Whether a trend is strong enough to be told."""
-        rules = self.rules
-        is_extreme = trend.rise >= rules.extreme_rise and trend.left <= rules.extreme_left
+        rules, is_extreme = self.rules, self._is_extreme(trend)
         if trend.step < rules.warm_up:
             return is_extreme
         needed = max(rules.least_rise, rules.rise_share * trend.room)
@@ -687,11 +686,19 @@ class Outlook:
         reach = min(rules.farthest * trend.span, rules.horizon)
         return is_extreme or trend.left <= reach
 
+    def _is_extreme(self, trend: Trend) -> bool:
+        rules = self.rules
+        return trend.rise >= rules.extreme_rise and trend.left <= rules.extreme_left
+
     def _is_plausible(self, trend: Trend) -> bool:
         """Whether all of it looks a little like trainings that diverged, as far as is known."""
         rules = self.rules
+        if self.learned is None or trend.room <= rules.brink:
+            return True
+        if self.score == -math.inf:  # with few losses, nobody can say whether it only begins
+            return trend.step >= rules.warm_up or self._is_extreme(trend)
         least = rules.least_score_far if trend.room > rules.far else rules.least_score
-        return self.score == -math.inf or self.score >= least
+        return self.score >= least
 
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
         climbs = self._climbs

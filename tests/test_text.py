@@ -1,10 +1,20 @@
-"""An incident in one line."""
+"""An incident in one line, and a forecast."""
 
 from __future__ import annotations
 
 import pytest
 
-from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, Phase
+from stayfinite.records import (
+    Forecast,
+    Hop,
+    Incident,
+    NaNReport,
+    NaNType,
+    Origin,
+    Outcome,
+    Phase,
+)
+from stayfinite.report.sinks import print_forecast
 from stayfinite.text import one_line, way
 
 
@@ -37,3 +47,10 @@ def test_a_value_that_was_there_before_is_not_called_data(phase: Phase, said: st
     hop = Hop(kind="foreign", op="", phase=phase, file="train.py", line=9)
     origin = Origin(phase=phase, lineage=(hop,))
     assert way(Incident(step=1, reports=(bad("loss"),), origin=origin)).startswith(said)
+
+
+def test_terminal_says_of_a_forecast_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    soon = Forecast(step=9, signal="loss", steps_left=1, rank=2, outcome=Outcome(strategy="clip"))
+    print_forecast(soon)
+    said = "stayfinite: step 9, rank 2: the loss overflows in about 1 step; clip\n"
+    assert capsys.readouterr().err == said

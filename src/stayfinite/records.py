@@ -263,6 +263,10 @@ class Forecast:
     def is_spike(self) -> bool:
         return self.signal.endswith("_spike")
 
+    @property
+    def is_undone(self) -> bool:
+        return self.outcome is not None and self.outcome.strategy == "undo"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadValue:

@@ -318,9 +318,13 @@ SOON = Forecast(
     steps_high=70,
     time=1_700_000_000.0,
     evidence=("the largest value doubles every 8 steps",),
+    outcome=Outcome(strategy="lower_lr", detail="the learning rate went from 0.1 to 0.02"),
 )
 GONE = dataclasses.replace(SOON, step=260, severity="info", outcome=Outcome(strategy="undo"))
-WORDS = "encoder.3.ffn overflows float16 in about 40 steps (25-70)"
+WORDS = (
+    "encoder.3.ffn overflows float16 in about 40 steps (25-70); "
+    "lower_lr: the learning rate went from 0.1 to 0.02"
+)
 
 
 def test_tensorboard_has_forecasts(tmp_path: Path) -> None:
@@ -348,7 +352,8 @@ def test_wandb_has_forecasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         AlertRule(sink, name="")(Incident(step=3))
         sink.flush()
         assert run.summary["stayfinite/forecasts"] == 1
-        assert alerts[0] == f"stayfinite: {run.summary['stayfinite/last_forecast']}"
+        assert run.summary["stayfinite/last_forecast"] == f"step 210: {WORDS}"
+        assert alerts[0] == f"stayfinite: step 210: {WORDS}"
         assert alerts[1] == "stayfinite: NaN at step 3; nothing was done"
     finally:
         monkeypatch.undo()

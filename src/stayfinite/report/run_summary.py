@@ -13,11 +13,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stayfinite.records import Forecast, Incident, Outcome
+from stayfinite.records import Forecast, Incident
 from stayfinite.report.store.reading import Range, Run, Sample
 from stayfinite.report.store.writer import RunInfo
 from stayfinite.text import (
     count,
+    done_words,
     duration,
     forecast_words,
     headline,
@@ -148,13 +149,8 @@ def _forecast_row(forecast: Forecast, bad: list[int]) -> ForecastRow:
         steps_low=forecast.steps_low,
         steps_high=forecast.steps_high,
         next_bad_step=min((step for step in bad if step >= forecast.step), default=None),
-        done=_done(forecast.outcome),
+        done=done_words(forecast.outcome) or None,
     )
-
-
-def _done(outcome: Outcome | None) -> str | None:
-    said = ": ".join(filter(None, (outcome.strategy, outcome.detail))) if outcome else ""
-    return said or None
 
 
 def has_recovered(run: Run) -> bool:
@@ -189,7 +185,7 @@ def _row(incident: Incident) -> IncidentRow:
         headline=headline(incident),
         cause=diagnosis.cause if diagnosis else None,
         place=source_line(incident.origin) or None,
-        done=_done(incident.outcome),
+        done=done_words(incident.outcome) or None,
     )
 
 

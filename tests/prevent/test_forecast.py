@@ -691,11 +691,26 @@ def test_unknown_answer_is_refused(name: str) -> None:
 
 
 def test_recorded_run_tells_afterwards_what_could_have_been_known() -> None:
-    losses = [(step, 1.0 + 0.01 * (step % 7)) for step in range(100)]
-    losses += [(100 + n, 1.05 * 2.0 ** (0.5 * n)) for n in range(200)]
-    told = [forecast for forecast in foretold(losses, {}) if not forecast.is_spike]
-    assert told[0].signal == "loss"
-    assert 100 < told[0].step < 300
+    class Samples(dict[int, Any]):
+        asked = 0
+
+        def get(self, *args: Any) -> Any:
+            self.asked += 1
+            return super().get(*args)
+
+    losses = [1.0 + 0.01 * (step % 7) for step in range(1000)]
+    losses += [1.05 * 2.0 ** (0.05 * n) for n in range(200)]
+    rates = [0.1 * max(1.0, (step - 800) / 40) for step in range(1200)]
+    steps = [(step, loss, loss**0.5, rates[step]) for step, loss in enumerate(losses)]
+    healthy, samples = Samples(), Samples()
+    assert foretold(steps[:1000], healthy) == []
+    assert healthy.asked < 100
+    first, *_ = [each for each in foretold(steps, samples) if not each.is_spike]
+    assert (first.signal, first.where) == ("divergence", "")
+    assert 1000 < first.step < 1040
+    said = (first.message, *first.evidence)
+    assert any("the learning rate is" in each for each in said)
+    assert any("the norm of the gradients is" in each for each in said)
 
 
 def test_command_shows_the_forecasts_of_a_run(tmp_path: Path) -> None:
@@ -704,7 +719,11 @@ def test_command_shows_the_forecasts_of_a_run(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     first = next(each for each in guard.forecasts if not each.is_spike)
     assert first.message in shown.output
-    assert f"{guard.incidents[0].step - first.step} steps before the incident" in shown.output
+    bad = guard.incidents[0].step
+    assert (
+        f"{bad - first.step} steps before the incident at step {bad}: {first.message}"
+        in shown.output
+    )
     as_json = CliRunner().invoke(main, ["forecast", "--json", str(tmp_path / "run")])
     assert len(json.loads(as_json.output)) == len(guard.forecasts)
 

@@ -135,11 +135,17 @@ def summary_of(run: Run) -> RunSummary:
 
 def forecast_rows(run: Run) -> tuple[ForecastRow, ...]:
     """What was foretold, oldest first, and what came."""
-    bad = [incident.step for incident in run.incidents]
-    return tuple(_forecast_row(forecast, bad) for forecast in run.forecasts)
+    incidents = run.incidents
+    return tuple(_forecast_row(forecast, incidents) for forecast in run.forecasts)
 
 
-def _forecast_row(forecast: Forecast, bad: list[int]) -> ForecastRow:
+def next_bad_step(forecast: Forecast, incidents: Iterable[Incident]) -> int | None:
+    """The step of the first incident that came after the forecast, or with it."""
+    steps = (incident.step for incident in incidents)
+    return min((step for step in steps if step >= forecast.step), default=None)
+
+
+def _forecast_row(forecast: Forecast, incidents: Iterable[Incident]) -> ForecastRow:
     return ForecastRow(
         step=forecast.step,
         rank=forecast.rank,
@@ -148,7 +154,7 @@ def _forecast_row(forecast: Forecast, bad: list[int]) -> ForecastRow:
         steps_left=forecast.steps_left,
         steps_low=forecast.steps_low,
         steps_high=forecast.steps_high,
-        next_bad_step=min((step for step in bad if step >= forecast.step), default=None),
+        next_bad_step=next_bad_step(forecast, incidents),
         done=done_words(forecast.outcome) or None,
     )
 

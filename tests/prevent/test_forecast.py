@@ -43,9 +43,10 @@ from stayfinite.prevent.forecast.outlook import (
     time_left,
 )
 from stayfinite.prevent.forecast.signals import SignalSampler
-from stayfinite.records import Diagnosis, Forecast
+from stayfinite.records import Diagnosis, Forecast, Incident, Signal
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.text import forecast_words
 
 HALF_MAX = 65504.0
 slopes = st.floats(0.01, 4.0)
@@ -326,6 +327,29 @@ def test_overflow_is_foretold_with_module_dtype_and_time_and_the_incident_says_s
     assert explained.diagnosis is not None
     assert f"announced {ahead} steps before" in explained.diagnosis.evidence[0]
     assert explained.diagnosis.evidence[1:] == ("older",)
+
+
+@pytest.mark.parametrize(
+    ("signal", "cause", "is_said"),
+    [
+        ("divergence", "lr_too_high", True),
+        ("divergence", "low_precision_overflow", True),
+        ("divergence", "exp_overflow", True),
+        ("divergence", "bad_input_data", False),
+        ("divergence", "log_of_zero", False),
+        ("divergence", "unknown", False),
+        ("loss", "bad_input_data", True),
+    ],
+)
+def test_divergence_announces_only_what_a_divergence_ends_in(
+    signal: Signal, cause: str, is_said: bool
+) -> None:
+    told = Forecast(step=9, signal=signal, steps_left=84, steps_low=3, steps_high=277)
+    known = Incident(step=10, diagnosis=Diagnosis(cause=cause, why="", fix=""))
+    explained = with_announcement(known, [told]).diagnosis
+    assert explained is not None
+    said = (f"announced 1 step before: {forecast_words(told)}",)
+    assert explained.evidence == (said if is_said else ())
 
 
 def small() -> nn.Module:

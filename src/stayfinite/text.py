@@ -168,6 +168,10 @@ _SIGNALS = {
     "loss_spike": "the loss",
     "grad_norm_spike": "the gradient norm",
 }
+_OVER = {
+    "divergence": "is no longer expected to diverge",
+    "loss_scale": "has stopped falling",
+}
 _ALONE = {name for name, words in _SIGNALS.items() if words and not words.endswith(" of")}
 
 
@@ -182,7 +186,10 @@ def forecast_words(forecast: Forecast) -> str:
     signal = _SIGNALS[forecast.signal]
     what = signal if forecast.signal in _ALONE else f"{signal} {where}".strip()
     if forecast.is_undone:
-        return f"{what} has stopped growing"
+        over = "is as usual again" if forecast.is_spike else "has stopped growing"
+        return f"{what} {_OVER.get(forecast.signal, over)}"
+    if forecast.signal == "loss_scale":
+        return f"{what} falls to 1, where no scaler helps,{in_steps(forecast)}"
     if forecast.signal == "divergence":
         return f"{what} will probably diverge{in_steps(forecast)}"
     if forecast.is_spike:

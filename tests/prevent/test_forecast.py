@@ -40,6 +40,7 @@ from stayfinite.prevent.forecast.outlook import (
     climb,
     foretold,
     median_slope,
+    possible_forecasts,
     time_left,
 )
 from stayfinite.prevent.forecast.signals import SignalSampler
@@ -712,6 +713,12 @@ def test_rate_is_lowered_from_an_old_snapshot_on_where_that_is_asked_for() -> No
 def test_unknown_answer_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'lower_lr'"):
         RecoveryConfig(**{name: "pray"})
+
+
+@pytest.mark.parametrize("is_so", [False, True])
+def test_preflight_lists_a_divergence_whatever_the_training_has(is_so: bool) -> None:
+    found = possible_forecasts(in_half=is_so, is_scaled=is_so, has_adam=is_so, is_compiled=is_so)
+    assert sum("probably diverge" in each for each in found) == 1
 
 
 def test_recorded_run_tells_afterwards_what_could_have_been_known() -> None:

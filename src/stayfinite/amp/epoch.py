@@ -254,7 +254,7 @@ class Teller:
         self.tell("on_nan", incident)
 
     def on_forecast(self, forecast: Forecast) -> None:
-        """Something is going to overflow, or has jumped."""
+        """Something is going to overflow or diverge, or has jumped."""
         level = logging.INFO if forecast.severity == "info" else logging.WARNING
         logger.log(level, "%s", forecast_line(forecast))
         self.tell("on_forecast", forecast)

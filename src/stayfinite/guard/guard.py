@@ -748,7 +748,7 @@ class Guard(StepListener):
     def _look_ahead(
         self, forecaster: Forecaster, optimizer: Optimizer, job: Job | None, *, vetoed: bool
     ) -> None:
-        """Tell what is going to overflow, and do about it what the job says."""
+        """Tell what is going to overflow or diverge, and do about it what the job says."""
         evidence, was_skipped = self.past.evidence, self.past.was_skipped
         told = forecaster.stepped(
             optimizer,

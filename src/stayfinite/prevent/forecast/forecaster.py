@@ -36,7 +36,7 @@ _MOST_WAITING = 64  # losses on a device that nobody has copied yet
 
 
 class Forecaster:
-    """Watches signals of a training and says what will overflow, and in how many steps.
+    """Watches signals of a training and says what will overflow or diverge, and in how many steps.
 
     Each attempted update is given to `stepped`, or seen between `attach()` and `close()`.
     Every 16 steps it measures activations, gradients and updates on their device; the result is

@@ -958,7 +958,7 @@ def size_of_loss(loss: float, usual: SpikeDetector) -> float:
 def possible_forecasts(
     *, in_half: bool, is_scaled: bool, has_adam: bool, is_compiled: bool
 ) -> tuple[str, ...]:
-    """Of what in a training something can be told before it overflows, in a line each.
+    """Of what in a training something can be told before it overflows or diverges, a line each.
 
     >>> possible_forecasts(in_half=True, is_scaled=False, has_adam=False, is_compiled=True)[1]
     'activations: not with torch.compile, since a hook would make it compile again'
@@ -972,6 +972,10 @@ def possible_forecasts(
     ]
     if is_scaled:
         found.append("the loss scale: when it has fallen to 1")
+    found.append(
+        "training as a whole: that it will probably diverge, from the loss and from what "
+        "gradients, updates and the learning rate do"
+    )
     if has_adam:
         found.append("Adam's denominators against eps, and its updates: reported beside a forecast")
     return tuple(found)

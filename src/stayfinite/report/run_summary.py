@@ -66,6 +66,7 @@ class ForecastRow:
     steps_high: int | None
     next_bad_step: int | None
     done: str | None
+    is_spike: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class RunSummary:
     def ended(self) -> str:
         """`exit` in a word that also says whether its incidents were recovered from."""
         return "recovered" if self.is_recovered else self.exit
+
+    @property
+    def forecast_count(self) -> int:
+        """Without the spikes, of which a noisy loss has many."""
+        return sum(not row.is_spike for row in self.forecasts)
 
 
 def summary_of(run: Run) -> RunSummary:
@@ -134,9 +140,10 @@ def summary_of(run: Run) -> RunSummary:
 
 
 def forecast_rows(run: Run) -> tuple[ForecastRow, ...]:
-    """What was foretold, oldest first, and what came."""
+    """What was foretold, oldest first, and what came; then the spikes, which may be many."""
     incidents = run.incidents
-    return tuple(_forecast_row(forecast, incidents) for forecast in run.forecasts)
+    ordered = sorted(run.forecasts, key=lambda forecast: forecast.is_spike)
+    return tuple(_forecast_row(forecast, incidents) for forecast in ordered)
 
 
 def next_bad_step(forecast: Forecast, incidents: Iterable[Incident]) -> int | None:
@@ -156,6 +163,7 @@ def _forecast_row(forecast: Forecast, incidents: Iterable[Incident]) -> Forecast
         steps_high=forecast.steps_high,
         next_bad_step=next_bad_step(forecast, incidents),
         done=done_words(forecast.outcome) or None,
+        is_spike=forecast.is_spike,
     )
 
 
@@ -249,9 +257,7 @@ def _measures(old: RunSummary, new: RunSummary) -> Iterator[Measure]:
     yield of("bad steps", "bad_steps", -1)
     yield of("skipped steps", "skipped_steps", -1)
     if old.forecasts or new.forecasts:
-        yield Measure(
-            name="forecasts", before=len(old.forecasts), after=len(new.forecasts), better=-1
-        )
+        yield of("forecasts", "forecast_count", -1)
     yield from _ranges("gradient norm", old.norm, new.norm, ("high",), better=-1)
     yield from _ranges("gradient norm", old.norm, new.norm, ("median",))
     yield from _ranges("loss", old.loss, new.loss, ("low", "high", "last"), better=-1)
@@ -380,7 +386,7 @@ def _forecasts(summary: RunSummary) -> Table:
         table.add_row(plain(row.words), *steps, plain(row.done or "-"))
     left = len(summary.forecasts) - _MOST_INCIDENTS
     if left > 0:
-        table.add_row(f"... and {count(left, 'more forecast')}: --json has all")
+        table.add_row(f"... and {left} more: --json has all")
     return table
 
 
@@ -434,7 +440,7 @@ def as_list(summaries: Iterable[RunSummary]) -> RenderableType:
     for each in summaries:
         ended = Text(each.ended, _COLOURS.get(each.ended, ""))
         name, script = Path(each.path).name, Path(each.script).name
-        counts = f"{each.steps:,}", number(len(each.incidents)), number(len(each.forecasts))
+        counts = f"{each.steps:,}", number(len(each.incidents)), number(each.forecast_count)
         table.add_row(plain(name), moment(each.started), plain(script), *counts, ended)
     return table
 

@@ -1,11 +1,24 @@
-"""An incident in one line."""
+"""An incident in one line, and a forecast."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from stayfinite.records import Hop, Incident, NaNReport, NaNType, Origin, Phase
-from stayfinite.text import one_line, way
+from stayfinite.records import (
+    Forecast,
+    Hop,
+    Incident,
+    NaNReport,
+    NaNType,
+    Origin,
+    Outcome,
+    Phase,
+    Signal,
+)
+from stayfinite.report.sinks import print_forecast
+from stayfinite.text import forecast_words, one_line, way
 
 
 def bad(location: str) -> NaNReport:
@@ -37,3 +50,35 @@ def test_a_value_that_was_there_before_is_not_called_data(phase: Phase, said: st
     hop = Hop(kind="foreign", op="", phase=phase, file="train.py", line=9)
     origin = Origin(phase=phase, lineage=(hop,))
     assert way(Incident(step=1, reports=(bad("loss"),), origin=origin)).startswith(said)
+
+
+def test_terminal_says_of_a_forecast_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    soon = Forecast(step=9, signal="loss", steps_left=1, rank=2, outcome=Outcome(strategy="clip"))
+    print_forecast(soon)
+    said = "stayfinite: step 9, rank 2: the loss overflows in about 1 step; clip\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("signal", "soon", "over"),
+    [
+        ("loss", "the loss overflows in about 9 steps", "the loss has stopped growing"),
+        (
+            "loss_scale",
+            "the loss scale falls to 1, where no scaler helps, in about 9 steps",
+            "the loss scale has stopped falling",
+        ),
+        (
+            "divergence",
+            "training will probably diverge in about 9 steps",
+            "training is no longer expected to diverge",
+        ),
+        ("loss_spike", "the loss jumped to 7", "the loss is as usual again"),
+    ],
+)
+def test_a_forecast_without_a_message_is_told_in_true_words(
+    signal: Signal, soon: str, over: str
+) -> None:
+    told = Forecast(step=1, signal=signal, value=7.0, steps_left=9)
+    assert forecast_words(told) == soon
+    assert forecast_words(replace(told, outcome=Outcome(strategy="undo"))) == over

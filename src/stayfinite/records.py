@@ -229,11 +229,13 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is going to overflow, and when; or, with a signal that ends in "_spike", a jump.
+    """What is going to overflow or diverge, and when; or a jump, if `signal` ends in "_spike".
 
-    `where` is a module ("" is the root), a parameter, or "loss". `value` is what was measured at
-    `step`, in the dtype that it has, and `limit` what it must stay within; `slope` is the growth in
-    doublings per step. The first non-finite value is expected after `steps_left` further steps,
+    `where` is a module, a parameter, or "loss"; "" is the root module, or what has no place: the
+    norm of all gradients, a loss scale, a divergence, which is of the whole training. `value` is
+    what was measured at `step`, in the dtype that it has, and `limit` what it must stay within;
+    `slope` is the growth in doublings per step. The value of a divergence is a score, a logarithm
+    of odds, with no limit. The first non-finite value is expected after `steps_left` further steps,
     between `steps_low` and `steps_high`; None where there is no telling (a spike; `steps_high`
     alone where it may also stop). `outcome` says what was done about it; one with the strategy
     "undo" tells that the trend is gone, and what was done was undone.
@@ -262,6 +264,10 @@ class Forecast:
     @property
     def is_spike(self) -> bool:
         return self.signal.endswith("_spike")
+
+    @property
+    def is_undone(self) -> bool:
+        return self.outcome is not None and self.outcome.strategy == "undo"
 
 
 @dataclass(frozen=True, kw_only=True)

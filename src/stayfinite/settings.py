@@ -24,7 +24,7 @@ class GuardSettings:
     `prove_seconds` is how long experiments on a bad step that can be run again may take.
     `change_seconds` is how long changes of the source may be tried on a bad step, in place.
     `is_undone` says that the run which this one repeats has undone its bad steps.
-    `forecast` says that what is going to overflow is told before.
+    `forecast` says that what is going to overflow or diverge is told before.
     """
 
     on_nan: Literal["stop", "warn", "recover"] = "stop"

@@ -128,10 +128,14 @@ def one_line(incident: Incident) -> str:
 def what_was_done(incident: Incident) -> str:
     """The outcome in a few words."""
     outcome = incident.outcome
-    if outcome is None:
-        return "nothing was done"
-    strategy = "" if outcome.strategy in ("none", "script") else outcome.strategy
-    return ": ".join(filter(None, (strategy, outcome.detail))) or "nothing was done"
+    if outcome is not None and outcome.strategy in ("none", "script"):
+        return outcome.detail or "nothing was done"
+    return done_words(outcome) or "nothing was done"
+
+
+def done_words(outcome: Outcome | None) -> str:
+    """Strategy and detail, "skip: the step was skipped"; empty where nothing was done."""
+    return "" if outcome is None else ": ".join(filter(None, (outcome.strategy, outcome.detail)))
 
 
 _TRIED = "With this change"  # so begins the evidence that a patch was tried
@@ -164,6 +168,10 @@ _SIGNALS = {
     "loss_spike": "the loss",
     "grad_norm_spike": "the gradient norm",
 }
+_OVER = {
+    "divergence": "is no longer expected to diverge",
+    "loss_scale": "has stopped falling",
+}
 _ALONE = {name for name, words in _SIGNALS.items() if words and not words.endswith(" of")}
 
 
@@ -177,14 +185,29 @@ def forecast_words(forecast: Forecast) -> str:
     where = plain(forecast.where) or "the model"
     signal = _SIGNALS[forecast.signal]
     what = signal if forecast.signal in _ALONE else f"{signal} {where}".strip()
-    if forecast.outcome is not None and forecast.outcome.strategy == "undo":
-        return f"{what} has stopped growing"
+    if forecast.is_undone:
+        over = "is as usual again" if forecast.is_spike else "has stopped growing"
+        return f"{what} {_OVER.get(forecast.signal, over)}"
+    if forecast.signal == "loss_scale":
+        return f"{what} falls to 1, where no scaler helps,{in_steps(forecast)}"
     if forecast.signal == "divergence":
         return f"{what} will probably diverge{in_steps(forecast)}"
     if forecast.is_spike:
         limit = "" if forecast.limit is None else f", above its usual {number(forecast.limit)}"
         return f"{what} jumped to {number(forecast.value)}{limit}"
     return f"{what} overflows{f' {forecast.dtype}' if forecast.dtype else ''}{in_steps(forecast)}"
+
+
+def forecast_and_answer(forecast: Forecast) -> str:
+    """What is going to happen, and what was done: "...; lower_lr: the learning rate went ..."."""
+    done = plain(done_words(forecast.outcome))
+    return "; ".join(filter(None, (forecast_words(forecast), done)))
+
+
+def forecast_line(forecast: Forecast) -> str:
+    """The same, with the step in which it was foretold, and the rank unless it is the first."""
+    rank = f", rank {forecast.rank}" if forecast.rank > 0 else ""
+    return f"step {forecast.step}{rank}: {forecast_and_answer(forecast)}"
 
 
 def in_steps(forecast: Forecast) -> str:

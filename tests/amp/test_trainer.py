@@ -19,6 +19,7 @@ from training import (
     config,
     mse,
     raw,
+    recovering,
     small_model,
     trainer_of,
     without,
@@ -29,6 +30,7 @@ from stayfinite.amp.trainer import AMPTrainer
 from stayfinite.errors import ConfigError, InputError
 from stayfinite.records import Forecast
 from stayfinite.report.alerts import Alert, AlertRule
+from stayfinite.text import forecast_line
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -327,7 +329,9 @@ class Pulled(nn.Module):
         return -(self.words(a) @ self.words((a + 1) % 24).T).diagonal().mean()
 
 
-def test_alerts_and_callbacks_are_told_of_forecasts_and_of_the_incident() -> None:
+def test_alerts_callbacks_and_the_log_are_told_of_forecasts_and_what_was_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     heard: list[Forecast] = []
 
     class Listener:
@@ -340,7 +344,7 @@ def test_alerts_and_callbacks_are_told_of_forecasts_and_of_the_incident() -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     told: list[Alert] = []
     with AMPTrainer(
-        AMPConfig(precision="fp16"),
+        config("fp16", detect={"recovery": recovering(on_forecast="clip", grad_clip_value=100.0)}),
         model,
         optimizer,
         callbacks=[Listener()],
@@ -352,4 +356,6 @@ def test_alerts_and_callbacks_are_told_of_forecasts_and_of_the_incident() -> Non
     about = [each for each in told if each.forecast is not None]
     assert about[0].forecast is heard[0]
     assert "overflows float16 in about" in about[0].title
+    assert about[0].title.endswith("; clip: gradients are clipped to a norm of 100")
+    assert forecast_line(heard[0]) in caplog.messages
     assert [each.incident.step for each in told if each.incident] == [trainer.incidents[0].step]

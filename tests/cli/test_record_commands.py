@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from recorded_runs import record
 
 from stayfinite.cli import main
-from stayfinite.records import Diagnosis, Incident, NaNReport, NaNType, Origin, Outcome
+from stayfinite.records import Diagnosis, Forecast, Incident, NaNReport, NaNType, Origin, Outcome
 
 GOLDEN = Path(__file__).parents[1] / "report" / "golden"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -139,6 +139,26 @@ def test_nothing_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
     record(tmp_path / "a", script="/x/\x1b[31mred.py", layers=["\x1b]0;title\x07", "b", "c"])
     assert "\x1b" not in said("show", str(tmp_path / "a")).output
+
+
+def test_forecasts_are_told_before_the_incident_that_came_next(tmp_path: Path) -> None:
+    done = Outcome(strategy="clip", detail="gradients are clipped to a norm of 1")
+    told = [
+        Forecast(step=19, signal="divergence", message="soon\x1b[2J", evidence=("a\x1b[31m",)),
+        Forecast(step=21, signal="divergence", message="again", outcome=done),
+        Forecast(step=50, signal="divergence", steps_left=84, steps_low=3, steps_high=277),
+    ]
+    incidents = [INCIDENT, replace(INCIDENT, step=40)]
+    run = record(tmp_path / "run", incidents=incidents, forecasts=told)
+    assert said("forecast", str(run)).stdout.splitlines() == [
+        "step 19, 1 step before the incident at step 20: soon\\x1b[2J",
+        "  a\\x1b[31m",
+        "step 21, 19 steps before the incident at step 40: again; "
+        "clip: gradients are clipped to a norm of 1",
+        "step 50: training will probably diverge in about 84 steps (3-277)",
+    ]
+    quiet = said("forecast", str(record(tmp_path / "quiet")))
+    assert quiet.stdout == "no overflow or divergence was seen coming in 60 steps.\n"
 
 
 def test_long_runs_are_answered_fast_and_without_torch(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,10 +21,19 @@ from free_port import free_port
 
 import stayfinite
 from stayfinite import Forecast
+from stayfinite.records import Signal
 
 SAMPLES = Path(__file__).parents[2] / "examples" / "prometheus"
 PATIENCE = 60.0  # seconds; a few are enough unless it is broken
-SUMMARY = "encoder.3.ffn (activation) overflows in about 40 steps"
+SUMMARIES = {
+    "TrainingWillOverflow": "encoder.3.ffn (activation) overflows in about 40 steps",
+    "TrainingWillDiverge": "training will probably diverge in about 84 steps, at most 277",
+}
+OVERFLOW = Forecast(
+    step=1, signal="activation", where="encoder.3.ffn", dtype="float16", steps_left=40
+)
+DIVERGENCE = Forecast(step=1, signal="divergence", steps_left=84, steps_low=3, steps_high=277)
+SPIKE = Forecast(step=1, signal="loss_spike", where="loss", value=41.0, limit=6.2)
 
 
 def program(name: str) -> str:
@@ -50,6 +59,10 @@ class Phone:
 
     alerts: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+
+    @property
+    def told(self) -> set[str]:
+        return {each["labels"]["alertname"] for each in self.alerts}
 
     @contextmanager
     def ringing(self) -> Iterator[None]:
@@ -102,7 +115,7 @@ def firing(address: str) -> dict[str, dict[str, Any]]:
 
 
 def train(port: int) -> None:
-    """A training with a forecast and a bad step, whose metrics are served on this port."""
+    """A training with forecasts and a bad step, whose metrics are served on this port."""
     client = pytest.importorskip("prometheus_client")
     from stayfinite.integrations.prometheus import PrometheusSink
 
@@ -115,17 +128,8 @@ def train(port: int) -> None:
             optimizer.zero_grad()
             model(torch.log(-batch if number == 3 else batch)).square().mean().backward()
             optimizer.step()
-            if number == 1:
-                guard.foretell(
-                    Forecast(
-                        step=1,
-                        signal="activation",
-                        where="encoder.3.ffn",
-                        dtype="float16",
-                        steps_left=40,
-                        time=time.time(),
-                    )
-                )
+            for forecast in (OVERFLOW, DIVERGENCE, SPIKE) if number == 1 else ():
+                guard.foretell(replace(forecast, time=time.time()))
     assert len(guard.incidents) == 1
 
 
@@ -171,19 +175,19 @@ def test_sample_alerts_fire_in_prometheus_and_reach_a_receiver(tmp_path: Path) -
             )
         )
         train(metrics)
-        wanted = {"TrainingNotFinite", "TrainingWillOverflow"}
-        until(lambda: wanted <= firing(address).keys(), "both alerts")
+        wanted = {"TrainingNotFinite", *SUMMARIES}
+        until(lambda: wanted <= firing(address).keys(), "the alerts")
         alerts = firing(address)
-        until(lambda: len(phone.alerts) >= 2, "both messages")
+        until(lambda: wanted <= phone.told, "the messages")
     assert alerts.keys() == wanted
     source = f"127.0.0.1:{metrics}"
-    assert alerts["TrainingWillOverflow"]["annotations"]["summary"] == f"{source}: {SUMMARY}"
+    for name, summary in SUMMARIES.items():
+        assert alerts[name]["annotations"]["summary"] == f"{source}: {summary}"
     assert alerts["TrainingWillOverflow"]["labels"]["where"] == "encoder.3.ffn"
     said = alerts["TrainingNotFinite"]["annotations"]["summary"]
     assert said.startswith(f"{source}: NaN or Inf in training, ")
     assert said.endswith(" s ago, at step 3")
-    told = {each["labels"]["alertname"] for each in phone.alerts}
-    assert told == wanted
+    assert phone.told == wanted
 
 
 def test_sample_files_are_what_prometheus_takes(tmp_path: Path) -> None:
@@ -195,4 +199,45 @@ def test_sample_files_are_what_prometheus_takes(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "4 rules found" in done.stdout
+    assert "5 rules found" in done.stdout
+
+
+SIGNALS: tuple[Signal, ...] = get_args(Signal)
+
+
+@pytest.mark.parametrize("signal", [each for each in SIGNALS if not each.endswith("_spike")])
+def test_the_words_of_an_alert_are_true_for_each_signal(signal: Signal, tmp_path: Path) -> None:
+    checker = program("promtool")
+    client = pytest.importorskip("prometheus_client")
+    from stayfinite.integrations.prometheus import PrometheusSink
+
+    registry = client.CollectorRegistry()
+    PrometheusSink(registry).on_forecast(replace(DIVERGENCE, signal=signal, where="a", time=60.0))
+    place = {"where": "a", "signal": signal}
+    names = [f"stayfinite_forecast_{each}" for each in ("steps_left", "steps_high", "time_seconds")]
+    series = [
+        {
+            "series": f"{name}{{instance='n',where='a',signal='{signal}'}}",
+            "values": f"{registry.get_sample_value(name, place)}x9",
+        }
+        for name in names
+    ]
+    words = {
+        "divergence": SUMMARIES["TrainingWillDiverge"],
+        "loss_scale": "the loss scale falls to 1 in about 84 steps",
+    }
+    name = "TrainingWillDiverge" if signal == "divergence" else "TrainingWillOverflow"
+    said = words.get(signal, f"a ({signal}) overflows in about 84 steps")
+    labels = {"severity": "warning", "instance": "n", **place}
+    alerts = [{"exp_labels": labels, "exp_annotations": {"summary": f"n: {said}"}}]
+    never = next(each for each in SUMMARIES if each != name)
+    checks = [
+        {"eval_time": "2m", "alertname": name, "exp_alerts": alerts},
+        {"eval_time": "2m", "alertname": never, "exp_alerts": []},
+        {"eval_time": "7m", "alertname": name, "exp_alerts": []},  # the gauges are still there
+    ]
+    tests = [{"interval": "1m", "input_series": series, "alert_rule_test": checks}]
+    file = tmp_path / "tests.yml"  # JSON is YAML
+    file.write_text(json.dumps({"rule_files": [str(SAMPLES / "rules.yml")], "tests": tests}))
+    done = subprocess.run([checker, "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,7 @@ from stayfinite.errors import ConfigError
 from stayfinite.files import Background
 from stayfinite.integrations.logs import LoggingSink
 from stayfinite.integrations.webhook import WebhookSink
-from stayfinite.records import from_data, from_json
+from stayfinite.records import Signal, from_data, from_json
 from stayfinite.report import sinks as report_sinks
 from stayfinite.report.sinks import forecasts_told_to
 
@@ -318,9 +318,13 @@ SOON = Forecast(
     steps_high=70,
     time=1_700_000_000.0,
     evidence=("the largest value doubles every 8 steps",),
+    outcome=Outcome(strategy="lower_lr", detail="the learning rate went from 0.1 to 0.02"),
 )
 GONE = dataclasses.replace(SOON, step=260, severity="info", outcome=Outcome(strategy="undo"))
-WORDS = "encoder.3.ffn overflows float16 in about 40 steps (25-70)"
+WORDS = (
+    "encoder.3.ffn overflows float16 in about 40 steps (25-70); "
+    "lower_lr: the learning rate went from 0.1 to 0.02"
+)
 
 
 def test_tensorboard_has_forecasts(tmp_path: Path) -> None:
@@ -348,7 +352,8 @@ def test_wandb_has_forecasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         AlertRule(sink, name="")(Incident(step=3))
         sink.flush()
         assert run.summary["stayfinite/forecasts"] == 1
-        assert alerts[0] == f"stayfinite: {run.summary['stayfinite/last_forecast']}"
+        assert run.summary["stayfinite/last_forecast"] == f"step 210: {WORDS}"
+        assert alerts[0] == f"stayfinite: step 210: {WORDS}"
         assert alerts[1] == "stayfinite: NaN at step 3; nothing was done"
     finally:
         monkeypatch.undo()
@@ -372,7 +377,7 @@ def test_mlflow_has_forecasts(tmp_path: Path) -> None:
     assert from_json(Forecast, file.read_text()) == SOON
 
 
-def test_prometheus_has_forecasts_until_their_trend_is_gone() -> None:
+def test_prometheus_has_forecasts_until_what_was_done_is_undone() -> None:
     client = pytest.importorskip("prometheus_client")
     from stayfinite.integrations.prometheus import PrometheusSink
 
@@ -388,6 +393,24 @@ def test_prometheus_has_forecasts_until_their_trend_is_gone() -> None:
     assert {registry.get_sample_value(name, place) for name in metrics} == {None}
     kind = {"signal": "activation", "severity": "warning"}
     assert registry.get_sample_value("stayfinite_forecasts_total", kind) == 1
+
+
+@pytest.mark.parametrize("signal", ["loss_spike", "divergence"])
+def test_prometheus_counts_what_says_no_time_and_has_no_gauges_of_it(signal: Signal) -> None:
+    client = pytest.importorskip("prometheus_client")
+    from stayfinite.integrations.prometheus import PrometheusSink
+
+    registry = client.CollectorRegistry()
+    PrometheusSink(registry).on_forecast(
+        Forecast(step=5, signal=signal, where="loss", time=7.0, severity="info")
+    )
+    found = {
+        sample.name: sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if "signal" in sample.labels and not sample.name.endswith("_created")
+    }
+    assert found == {"stayfinite_forecasts_total": 1.0}
 
 
 def test_webhook_posts_forecasts(receiver: Callable[..., Receiver]) -> None:

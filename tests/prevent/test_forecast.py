@@ -40,12 +40,14 @@ from stayfinite.prevent.forecast.outlook import (
     climb,
     foretold,
     median_slope,
+    possible_forecasts,
     time_left,
 )
 from stayfinite.prevent.forecast.signals import ModuleOutputs, SignalSampler
-from stayfinite.records import Diagnosis, Forecast
+from stayfinite.records import Diagnosis, Forecast, Incident, Signal
 from stayfinite.recover.config import RecoveryConfig
 from stayfinite.recover.manager import NaNRecoveryManager
+from stayfinite.text import forecast_words
 
 HALF_MAX = 65504.0
 slopes = st.floats(0.01, 4.0)
@@ -334,6 +336,29 @@ def test_overflow_is_foretold_with_module_dtype_and_time_and_the_incident_says_s
     assert explained.diagnosis is not None
     assert f"announced {ahead} steps before" in explained.diagnosis.evidence[0]
     assert explained.diagnosis.evidence[1:] == ("older",)
+
+
+@pytest.mark.parametrize(
+    ("signal", "cause", "is_said"),
+    [
+        ("divergence", "lr_too_high", True),
+        ("divergence", "low_precision_overflow", True),
+        ("divergence", "exp_overflow", True),
+        ("divergence", "bad_input_data", False),
+        ("divergence", "log_of_zero", False),
+        ("divergence", "unknown", False),
+        ("loss", "bad_input_data", True),
+    ],
+)
+def test_divergence_announces_only_what_a_divergence_ends_in(
+    signal: Signal, cause: str, is_said: bool
+) -> None:
+    told = Forecast(step=9, signal=signal, steps_left=84, steps_low=3, steps_high=277)
+    known = Incident(step=10, diagnosis=Diagnosis(cause=cause, why="", fix=""))
+    explained = with_announcement(known, [told]).diagnosis
+    assert explained is not None
+    said = (f"announced 1 step before: {forecast_words(told)}",)
+    assert explained.evidence == (said if is_said else ())
 
 
 def small() -> nn.Module:
@@ -698,12 +723,33 @@ def test_unknown_answer_is_refused(name: str) -> None:
         RecoveryConfig(**{name: "pray"})
 
 
+@pytest.mark.parametrize("is_so", [False, True])
+def test_preflight_lists_a_divergence_whatever_the_training_has(is_so: bool) -> None:
+    found = possible_forecasts(in_half=is_so, is_scaled=is_so, has_adam=is_so, is_compiled=is_so)
+    assert sum("probably diverge" in each for each in found) == 1
+
+
 def test_recorded_run_tells_afterwards_what_could_have_been_known() -> None:
-    losses = [(step, 1.0 + 0.01 * (step % 7)) for step in range(100)]
-    losses += [(100 + n, 1.05 * 2.0 ** (0.5 * n)) for n in range(200)]
-    told = [forecast for forecast in foretold(losses, {}) if not forecast.is_spike]
-    assert told[0].signal == "loss"
-    assert 100 < told[0].step < 300
+    class Samples(dict[int, Any]):
+        asked = 0
+
+        def get(self, *args: Any) -> Any:
+            self.asked += 1
+            return super().get(*args)
+
+    losses = [1.0 + 0.01 * (step % 7) for step in range(1000)]
+    losses += [1.05 * 2.0 ** (0.05 * n) for n in range(200)]
+    rates = [0.1 * max(1.0, (step - 800) / 40) for step in range(1200)]
+    steps = [(step, loss, loss**0.5, rates[step]) for step, loss in enumerate(losses)]
+    healthy, samples = Samples(), Samples()
+    assert foretold(steps[:1000], healthy) == []
+    assert healthy.asked < 100
+    first, *_ = [each for each in foretold(steps, samples) if not each.is_spike]
+    assert (first.signal, first.where) == ("divergence", "")
+    assert 1000 < first.step < 1040
+    said = (first.message, *first.evidence)
+    assert any("the learning rate is" in each for each in said)
+    assert any("the norm of the gradients is" in each for each in said)
 
 
 def test_command_shows_the_forecasts_of_a_run(tmp_path: Path) -> None:
@@ -712,7 +758,11 @@ def test_command_shows_the_forecasts_of_a_run(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     first = next(each for each in guard.forecasts if not each.is_spike)
     assert first.message in shown.output
-    assert f"{guard.incidents[0].step - first.step} steps before the incident" in shown.output
+    bad = guard.incidents[0].step
+    assert (
+        f"{bad - first.step} steps before the incident at step {bad}: {first.message}"
+        in shown.output
+    )
     as_json = CliRunner().invoke(main, ["forecast", "--json", str(tmp_path / "run")])
     assert len(json.loads(as_json.output)) == len(guard.forecasts)
 

@@ -23,7 +23,7 @@ from stayfinite.nested import named_tensors
 from stayfinite.records import Forecast, Incident, NaNReport
 from stayfinite.report.sinks import unchanged_random
 from stayfinite.safely import Safely
-from stayfinite.text import forecast_words, one_line, what_was_done
+from stayfinite.text import forecast_line, one_line, what_was_done
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -254,9 +254,9 @@ class Teller:
         self.tell("on_nan", incident)
 
     def on_forecast(self, forecast: Forecast) -> None:
-        """Something is going to overflow, or has jumped."""
+        """Something is going to overflow or diverge, or has jumped."""
         level = logging.INFO if forecast.severity == "info" else logging.WARNING
-        logger.log(level, "step %d: %s", forecast.step, forecast_words(forecast))
+        logger.log(level, "%s", forecast_line(forecast))
         self.tell("on_forecast", forecast)
 
     def incident_of(self, report: NaNReport, step: int) -> Incident:

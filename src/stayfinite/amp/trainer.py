@@ -66,7 +66,7 @@ class AMPTrainer:
     warm-up without `fit` or with a loader that has no length. `incidents` has every bad step, with
     its cause and what was done about it; `nan_recovery` does it, and `nan_detector` counts what
     was checked and found. Each of `alerts` tells one more receiver of incidents and, with
-    `forecast`, of what is going to overflow, which is logged too.
+    `forecast`, of what is going to overflow or diverge, which is logged too.
 
     It watches torch until `close()`, the end of a `with` block, or until it is garbage.
 

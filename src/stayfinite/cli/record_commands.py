@@ -11,7 +11,7 @@ import click
 from stayfinite.cli import PATH, Refused, json_option, refuse_on, run_argument, run_at
 from stayfinite.errors import ConfigError, PackageError, PatchError, RecordError
 from stayfinite.records import to_json
-from stayfinite.text import plain, source_line, trial_of, visible
+from stayfinite.text import count, forecast_and_answer, plain, source_line, trial_of, visible
 
 if TYPE_CHECKING:
     from stayfinite.records import Diagnosis, Incident
@@ -246,13 +246,14 @@ def _inside(run: Run, name: str) -> Path:
 @json_option
 @run_argument
 def forecast_command(run: Path | None, as_json: bool) -> None:
-    """Show what was going to overflow in a recorded run, and when that could have been known.
+    """Show what was going to overflow or diverge in a recorded run, and when it could be known.
 
     RUN is a run directory, or the name of one in stayfinite-runs; without it, the newest. Forecasts
     that were made while it ran are shown. If there are none, the recorded losses and gradients are
     searched now.
     """
     from stayfinite.prevent.forecast.outlook import foretold
+    from stayfinite.report.run_summary import next_bad_step
 
     recorded = run_at(run)
     told, is_recorded = recorded.forecasts, bool(recorded.forecasts)
@@ -266,18 +267,19 @@ def forecast_command(run: Path | None, as_json: bool) -> None:
             ]
             for sample in series.samples
         }
-        told = foretold(zip(series["step"], series["loss"], strict=True), samples)
+        columns = (series[name] for name in ("step", "loss", "norm", "lr"))
+        told = foretold(zip(*columns, strict=True), samples)
     if as_json:
         click.echo(to_json(told, indent=1))
         return
-    end = next((incident.step for incident in recorded.incidents), None)
+    incidents = recorded.incidents
     for forecast in told:
-        ahead = "" if end is None else f", {end - forecast.step} steps before the incident"
-        known = (
-            f"step {forecast.step}" if is_recorded else f"could be known at step {forecast.step}"
-        )
-        click.echo(f"{known}{ahead}: {forecast.message}")
+        end = next_bad_step(forecast, incidents)
+        steps = count((end or 0) - forecast.step, "step")
+        ahead = "" if end is None else f", {steps} before the incident at step {end}"
+        known = "" if is_recorded else "could be known at "
+        click.echo(f"{known}step {forecast.step}{ahead}: {forecast_and_answer(forecast)}")
         for line in forecast.evidence:
-            click.echo(f"  {line}")
+            click.echo(f"  {plain(line)}")
     if not told:
-        click.echo(f"nothing was going to overflow in {recorded.steps} steps.")
+        click.echo(f"no overflow or divergence was seen coming in {recorded.steps:,} steps.")

@@ -78,7 +78,7 @@ from stayfinite.replay.moments import Moments, user_frames
 from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
 from stayfinite.syntax import is_call
-from stayfinite.text import in_words, node_name
+from stayfinite.text import count, forecast_words, in_words, node_name
 from stayfinite.training import Pairs, pairs_of, params_of
 
 # What only a bad step needs is imported there: a healthy run starts without it.
@@ -752,7 +752,7 @@ class Guard(StepListener):
     def _look_ahead(
         self, forecaster: Forecaster, optimizer: Optimizer, job: Job | None, *, vetoed: bool
     ) -> None:
-        """Tell what is going to overflow, and do about it what the job says."""
+        """Tell what is going to overflow or diverge, and do about it what the job says."""
         evidence, was_skipped = self.past.evidence, self.past.was_skipped
         told = forecaster.stepped(
             optimizer,
@@ -1205,13 +1205,20 @@ class Guard(StepListener):
 
 
 def with_announcement(incident: Incident, forecasts: Sequence[Forecast]) -> Incident:
-    """The incident, which says how long before it was foretold if it was."""
+    """The incident, which says how long before it was foretold if it was.
+
+    That training diverges announces no bad sample and no fault in the script.
+    """
     diagnosis = incident.diagnosis
+    if diagnosis is None:
+        return incident
+    is_end_of_training = cause_of(diagnosis.cause).sort in ("divergence", "precision")
     for forecast in forecasts:
         ahead = incident.step - forecast.step
         is_about = forecast.steps_high is not None and 0 <= ahead <= forecast.steps_high
-        if is_about and diagnosis is not None and forecast.outcome is None:
-            said = f"announced {ahead} steps before: {forecast.message}"
+        is_meant = forecast.signal != "divergence" or is_end_of_training
+        if is_about and is_meant and forecast.outcome is None:
+            said = f"announced {count(ahead, 'step')} before: {forecast_words(forecast)}"
             evidence = (said, *diagnosis.evidence)
             return dataclasses.replace(
                 incident, diagnosis=dataclasses.replace(diagnosis, evidence=evidence)

@@ -54,8 +54,9 @@ def watch(
     on a bad step of `guard.step` may take so long: they run it again and again without its
     update, to find the bad samples and to prove the diagnosis. Ranks that train together by DDP,
     FSDP, DTensors or a pipeline are found by themselves; where a script sums gradients itself,
-    `group` is their process group. With `forecast` the guard also says what is going to overflow,
-    and in how many steps; `config.on_forecast` and `config.on_spike` say what is done about it.
+    `group` is their process group. With `forecast` the guard also says what is going to overflow
+    or diverge, and in how many steps; `config.on_forecast` and `config.on_spike` say what is done
+    about it.
 
     >>> import torch, stayfinite
     >>> model = torch.nn.Linear(2, 1)

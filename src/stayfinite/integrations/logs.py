@@ -7,7 +7,7 @@ import logging
 from stayfinite.records import Forecast, Incident
 from stayfinite.report.alerts import Alert
 from stayfinite.report.terminal import as_text
-from stayfinite.text import forecast_words
+from stayfinite.text import forecast_line
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
 
@@ -29,8 +29,7 @@ class LoggingSink:
 
     def on_forecast(self, forecast: Forecast) -> None:
         level = min(_LEVELS[forecast.severity], self._level)
-        words = forecast_words(forecast)
-        self._logger.log(level, "step %d: %s", forecast.step, words, extra={"forecast": forecast})
+        self._logger.log(level, "%s", forecast_line(forecast), extra={"forecast": forecast})
 
     def on_alert(self, alert: Alert) -> None:
         """Of an AlertRule: the Alert is `record.alert`."""

@@ -6,7 +6,7 @@ from stayfinite.files import Background
 from stayfinite.integrations import check_package
 from stayfinite.records import Forecast, Incident, to_json
 from stayfinite.report.terminal import as_text
-from stayfinite.text import forecast_words, headline
+from stayfinite.text import forecast_line, headline
 
 check_package("mlflow", extra="mlflow")
 
@@ -45,14 +45,14 @@ class MLflowSink:
         if run_id is None:
             return
         self._forecasts += 1
-        count, client, words = self._forecasts, mlflow.MlflowClient(), forecast_words(forecast)
+        count, client, line = self._forecasts, mlflow.MlflowClient(), forecast_line(forecast)
 
         def tell() -> None:
             client.log_metric(run_id, "stayfinite.forecasts", count, step=forecast.step)
             for name in ("steps_left", "steps_low", "steps_high"):
                 if (value := getattr(forecast, name)) is not None:
                     client.log_metric(run_id, f"stayfinite.{name}", value, step=forecast.step)
-            client.set_tag(run_id, "stayfinite.last_forecast", f"step {forecast.step}: {words}")
+            client.set_tag(run_id, "stayfinite.last_forecast", line)
             client.log_text(
                 run_id, to_json(forecast, indent=1), f"stayfinite/forecast-{count}.json"
             )

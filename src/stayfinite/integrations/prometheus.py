@@ -25,9 +25,10 @@ class PrometheusSink:
 
     Metrics: stayfinite_incidents_total by cause and strategy, stayfinite_last_incident_step and
     stayfinite_last_incident_time_seconds; stayfinite_forecasts_total by signal and severity; and
-    for each place and signal that a forecast was made of stayfinite_forecast_step,
+    for each place and signal that a forecast says a time for stayfinite_forecast_step,
     stayfinite_forecast_time_seconds, stayfinite_forecast_steps_left, stayfinite_forecast_steps_low
-    and stayfinite_forecast_steps_high, until the trend is gone.
+    and stayfinite_forecast_steps_high. They stay as they were then: until the next forecast of the
+    same place and signal, or until what was done about it is undone. Ask for the time.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PrometheusSink:
         )
         self._forecasts = Counter(
             "stayfinite_forecasts",
-            "Values that were going to overflow, and spikes",
+            "Forecasts of an overflow or a divergence, and spikes",
             ["signal", "severity"],
             registry=registry,
         )
@@ -67,13 +68,16 @@ class PrometheusSink:
         self._time.set(incident.time)
 
     def on_forecast(self, forecast: Forecast) -> None:
+        if not forecast.is_undone:
+            self._forecasts.labels(signal=forecast.signal, severity=forecast.severity).inc()
+        if forecast.steps_left is None and not forecast.is_undone:
+            return  # a spike, or that a trend goes on: it says no time
         place = forecast.where or "model", forecast.signal
         for gauge in self._foretold.values():
             with contextlib.suppress(KeyError):
                 gauge.remove(*place)
-        if forecast.outcome is not None and forecast.outcome.strategy == "undo":
+        if forecast.is_undone:
             return
-        self._forecasts.labels(signal=forecast.signal, severity=forecast.severity).inc()
         values = {"time_seconds": forecast.time, **vars(forecast)}
         for name, gauge in self._foretold.items():
             if values[name] is not None:

@@ -9,7 +9,7 @@ from stayfinite.living import living
 from stayfinite.records import Forecast, Incident, TensorSummary
 from stayfinite.report.sinks import guilty_tensor
 from stayfinite.report.terminal import as_text
-from stayfinite.text import forecast_words
+from stayfinite.text import forecast_and_answer
 
 check_package("tensorboard", extra="tensorboard")
 
@@ -42,7 +42,7 @@ class TensorBoardSink:
         for name in ("steps_left", "steps_low", "steps_high"):
             if (value := getattr(forecast, name)) is not None:
                 writer.add_scalar(f"stayfinite/{name}", value, step)
-        writer.add_text("stayfinite/forecast", forecast_words(forecast), step)
+        writer.add_text("stayfinite/forecast", forecast_and_answer(forecast), step)
         writer.flush()
 
     def _add_histogram(self, tensor: TensorSummary, step: int) -> None:

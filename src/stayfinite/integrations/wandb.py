@@ -9,7 +9,7 @@ from stayfinite.integrations import check_package
 from stayfinite.records import Forecast, Incident
 from stayfinite.report.alerts import Alert
 from stayfinite.report.terminal import as_text
-from stayfinite.text import forecast_words, headline
+from stayfinite.text import forecast_line, headline
 
 check_package("wandb", extra="wandb")
 
@@ -45,7 +45,7 @@ class WandbSink:
         if run is None:
             return
         self._forecasts += 1
-        count, title = self._forecasts, f"step {forecast.step}: {forecast_words(forecast)}"
+        count, title = self._forecasts, forecast_line(forecast)
         known = {
             name: getattr(forecast, name) for name in ("steps_left", "steps_low", "steps_high")
         }

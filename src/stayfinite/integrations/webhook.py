@@ -12,7 +12,7 @@ from stayfinite.files import Background
 from stayfinite.records import Forecast, Incident, to_data
 from stayfinite.report.alerts import Alert
 from stayfinite.report.terminal import as_text
-from stayfinite.text import forecast_words, headline
+from stayfinite.text import forecast_line, headline
 
 _PAUSES = (1.0, 5.0, 25.0)
 
@@ -49,7 +49,7 @@ class WebhookSink:
 
     def on_forecast(self, forecast: Forecast) -> None:
         if self._body is None:
-            text = f"stayfinite: step {forecast.step}: {forecast_words(forecast)}"
+            text = f"stayfinite: {forecast_line(forecast)}"
             self._post({"text": text, "forecast": to_data(forecast)})
 
     def on_alert(self, alert: Alert) -> None:

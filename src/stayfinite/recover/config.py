@@ -92,8 +92,8 @@ class RecoveryConfig:
     taken: 'reset' loads it where there is no snapshot in memory. The bad step that makes
     `max_consecutive_nans` in a row ends the run, and so does the one after `max_recoveries`.
     With `quarantine` a sample that made a step bad is not read again: another one of its batch
-    takes its place. `on_forecast` is what is done when something is about to overflow, and undone
-    when the trend is gone; `on_spike` what is done when the loss jumps. Both need
+    takes its place. `on_forecast` is what is done when something is about to overflow or diverge,
+    and undone when the trend is gone; `on_spike` what is done when the loss jumps. Both need
     `watch(..., forecast=True)`.
 
     >>> RecoveryConfig(primary_strategy="clip").primary_strategy

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from stayfinite.errors import ConfigError
 from stayfinite.records import Forecast, Incident, Severity
 from stayfinite.report.sinks import is_of_this_rank, rank_here
-from stayfinite.text import count, forecast_words, headline, is_mended, what_was_done
+from stayfinite.text import count, forecast_line, headline, is_mended, what_was_done
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 _DAY = 24 * 3600.0  # seconds
@@ -53,7 +53,7 @@ class Alert:
     @property
     def _what(self) -> str:
         if self.forecast is not None:
-            return f"step {self.forecast.step}: {forecast_words(self.forecast)}"
+            return forecast_line(self.forecast)
         incident = self.incident or Incident(step=0)
         return f"{headline(incident)}; {what_was_done(incident)}"
 

@@ -13,11 +13,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stayfinite.records import Forecast, Incident, Outcome
+from stayfinite.records import Forecast, Incident
 from stayfinite.report.store.reading import Range, Run, Sample
 from stayfinite.report.store.writer import RunInfo
 from stayfinite.text import (
     count,
+    done_words,
     duration,
     forecast_words,
     headline,
@@ -65,6 +66,7 @@ class ForecastRow:
     steps_high: int | None
     next_bad_step: int | None
     done: str | None
+    is_spike: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,11 @@ class RunSummary:
     def ended(self) -> str:
         """`exit` in a word that also says whether its incidents were recovered from."""
         return "recovered" if self.is_recovered else self.exit
+
+    @property
+    def forecast_count(self) -> int:
+        """Without the spikes, of which a noisy loss has many."""
+        return sum(not row.is_spike for row in self.forecasts)
 
 
 def summary_of(run: Run) -> RunSummary:
@@ -133,12 +140,19 @@ def summary_of(run: Run) -> RunSummary:
 
 
 def forecast_rows(run: Run) -> tuple[ForecastRow, ...]:
-    """What was foretold, oldest first, and what came."""
-    bad = [incident.step for incident in run.incidents]
-    return tuple(_forecast_row(forecast, bad) for forecast in run.forecasts)
+    """What was foretold, oldest first, and what came; then the spikes, which may be many."""
+    incidents = run.incidents
+    ordered = sorted(run.forecasts, key=lambda forecast: forecast.is_spike)
+    return tuple(_forecast_row(forecast, incidents) for forecast in ordered)
 
 
-def _forecast_row(forecast: Forecast, bad: list[int]) -> ForecastRow:
+def next_bad_step(forecast: Forecast, incidents: Iterable[Incident]) -> int | None:
+    """The step of the first incident that came after the forecast, or with it."""
+    steps = (incident.step for incident in incidents)
+    return min((step for step in steps if step >= forecast.step), default=None)
+
+
+def _forecast_row(forecast: Forecast, incidents: Iterable[Incident]) -> ForecastRow:
     return ForecastRow(
         step=forecast.step,
         rank=forecast.rank,
@@ -147,14 +161,10 @@ def _forecast_row(forecast: Forecast, bad: list[int]) -> ForecastRow:
         steps_left=forecast.steps_left,
         steps_low=forecast.steps_low,
         steps_high=forecast.steps_high,
-        next_bad_step=min((step for step in bad if step >= forecast.step), default=None),
-        done=_done(forecast.outcome),
+        next_bad_step=next_bad_step(forecast, incidents),
+        done=done_words(forecast.outcome) or None,
+        is_spike=forecast.is_spike,
     )
-
-
-def _done(outcome: Outcome | None) -> str | None:
-    said = ": ".join(filter(None, (outcome.strategy, outcome.detail))) if outcome else ""
-    return said or None
 
 
 def has_recovered(run: Run) -> bool:
@@ -189,7 +199,7 @@ def _row(incident: Incident) -> IncidentRow:
         headline=headline(incident),
         cause=diagnosis.cause if diagnosis else None,
         place=source_line(incident.origin) or None,
-        done=_done(incident.outcome),
+        done=done_words(incident.outcome) or None,
     )
 
 
@@ -247,9 +257,7 @@ def _measures(old: RunSummary, new: RunSummary) -> Iterator[Measure]:
     yield of("bad steps", "bad_steps", -1)
     yield of("skipped steps", "skipped_steps", -1)
     if old.forecasts or new.forecasts:
-        yield Measure(
-            name="forecasts", before=len(old.forecasts), after=len(new.forecasts), better=-1
-        )
+        yield of("forecasts", "forecast_count", -1)
     yield from _ranges("gradient norm", old.norm, new.norm, ("high",), better=-1)
     yield from _ranges("gradient norm", old.norm, new.norm, ("median",))
     yield from _ranges("loss", old.loss, new.loss, ("low", "high", "last"), better=-1)
@@ -378,7 +386,7 @@ def _forecasts(summary: RunSummary) -> Table:
         table.add_row(plain(row.words), *steps, plain(row.done or "-"))
     left = len(summary.forecasts) - _MOST_INCIDENTS
     if left > 0:
-        table.add_row(f"... and {count(left, 'more forecast')}: --json has all")
+        table.add_row(f"... and {left} more: --json has all")
     return table
 
 
@@ -432,7 +440,7 @@ def as_list(summaries: Iterable[RunSummary]) -> RenderableType:
     for each in summaries:
         ended = Text(each.ended, _COLOURS.get(each.ended, ""))
         name, script = Path(each.path).name, Path(each.script).name
-        counts = f"{each.steps:,}", number(len(each.incidents)), number(len(each.forecasts))
+        counts = f"{each.steps:,}", number(len(each.incidents)), number(each.forecast_count)
         table.add_row(plain(name), moment(each.started), plain(script), *counts, ended)
     return table
 

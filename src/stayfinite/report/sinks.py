@@ -17,7 +17,7 @@ from stayfinite.records import Forecast, Incident, TensorSummary
 from stayfinite.safely import Safely, beside_bars
 from stayfinite.text import (
     count,
-    forecast_words,
+    forecast_line,
     library_line,
     on_rank,
     source_line,
@@ -173,12 +173,8 @@ def terminal() -> TerminalSink:
 
 def print_forecast(forecast: Forecast) -> None:
     """One line on stderr; what was done stands behind it."""
-    done = forecast.outcome
-    did = f"; {': '.join(filter(None, (done.strategy, done.detail)))}" if done is not None else ""
-    rank = f", rank {forecast.rank}" if forecast.rank > 0 else ""
     with beside_bars():
-        line = f"stayfinite: step {forecast.step}{rank}: {forecast_words(forecast)}{did}"
-        print(line, file=sys.stderr)
+        print(f"stayfinite: {forecast_line(forecast)}", file=sys.stderr)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class RunOptions:
         "script stays finite is shown), and for experiments on the bad step. 0: none.",
     )
     forecast: bool = option(
-        False, "Say what is going to overflow, and in how many steps, before it does."
+        False, "Say what is going to overflow or diverge, and in how many steps, before it does."
     )
     json: str | None = option(None, "Write the result to this file, as JSON.")
     run_dir: str | None = option(

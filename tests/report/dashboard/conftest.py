@@ -23,7 +23,7 @@ def incident(step: int, **fields: object) -> Incident:
 def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     """Runs `d-first`, `c-second`, `b-broken` and `a-vicious`, in this order.
 
-    The first has an incident and a forecast.
+    The first has an incident, a forecast and a spike.
     """
     base = tmp_path_factory.mktemp("dashboard")
     runs = base / "runs"
@@ -40,7 +40,7 @@ def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
         runs / "d-first",
         steps=90,
         incidents=[incident(70)],
-        forecasts=[soon],
+        forecasts=[soon, Forecast(step=60, signal="loss_spike", where="loss", severity="info")],
         scale=1024.0,
         terms=["box"],
     )

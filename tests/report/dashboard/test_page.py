@@ -320,12 +320,14 @@ OPACITY = """() => {
 def test_forecast_is_told_in_words_and_drawn_as_a_band(looked_at: Dashboard, chromium: Any) -> None:
     with viewing(chromium, looked_at, color_scheme="light") as viewer:
         viewer.until_painted()
-        viewer.until(lambda: viewer.page.locator("#forecasts li").count() == 1, "the forecast")
+        viewer.until(lambda: viewer.page.locator("#forecasts li").count() == 2, "the forecast")
         said = viewer.text("#forecasts")
+        assert "1 forecast, 1 spike" in said
+        assert "encoder.3.ffn" in viewer.text("#forecasts li:first-child")
         assert "encoder.3.ffn overflows float16 in about 18 steps (12-30)" in said
         assert "expected about step 68, between 62 and 80" in said
         assert "next bad step: 70" in said
-        assert "where a forecast expects a value to overflow" in viewer.text("#key")
+        assert "steps in which a forecast expects values that are not finite" in viewer.text("#key")
         outside, inside = viewer.page.evaluate(OPACITY)
         assert outside == 0
         assert inside > 20

@@ -39,7 +39,7 @@ _SAME = 64  # steps in which several optimizers tell the same
 
 
 class Forecaster:
-    """Watches signals of a training and says what will overflow, and in how many steps.
+    """Watches signals of a training and says what will overflow or diverge, and in how many steps.
 
     Each attempted update is given to `stepped`, or seen between `attach()` and `close()`.
     Every 16 steps it measures activations, gradients and updates on their device; the result is

@@ -908,39 +908,51 @@ def spike_of(
     )
 
 
+Known = float | None
+
+
 def foretold(
-    losses: Iterable[tuple[int, float | None]],
+    steps: Iterable[tuple[int, Known, Known, Known]],
     samples: Mapping[int, Sequence[tuple[str, float]]],
     rules: TrendRules | None = None,
 ) -> list[Forecast]:
-    """What could have been known of a recorded run: from its losses, step by step, and samples.
+    """What could have been known of a recorded run: from its steps, one by one, and samples.
 
-    A sample has the headroom of each gradient, in doublings; what a run directory keeps.
+    A step has its number, loss, norm of the gradients and learning rate. A sample has the headroom
+    of each gradient, in doublings; what a run directory keeps. Steps are looked at as far apart as
+    they are measured in a training, since the score was learned so.
     """
+    rules = rules or TrendRules(earned=1.0)  # a closer look takes no time of a training
     largest = float(np.finfo("f4").max)
-    rows = [Row(signal="loss", limit=largest)]
-    outlook, numbers, names = Outlook(rows, rules or TrendRules()), dict[str, int](), ["loss"]
-    told = []
-    for step, loss in losses:
-        if loss is not None and outlook.saw_loss(step, loss):
-            told.append(spike_of("loss_spike", step=step, value=loss, detector=outlook.losses))
-        at, values = [], []
-        if loss is not None:
-            at.append(0)
-            values.append(size_of_loss(loss, outlook.losses))
+    rows = [Row(signal="loss", limit=largest), Row(signal="grad_norm", limit=largest)]
+    outlook, numbers, names = Outlook(rows, rules), dict[str, int](), ["loss", ""]
+    last, told = math.nan, []
+    for step, loss, norm, rate in steps:
+        is_due = outlook.is_due(step)
+        if loss is not None and math.isfinite(loss):
+            last = loss
+            if outlook.saw_loss(step, loss):
+                told.append(spike_of("loss_spike", step=step, value=loss, detector=outlook.losses))
+        if not is_due:
+            continue
+        sizes: dict[int, float] = {}
+        if not math.isnan(last):
+            sizes[0] = size_of_loss(last, outlook.losses)
+        if norm is not None:
+            sizes[1] = norm
         for name, room in samples.get(step, ()):
             if name not in numbers:
                 numbers[name] = len(rows)
                 names.append(name)
                 rows.append(Row(signal="gradient", limit=1.0))  # sizes as a part of the limit
-            at.append(numbers[name])
-            values.append(2.0 ** -min(room, 1000.0))
-        trend = outlook.learn(step, np.array(at, dtype=np.int64), np.array(values))
+            sizes[numbers[name]] = 2.0 ** -min(room, 1000.0)
+        at, values = np.array([*sizes], dtype=np.int64), np.array([*sizes.values()])
+        trend = outlook.learn(step, at, values, rate=rate)
         if trend is not None:
             row, where = Row(signal="divergence"), ""
             if trend.row is not None:
                 row, where = rows[trend.row], names[trend.row]
-            told.append(forecast_from(trend, row, where=where, outlook=None))
+            told.append(forecast_from(trend, row, where=where, outlook=outlook))
     return told
 
 
@@ -952,7 +964,7 @@ def size_of_loss(loss: float, usual: SpikeDetector) -> float:
 def possible_forecasts(
     *, in_half: bool, is_scaled: bool, has_adam: bool, is_compiled: bool
 ) -> tuple[str, ...]:
-    """Of what in a training something can be told before it overflows, in a line each.
+    """Of what in a training something can be told before it overflows or diverges, a line each.
 
     >>> possible_forecasts(in_half=True, is_scaled=False, has_adam=False, is_compiled=True)[1]
     'activations: not with torch.compile, since a hook would make it compile again'
@@ -966,6 +978,10 @@ def possible_forecasts(
     ]
     if is_scaled:
         found.append("the loss scale: when it has fallen to 1")
+    found.append(
+        "training as a whole: that it will probably diverge, from the loss and from what "
+        "gradients, updates and the learning rate do"
+    )
     if has_adam:
         found.append("Adam's denominators against eps, and its updates: reported beside a forecast")
     return tuple(found)

@@ -109,6 +109,7 @@ def _run_view(entry: Entry) -> dict[str, Any]:
         "last": {name: _plain(last.get(name)) for name in METRICS},
         "incidents": len(run.incidents),
         "forecasts": len(run.forecasts),
+        "spikes": sum(forecast.is_spike for forecast in run.forecasts),
         "broken": sum(rank.broken for rank in (entry.live or run).ranks),
     }
 
@@ -263,7 +264,7 @@ def layer_view(index: RunIndex, query: Query) -> dict[str, Any] | None:
 
 
 def incidents_view(index: RunIndex, query: Query) -> dict[str, Any]:
-    """A line for each incident and each forecast, the newest first."""
+    """A line for each incident and each forecast, the newest first; spikes come last."""
     runs = {identity: index.known(identity) for identity in ids_in(query)}
     found = [
         {"run": identity, "number": number, **_line(incident)}
@@ -276,7 +277,7 @@ def incidents_view(index: RunIndex, query: Query) -> dict[str, Any]:
         for identity, run in runs.items()
         for row in (forecast_rows(run) if run is not None else ())
     ]
-    latest_first = sorted(foretold, key=lambda line: -line["step"])
+    latest_first = sorted(foretold, key=lambda line: (line["is_spike"], -line["step"]))
     return {"incidents": newest_first, "forecasts": latest_first}
 
 

@@ -68,7 +68,7 @@ function drawKey(series, runs, marks) {
   const isBad = shown.some((run) => Object.values(run.curves).some((curve) => curve.bad));
   const entries = [
     marks.steps.length ? ["key-line", "incident"] : null,
-    marks.bands.length ? ["key-expected", "where a forecast expects a value to overflow"] : null,
+    marks.bands.length ? ["key-expected", "steps in which a forecast expects values that are not finite"] : null,
     isBad ? ["key-bad", "value that is not finite"] : null,
     shown.some((run) => run.skips) ? ["key-skip", "skipped step"] : null,
     series.width > 1 ? ["key-band", `least to largest of ${whole(series.width)} steps, with their mean`] : null,

@@ -14,11 +14,13 @@ export function drawForecasts({ forecasts }, runs) {
   if (now === foretold) return;
   foretold = now;
   const more = forecasts.length - MOST;
+  const spikes = forecasts.filter((each) => each.is_spike).length;
+  const told = [[forecasts.length - spikes, "forecast"], [spikes, "spike"]].filter(([number]) => number);
   byId("forecasts").hidden = !forecasts.length;
   fill(byId("forecasts"),
-    el("h2", { id: "forecasts-title", text: count(forecasts.length, "forecast") }),
+    el("h2", { id: "forecasts-title", text: told.map(([number, noun]) => count(number, noun)).join(", ") }),
     el("ol", { class: "incident-list" }, ...forecasts.slice(0, MOST).map((each) => forecast(each, runs))),
-    more > 0 ? el("p", { class: "muted", text: `and ${whole(more)} earlier` }) : null);
+    more > 0 ? el("p", { class: "muted", text: `and ${whole(more)} more` }) : null);
 }
 
 function forecast(each, runs) {

@@ -190,7 +190,7 @@ function drawAll() {
   document.documentElement.dataset.painted = String(state.series.steps.length);
 }
 
-// Between which steps a value is expected to overflow, and about when.
+// Between which steps values that are not finite are expected, and about when.
 function bandOf({ step, steps_left: left, steps_low: low, steps_high: high }) {
   const ends = [low, left, high].filter((end) => end !== null).map((end) => step + end);
   if (!ends.length) return null;

@@ -42,7 +42,7 @@ function tiles(run, series) {
     tile("Step time", duration(pace)),
     tile("Skipped", whole(skips), false, skips > 0),
     tile("Incidents", whole(run.incidents), run.incidents > 0),
-    run.forecasts ? tile("Forecasts", whole(run.forecasts), false, true) : null,
+    run.forecasts > run.spikes ? tile("Forecasts", whole(run.forecasts - run.spikes), false, true) : null,
   ];
   return el("dl", { class: "tiles" }, ...all.filter(Boolean));
 }

@@ -107,11 +107,13 @@ class Forecaster:
         norm: float | Tensor | None = None,
         scale: float | None = None,
         skipped: bool = False,
+        rate: float | None = None,
     ) -> list[Forecast]:
         """An update was attempted; what is to be reported now, mostly nothing.
 
         A loss on a device is copied from there, and read later. `scale` is that of a loss scaler,
-        in the steps that it has skipped.
+        in the steps that it has skipped; `rate` the learning rate of this update, where it is not
+        that of the optimizer.
         """
         if self._failures.has_failed:
             return []
@@ -119,7 +121,7 @@ class Forecaster:
             watched = self._last
             if watched is None or watched.optimizer() is not optimizer:
                 watched = self._last = self._of(optimizer)
-            told = watched.stepped(loss, norm, scale, skipped)
+            told = watched.stepped(loss, norm, scale, skipped, rate)
         except Exception as error:
             self._failures.note(error)
             self.close()
@@ -147,6 +149,11 @@ class Forecaster:
         """Doublings that are left of the last forecast; None before anything was."""
         watched = self._watched.get(optimizer)
         return None if watched is None else watched.outlook.room
+
+    def is_rising(self, optimizer: Optimizer) -> bool:
+        """Whether what the last forecast was of still rises, as of the last sample."""
+        watched = self._watched.get(optimizer)
+        return watched is not None and watched.outlook.is_rising
 
     def close(self) -> None:
         """Read what is still on its way, and leave no hook behind."""
@@ -176,7 +183,9 @@ class _Watched:
         self._rate: float | None = None  # in the last sample
         self._ended = 0.0  # when the last step was over
 
-    def stepped(self, loss: Any, norm: Any, scale: float | None, skipped: bool) -> list[Forecast]:
+    def stepped(
+        self, loss: Any, norm: Any, scale: float | None, skipped: bool, rate: float | None = None
+    ) -> list[Forecast]:
         """What is to be told after a step; most steps only look at their loss."""
         step = self._step
         self._step = step + 1
@@ -193,7 +202,7 @@ class _Watched:
         if found is not None:
             told.append(found)
         if self._is_open:
-            self._take(step, norm)
+            self._take(step, norm, rate)
         elif self._ended:
             outlook.pace.steps.append(began - self._ended)
         if self._far or self.sampler.waiting:
@@ -204,11 +213,11 @@ class _Watched:
         self._ended = time.perf_counter()
         return told
 
-    def _take(self, step: int, norm: Any) -> None:
+    def _take(self, step: int, norm: Any, rate: float | None) -> None:
         self._is_open = False
         optimizer = self.optimizer()
         if optimizer is not None:
-            self._rate = _rate_of(optimizer)
+            self._rate = _rate_of(optimizer) if rate is None else rate
             self.sampler.take(optimizer, step=step, norm=norm)
 
     def _read(self) -> list[Forecast]:

@@ -21,6 +21,7 @@ from stayfinite.amp.config import NaNDetectionConfig
 from stayfinite.errors import ConfigError
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.ranks import EarlyLooks, Ranks
+from stayfinite.integrations.shared import watch_options
 from stayfinite.prevent.forecast.forecaster import Forecaster
 from stayfinite.prevent.forecast.outlook import Outlook, Row, TrendRules
 from stayfinite.records import Forecast
@@ -685,3 +686,39 @@ def test_one_rank_of_many_does_nothing_about_its_own_forecast(chosen: Any) -> No
 def test_unknown_answer_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'lower_lr'"):
         RecoveryConfig(**dict[str, Any]({name: "pray"}))
+
+
+@pytest.mark.parametrize("name", ["on_forecast", "on_spike"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"forecast": False}, "forecast is False, so nothing is forecast; set forecast=True."),
+        ({"on_nan": "warn", "forecast": True}, "with on_nan='warn' training is left alone;"),
+        ({"on_nan": "stop", "forecast": True}, "with on_nan='stop' training is left alone;"),
+    ],
+)
+def test_answer_that_can_never_be_given_is_refused(
+    name: str, given: dict[str, Any], said: str
+) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = RecoveryConfig(**dict[str, Any]({name: "lower_lr"}))
+    with pytest.raises(ConfigError) as caught:
+        stayfinite.watch(model, optimizer, config=config, sinks=[], **given)
+    assert f"{name} is 'lower_lr', but {said}" in str(caught.value)
+    assert str(caught.value).endswith(f"Or leave {name} None.")
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_trainer_and_integrations_refuse_what_they_cannot_answer() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AMPConfig(precision="fp32", nan_detection=NaNDetectionConfig(recovery=LOWER))
+    with pytest.raises(ConfigError, match="set forecast=True"):
+        AMPTrainer(config, model, optimizer, nn.functional.mse_loss)
+    none = {"check_loss": False, "check_gradients": False, "check_parameters": False}
+    config = AMPConfig(nan_detection=NaNDetectionConfig(recovery=LOWER, **none))
+    with pytest.raises(ConfigError, match="set check_loss=True"):
+        AMPTrainer(config, model, optimizer, nn.functional.mse_loss, forecast=True)
+    with pytest.raises(ConfigError, match="nothing is forecast here"):
+        watch_options(LOWER, "recover", None, (), 0.0)

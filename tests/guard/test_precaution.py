@@ -8,6 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -351,6 +352,48 @@ def test_lbfgs_and_rates_of_none_are_left_alone(monkeypatch: pytest.MonkeyPatch)
         assert outcome.detail.startswith("not possible") == bool(reason)
 
 
+def test_update_with_a_closure_is_made_with_the_lower_rate_and_leaves_the_rate_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tell(monkeypatch, divergence(step=3))
+    moved, seen = list[float](), set[float]()
+
+    def closure() -> Tensor:
+        seen.add(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).sum()
+        loss.backward()
+        return loss
+
+    with stayfinite.watch(model, optimizer, sinks=[], config=LOWER, forecast=True):
+        for _ in range(6):
+            before = model[1].bias.detach().clone()
+            optimizer.step(closure)
+            seen.add(optimizer.param_groups[0]["lr"])
+            moved.append(float((before - model[1].bias).detach()))
+    assert seen == {0.1}
+    assert moved == pytest.approx([0.4] * 4 + [0.1] * 2)
+
+
+def test_rate_is_the_users_again_after_a_step_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch, divergence(step=3))
+    model = small()
+    used = Used(model.parameters())
+    optimizer: Any = used.optimizer
+    with stayfinite.watch(model, optimizer, sinks=[], config=LOWER, forecast=True):
+        for step in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            if step == 5:
+                with pytest.raises(TypeError):
+                    optimizer.step(1, 2)
+            else:
+                optimizer.step()
+    assert used.rates == [0.1] * 4 + [0.025] * 3
+
+
 # While the trend goes on, and when it comes back.
 
 
@@ -382,6 +425,17 @@ def test_what_comes_back_is_waited_for_four_times_as_long(monkeypatch: pytest.Mo
         (AT + 128, "undo"),
         (AT + 140, "lower_lr"),
         (AT + 140 + 512, "undo"),
+    ]
+
+
+def test_another_trend_much_later_is_undone_as_soon_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tell(monkeypatch, divergence(), divergence(step=2000))
+    guard, _ = run(LOWER, steps=2300)
+    assert [step for step, what in outcomes(guard) if what == "undo"] == [
+        *(AT + 128, AT + 256),
+        *(2128, 2256),
     ]
 
 
@@ -449,6 +503,22 @@ def test_steps_are_counted_by_what_is_in_the_weights_or_by_time(
         state = optimizer.state[next(model.parameters())]
         assert job.good_steps == int(state["step"]) == 100 - (AT + 1 - 40)
         assert trainer.step == scheduler.last_epoch == 100
+
+
+def test_checkpoint_that_is_loaded_has_its_own_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tell(monkeypatch, divergence())
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = AMPConfig(precision="fp32", nan_detection=NaNDetectionConfig(recovery=LOWER))
+    loss = nn.functional.mse_loss
+    with AMPTrainer(config, model, optimizer, loss, forecast=True) as trainer:
+        for _ in range(80):
+            trainer.training_step((torch.randn(4, 8), torch.randn(4, 1)))
+        trainer.save(tmp_path / "kept.ckpt")
+        trainer.load(tmp_path / "kept.ckpt")
+        assert optimizer.param_groups[0]["lr"] == 0.01
 
 
 def test_gradients_are_there_after_an_update_that_was_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,8 @@ class AMPTrainer:
         updates = known.get("updates", loaded.step or 0)
         self._update.window.load_state_dict({"updates": updates, "batches": 0, "size": 1})
         if self.guard is not None:  # a new one has no snapshots of what was left behind
+            for job in self.guard.jobs.values():
+                job.precaution.forget_rate()
             self._endings.pop()()
             self._watch()
 

@@ -708,7 +708,8 @@ class Guard(StepListener):
                     self._answer_harm(ranks, optimizer)
                     return self.settings.on_nan != "warn"
             is_vetoed = self.answer.refused(optimizer, gradients)
-            if not is_vetoed and (job := self.jobs.get(id(optimizer))) is not None:
+            job = self.jobs.get(id(optimizer))
+            if job is not None and not is_vetoed and not late:
                 job.precaution.before_update()
             return is_vetoed
         return self.settings.on_nan != "warn"

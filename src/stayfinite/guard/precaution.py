@@ -121,7 +121,7 @@ class Precaution:
         if self._job.is_distributed:
             return _with(forecast, chosen, Cannot("each rank would act by itself"))
         if chosen == "skip":
-            late = Cannot("the loss was not known on the host before the update")
+            late = Cannot("the loss was still on its device when the update was made")
             return _with(forecast, chosen, Done("the step was skipped") if self.skipped else late)
         if chosen == "lower_lr":
             self._begin(forecast)
@@ -139,9 +139,8 @@ class Precaution:
         before, step = self._about, about.step
         if before is None:
             self._times, self._went_back, self._room = 0, False, math.inf
-            since = math.inf if self._undone_at is None else step - self._undone_at
-            if since > 8 * self._calm:
-                self._calm = _CALM
+            if self._undone_at is not None and step - self._undone_at > 8 * self._calm:
+                self._calm, self._undone_at = _CALM, None  # this is another trend
         elif (before.signal, before.where) != (about.signal, about.where) and not about.is_spike:
             self._room = math.inf  # that of something else
         if before is None or not about.is_spike:
@@ -295,6 +294,11 @@ class Precaution:
             detail += f"; updates are made with {part}the learning rate"
         said = _later(about, step, "info", f"the trend is gone; {what}")
         return dataclasses.replace(said, outcome=Outcome(strategy="undo", detail=detail))
+
+    def forget_rate(self) -> None:
+        """The rate is the user's from now on: a state was loaded that this was not about."""
+        self.after_update()
+        self._taken = [measure for measure in self._taken if measure.kind != "lower_lr"]
 
     def close(self) -> None:
         """Leave nothing behind that is not the user's own; a lowered rate stays."""

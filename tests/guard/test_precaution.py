@@ -363,7 +363,7 @@ def test_update_with_a_closure_is_made_with_the_lower_rate_and_leaves_the_rate_a
     def closure() -> Tensor:
         seen.add(optimizer.param_groups[0]["lr"])
         optimizer.zero_grad()
-        loss = model(torch.ones(4, 8)).sum()
+        loss: Tensor = model(torch.ones(4, 8)).sum()
         loss.backward()
         return loss
 

@@ -46,6 +46,7 @@ from stayfinite.guard.guard import Guard
 from stayfinite.guard.job import Job, Parts
 from stayfinite.prevent.clamp import ActivationClamp, clamp_activations
 from stayfinite.records import Incident, NaNReport
+from stayfinite.recover.config import refuse_unanswered
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import forecasts_told_to, told_to
@@ -97,6 +98,7 @@ class AMPTrainer:
         forecast: bool = False,
     ) -> None:
         require_kinds(config, model, optimizer)
+        refuse_unanswered(config.nan_detection.recovery, _why_unanswered(config, forecast))
         self.config, self.model, self.optimizer = config, model, optimizer
         if config.device is not None:
             model.to(config.device)  # in place: an optimizer keeps its parameters
@@ -236,6 +238,8 @@ class AMPTrainer:
         updates = known.get("updates", loaded.step or 0)
         self._update.window.load_state_dict({"updates": updates, "batches": 0, "size": 1})
         if self.guard is not None:  # a new one has no snapshots of what was left behind
+            for job in self.guard.jobs.values():
+                job.precaution.forget_rate()
             self._endings.pop()()
             self._watch()
 
@@ -358,6 +362,13 @@ class AMPTrainer:
         guard.attach()
         self.nan_recovery = guard.manager
         self._endings.append(weakref.finalize(self, _let_go, guard))
+
+
+def _why_unanswered(config: AMPConfig, forecast: bool) -> str | None:
+    checks = config.nan_detection
+    if not (checks.check_loss or checks.check_gradients or checks.check_parameters):
+        return "with no check on nothing is watched; set check_loss=True."
+    return None if forecast else "forecast is False, so nothing is forecast; set forecast=True."
 
 
 def _let_go(guard: Guard) -> None:

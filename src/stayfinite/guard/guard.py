@@ -79,7 +79,7 @@ from stayfinite.safely import Safely
 from stayfinite.settings import GuardSettings
 from stayfinite.syntax import is_call
 from stayfinite.text import count, forecast_words, in_words, node_name
-from stayfinite.training import Pairs, pairs_of, params_of
+from stayfinite.training import Pairs, params_of
 
 # What only a bad step needs is imported there: a healthy run starts without it.
 if TYPE_CHECKING:
@@ -667,8 +667,10 @@ class Guard(StepListener):
                 flag = nonfinite([*gradients, *far], exact_on_device=on_device)
             if job is not None:
                 flag = self._verdict(job, flag)
+                job.precaution.skipped = False
                 if flag is None and job.config.on_spike == "skip":
                     self._skips_spike(job, optimizer)
+                job.precaution.before_update(flag)
         if ranks is None:
             return flag
         return self._verdict_of_all(ranks, optimizer, job, flag)
@@ -709,13 +711,19 @@ class Guard(StepListener):
                 if ranks.word.is_harmed and self.own_step is None:
                     self._answer_harm(ranks, optimizer)
                     return self.settings.on_nan != "warn"
-            return self.answer.refused(optimizer, gradients)
+            is_vetoed = self.answer.refused(optimizer, gradients)
+            job = self.jobs.get(id(optimizer))
+            if job is not None and not is_vetoed and not late:
+                job.precaution.before_update()
+            return is_vetoed
         return self.settings.on_nan != "warn"
 
     def stepped(self, optimizer: Optimizer, *, vetoed: bool | None) -> None:
         """An update was attempted."""
         past, own, job = self.past, self.own_step, self.jobs.get(id(optimizer))
         is_good = not vetoed and not past.was_skipped
+        if job is not None:
+            job.precaution.after_update()
         if job is not None and own is not None and own.is_repeated:
             own.attempted(is_good=is_good)
             past.was_skipped = False
@@ -760,12 +768,16 @@ class Guard(StepListener):
             norm=evidence.grad_norm,
             scale=evidence.scale if was_skipped else None,
             skipped=was_skipped or vetoed,
+            rate=None if job is None else job.precaution.rate(),
         )
         for forecast in told:
             self.foretell(forecast if job is None else job.precaution.answered(forecast))
         if job is not None and job.precaution.is_at_work:
-            room = forecaster.room(optimizer)
-            later = job.precaution.stepped(evidence.count(optimizer), room=room)
+            later = job.precaution.stepped(
+                evidence.count(optimizer),
+                room=forecaster.room(optimizer),
+                is_rising=forecaster.is_rising(optimizer),
+            )
             if later is not None:
                 self.foretell(later)
 
@@ -775,7 +787,7 @@ class Guard(StepListener):
         if forecaster is None or isinstance(loss, Tensor) or job.is_distributed:
             return
         if forecaster.is_spike(optimizer, loss):
-            job.precaution.skip(pairs_of(optimizer))
+            job.precaution.skip()
 
     def skipped_by_scaler(self, optimizer: Optimizer, *, scaler: Any) -> None:
         """A GradScaler absorbed an overflow; an incident only when it goes on and on.

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stayfinite.detect.finite import all_finite, surely_finite
 from stayfinite.detect.memory import plain_parts
-from stayfinite.errors import NonFiniteError
+from stayfinite.errors import NonFiniteError, SnapshotError
 from stayfinite.guard.evidence import RATES, BadValues, bad_gradients
 from stayfinite.guard.precaution import Precaution
 from stayfinite.guard.ranks import Ranks, is_inferring_shapes, unsharded_of
+from stayfinite.living import living
 from stayfinite.records import Incident
 from stayfinite.recover.actions import Cannot, Done, Situation, Trouble, act
 from stayfinite.recover.advice import Recovery
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _LARGE = 1 << 20  # elements of a model whose parameters are looked at in turns
+_TRAINED = ("parameters", "buffers", "optimizer", "ema")  # what an update changes
 _FOLLOWING = ("param_groups", "scheduler", "scaler", "ema")  # what a loop updates after its step
 
 COMPUTED_AGAIN = "the step was computed again"  # what an outcome says of a transient fault
@@ -67,6 +68,7 @@ class Job:
         self.was_good = True  # the last update that was attempted
         self.repeats_steps = False  # a bad one is run again from its beginning
         self.precaution = Precaution(self)
+        self.went_back = False  # as a precaution, in this step
         self.seen: dict[str, Any] = {}  # of the step that ends, for recommendations
         self._handles: list[RemovableHandle] = []
         self._mark: Mark | None = None
@@ -176,10 +178,11 @@ class Job:
         self._mark = self.trouble = None
         self.was_good = is_good
         if is_good:
-            self.good_steps += 1
+            self.good_steps += not self.went_back  # else this update is not in the weights
             self._good_rates = self._rates()
             if is_new:
                 self.manager.record_good_step(**self.seen)
+        self.went_back = False
 
     def hold(self) -> None:
         """Remember what a loop updates after its step, to take that back in `settle`."""
@@ -231,28 +234,42 @@ class Job:
         ago = "this step's beginning" if steps == 0 else f"{steps} good steps before"
         return f"the state of {ago} was put back"
 
-    def rewind(self, *, step: int, by: RecoveryStrategy = RecoveryStrategy.REWIND) -> Done | Cannot:
-        """Go back as the configuration says, without a bad step; the loop goes on from here.
+    def go_back(self, back: int) -> Done | Cannot:
+        """To the snapshot that is so many older than the newest, though this step was not bad.
 
-        `by` LOWER_LR, it is to the oldest snapshot.
+        Weights, averages and what the optimizer has learned go back, and `good_steps`, which counts
+        the updates that are in the weights, as Adam's own step does. Time goes on: rates and their
+        schedules, an AMPTrainer's `step`, the loss scale, the batches and the random numbers stay
+        where they are; so do the gradients, of an update that has been made.
         """
-        scaler = self.parts.scaler
-        has_scaler = isinstance(scaler, GradScaler) and scaler.is_enabled()
-        # Private: the loop calls `update` next, which asks for what this step has found.
-        found = {k: {**v} for k, v in scaler._per_optimizer_states.items()} if has_scaler else {}
-        config = dataclasses.replace(self.config, lower_lr_goes_back=True)
-        done = act(by, self.situation(), config, Trouble(step=step))
-        if isinstance(done, Done) and done.went_back_to is not None:
-            self.good_steps = done.went_back_to
-            self._next_snapshot = self.good_steps + self.config.snapshot_every
-            if has_scaler:
-                param = params_of(self.parts.optimizer)[0]
-                scaler.scale(param.new_zeros(()))  # before its first call it has no scale
-                scaler._per_optimizer_states.update(found)
-            if by is RecoveryStrategy.REWIND:
-                self.manager.batches_to_skip = self.config.rewind_skip_batches
-            self._mark = None
-        return done
+        back = min(back, len(self.ring) - 1)
+        snapshot = self.ring.back(back)
+        if snapshot is None:
+            return Cannot("there is no snapshot")
+        if self._has_more_optimizers():
+            return Cannot("another optimizer updates a part of the model")
+        optimizer: Any = self.parts.optimizer
+        called = getattr(optimizer, "_opt_called", None)
+        try:
+            snapshot.restore(parts=_TRAINED)
+        except (NonFiniteError, SnapshotError) as error:
+            return Cannot(f"the snapshot cannot be used: {str(error).rstrip('.')}")
+        if called:  # a mark of LRScheduler's own; else that of a loop that has called it warns
+            optimizer._opt_called = called
+        for _ in range(back):
+            self.ring.forget_newest()
+        self.good_steps, self.went_back = snapshot.step, True
+        self._next_snapshot = self.good_steps + self.config.snapshot_every
+        return Done(f"back at the snapshot of step {snapshot.step}", went_back_to=snapshot.step)
+
+    def _has_more_optimizers(self) -> bool:
+        """Whether one that is not ours updates parameters of our modules; may look at the heap."""
+        ours = set(map(id, params_of(self.parts.optimizer)))
+        params = (param for module in self.parts.modules for param in module.parameters())
+        others = {id(param) for param in params} - ours
+        return bool(others) and any(
+            id(param) in others for other in living(Optimizer) for param in params_of(other)
+        )
 
     def respond(self, incident: Incident, *, will_rerun: bool = False) -> Recovery:
         """Let the policy choose what to do, and do it."""

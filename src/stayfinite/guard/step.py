@@ -98,6 +98,8 @@ class GuardedStep:
         self._recent.keep(self._calls[-1], step=number)
         result = self._call(self._calls[-1:], Mode.FIRST)
         run = self._run
+        if job.went_back:  # the batches since are not on its way any more
+            self._recent.take_back(job.good_steps)
         if run.is_good is None:
             return result
         if run.incident is not None:

@@ -17,7 +17,7 @@ from stayfinite.guard.guard import Guard, GuardPast
 from stayfinite.guard.job import Job, Parts
 from stayfinite.guard.recorder import recorder_in
 from stayfinite.nested import as_tuple
-from stayfinite.recover.config import RecoveryConfig
+from stayfinite.recover.config import RecoveryConfig, refuse_unanswered
 from stayfinite.recover.manager import NaNRecoveryManager
 from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink, forecasts_told_to, told_to, unasked
@@ -73,6 +73,7 @@ def watch(
     settings = GuardSettings(
         on_nan=on_nan, folder=os.getcwd(), prove_seconds=prove_seconds, again=again
     )
+    refuse_unanswered(config, _why_unanswered(on_nan, forecast=forecast))
     unchosen = unasked() if sinks is None else []
     sinks, alerts = unchosen if sinks is None else list(sinks), list(alerts)
     tell = told_to(sinks, *alerts)
@@ -140,6 +141,12 @@ def _told_the_end(sink: Any) -> Attachment:
         end()
 
     return Attachment(tell)
+
+
+def _why_unanswered(on_nan: str, *, forecast: bool) -> str | None:
+    if on_nan != "recover":
+        return f"with on_nan={on_nan!r} training is left alone; set on_nan='recover'."
+    return None if forecast else "forecast is False, so nothing is forecast; set forecast=True."
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -26,7 +26,7 @@ from stayfinite.guard.job import Job
 from stayfinite.guard.replay import NO_BATCH
 from stayfinite.locate.source import Place, call_at, user_place
 from stayfinite.nested import named_tensors, own_loss
-from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy
+from stayfinite.recover.config import RecoveryConfig, RecoveryStrategy, refuse_unanswered
 from stayfinite.report.alerts import AlertRule
 from stayfinite.report.sinks import Sink
 from stayfinite.safely import harmless
@@ -88,6 +88,7 @@ def watch_options(
 ) -> WatchOptions:
     """To "stop" is to recover by giving up: the step is located and undone first."""
     GuardSettings(on_nan=on_nan, prove_seconds=prove_seconds)  # ConfigError for any other word
+    refuse_unanswered(config, "nothing is forecast here; use watch(..., forecast=True).")
     if on_nan == "stop":
         abort = RecoveryStrategy.ABORT
         given = RecoveryConfig() if config is None else config

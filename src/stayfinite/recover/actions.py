@@ -443,7 +443,8 @@ _IN_SCHEDULERS = (
 
 def rates_of(optimizer: Optimizer) -> list[float]:
     """The learning rate of each group that has one."""
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [float(rate) for rate in rates if rate is not None]
 
 
 def _height_of(optimizer: Optimizer) -> float:

@@ -94,7 +94,8 @@ class RecoveryConfig:
     With `quarantine` a sample that made a step bad is not read again: another one of its batch
     takes its place. `on_forecast` is what is done when something is about to overflow or diverge,
     and undone when the trend is gone; `on_spike` what is done when the loss jumps. Both need
-    `watch(..., forecast=True)`.
+    `watch(..., forecast=True)`. As their answer, 'lower_lr' makes updates with a part of the
+    learning rate until it is undone; the optimizer and its schedules keep theirs.
 
     >>> RecoveryConfig(primary_strategy="clip").primary_strategy
     <RecoveryStrategy.CLIP_GRADIENTS: 'clip'>
@@ -142,6 +143,18 @@ class RecoveryConfig:
         if self.ladder:
             return tuple(rung.strategy for rung in self.ladder)
         return self.primary_strategy, self.fallback_strategy
+
+
+def refuse_unanswered(config: RecoveryConfig | None, why: str | None) -> None:
+    """ConfigError if forecasts are to be answered that are not made, or that nobody can answer.
+
+    `why` also says what to do about it; None where they are made and answered.
+    """
+    if config is None or why is None:
+        return
+    for name in _ANSWERS:
+        if (given := getattr(config, name)) is not None:
+            raise ConfigError(f"{name} is {given!r}, but {why} Or leave {name} None.")
 
 
 def strategy_of(given: Any, name: str) -> RecoveryStrategy:

@@ -113,11 +113,13 @@ class Forecaster:
         norm: float | Tensor | None = None,
         scale: float | None = None,
         skipped: bool = False,
+        rate: float | None = None,
     ) -> list[Forecast]:
         """An update was attempted; what is to be reported now, mostly nothing.
 
         A loss on a device is copied from there, and read later. `scale` is that of a loss scaler,
-        in the steps that it has skipped.
+        in the steps that it has skipped; `rate` the learning rate of this update, where it is not
+        that of the optimizer.
         """
         if _is_captured(loss):
             return []
@@ -133,7 +135,7 @@ class Forecaster:
                 self._last = watched
             self._steps += 1
             watched.seen_at = self._steps
-            told = watched.stepped(loss, norm, scale, skipped)
+            told = watched.stepped(loss, norm, scale, skipped, rate)
             if len(self._watched) > 1:
                 self._close_abandoned()
                 told = [each for each in told if self._is_first(each, watched)]
@@ -182,6 +184,11 @@ class Forecaster:
         watched = self._watched.get(optimizer)
         return None if watched is None else watched.outlook.room
 
+    def is_rising(self, optimizer: Optimizer) -> bool:
+        """Whether what the last forecast was of still rises, as of the last sample."""
+        watched = self._watched.get(optimizer)
+        return watched is not None and watched.outlook.is_rising
+
     def close(self) -> None:
         """Read what is still on its way, and leave no hook behind."""
         handles, self._handles = self._handles, []
@@ -211,7 +218,9 @@ class _Watched:
         self._rate: float | None = None  # in the last sample
         self._ended = 0.0  # when the last step was over
 
-    def stepped(self, loss: Any, norm: Any, scale: float | None, skipped: bool) -> list[Forecast]:
+    def stepped(
+        self, loss: Any, norm: Any, scale: float | None, skipped: bool, rate: float | None = None
+    ) -> list[Forecast]:
         """What is to be told after a step; most steps only look at their loss."""
         step = self._step
         self._step = step + 1
@@ -228,7 +237,7 @@ class _Watched:
         if found is not None:
             told.append(found)
         if self.sampler.is_open:
-            self._take(step, norm)
+            self._take(step, norm, rate)
         elif self._ended:
             outlook.pace.steps.append(began - self._ended)
         if self._far or self.sampler.waiting:
@@ -238,10 +247,10 @@ class _Watched:
         self._ended = time.perf_counter()
         return told
 
-    def _take(self, step: int, norm: Any) -> None:
+    def _take(self, step: int, norm: Any, rate: float | None) -> None:
         optimizer = self.optimizer()
         if optimizer is not None:
-            self._rate = _rate_of(optimizer)
+            self._rate = _rate_of(optimizer) if rate is None else rate
             self.sampler.take(optimizer, step=step, norm=norm)
 
     def _read(self) -> list[Forecast]:

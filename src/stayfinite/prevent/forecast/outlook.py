@@ -396,7 +396,7 @@ class Outlook:
         self._pending: tuple[int | None, int] | None = (
             None  # of which row a trend was seen, and when
         )
-        self.is_rising = False
+        self._has_trend = False
         self._signals = np.zeros(0, dtype=np.int8)
         self._climbs = Climbs(self.rules)
         self.losses = SpikeDetector()
@@ -465,7 +465,7 @@ class Outlook:
             least = _QUIET if self._climbs.is_climbing else 0.5 * needed
             worth = (risen > least) & is_open
             if not worth.any() and not self._climbs.is_at_brink:
-                self.is_rising = False
+                self._has_trend = False
                 return None
             if (risen > 0.7 * needed).any():
                 self._look_closer(step)
@@ -710,7 +710,7 @@ class Outlook:
             and ((is_sure and trend.left <= self.rules.horizon) or self.is_telling(trend))
         ]
         if not telling:
-            self.is_rising = bool(found)
+            self._has_trend = bool(found)
             return None
         first = min(telling, key=lambda trend: trend.left)
         is_new = step > self._told_until
@@ -719,7 +719,7 @@ class Outlook:
         if is_new and not is_confirmed:
             self._look_closer(step)
             return None
-        self.is_rising = True
+        self._has_trend = True
         self._told_until = step + self.rules.calm
         is_overdue = step > self._expected  # what was told has not come, and it still rises
         if not is_new and not is_overdue:
@@ -739,6 +739,15 @@ class Outlook:
         if row is None:
             return -self.score
         return float(self._limits[row] - self._short[row, -1])
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether what was told last goes on: a trend, or that it looks like a divergence."""
+        if self._last_told is None:
+            return False
+        if self._last_told.row is None:
+            return self.learned is not None and self.score > self.learned.least
+        return self._has_trend
 
 
 class ScaleWatch:

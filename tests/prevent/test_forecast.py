@@ -555,7 +555,7 @@ def test_recorded_run_tells_afterwards_what_could_have_been_known() -> None:
     losses = [1.0 + 0.01 * (step % 7) for step in range(1000)]
     losses += [1.05 * 2.0 ** (0.05 * n) for n in range(200)]
     rates = [0.1 * max(1.0, (step - 800) / 40) for step in range(1200)]
-    steps = [(step, loss, loss**0.5, rates[step]) for step, loss in enumerate(losses)]
+    steps = [(step, loss, loss**3, rates[step]) for step, loss in enumerate(losses)]
     healthy, samples = Samples(), Samples()
     assert foretold(steps[:1000], healthy) == []
     assert healthy.asked < 100

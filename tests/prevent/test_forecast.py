@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stayfinite
 from stayfinite.cli import main
 from stayfinite.guard.guard import with_announcement
+from stayfinite.prevent.forecast.divergence import FEATURES, learned
 from stayfinite.prevent.forecast.forecaster import Forecaster
 from stayfinite.prevent.forecast.outlook import (
     Outlook,
@@ -597,6 +598,41 @@ def test_benchmark_runs_are_as_they_were(tmp_path: Path, monkeypatch: pytest.Mon
     (quiet,) = [s for s in scenes if s.name == "restarts-0-0"]
     assert benchmark.forecasts(benchmark.record(quiet, 400)) == []
     sys.modules.pop("forecast", None)
+
+
+def test_a_score_tells_of_divergences_of_kinds_that_it_was_not_learned_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fixed slice of the tuning half, which benchmarks/forecast_fit.py leaves out."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import forecast as benchmark
+
+    scenes = {scene.name: scene for scene in benchmark.scenes_of("tuning", [], of="blind")}
+    for name in ("long_ratios-1-7057", "dead_reckoning-2-7077", "clicks-2-7101"):
+        trace = benchmark.record(scenes[name], 150)
+        lead, alarm = benchmark.lead_of(trace, benchmark.forecasts(trace))
+        assert (alarm.what, lead >= 5) == ("divergence", True), name
+    healthy = next(scene for scene in scenes.values() if scene.is_healthy)
+    assert benchmark.forecasts(benchmark.record(healthy, 300)) == []
+    sys.modules.pop("forecast", None)
+
+
+def test_trees_ask_for_what_is_measured_and_end_in_a_leaf() -> None:
+    trees = learned().trees
+    assert set(trees.feature.tolist()) <= set(range(len(FEATURES)))
+    at = np.arange(len(trees.value))
+    for _ in range(trees.depth):
+        at = trees.left[at]
+    assert (trees.left[at] == at).all()
+    assert (trees.right[at] == at).all()
+    assert learned().low < learned().left < learned().high
+
+
+def test_nothing_but_what_is_extreme_is_told_before_anybody_can_know() -> None:
+    """A loss that climbs in the first steps of a training may be its beginning."""
+    for slope, is_told in ((0.4, False), (2.0, True)):
+        rise = [slope * max(0, n - 4) for n in range(15)]
+        assert bool(both(rise, rise)) == is_told, slope
 
 
 def test_fresh_benchmark_runs_end_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:

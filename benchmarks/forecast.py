@@ -1,16 +1,17 @@
 """How long before the first non-finite value a forecast comes, and how often one is false.
 
-    python benchmarks/forecast.py [--set first|fresh] [--half tuning|held-out] [--traces FOLDER]
-        [--only NAME ...] [--every STEPS] [--saves] [--cost] [--pictures FOLDER] [--json]
+    python benchmarks/forecast.py [--set first|fresh|blind] [--half tuning|held-out]
+        [--traces FOLDER] [--only NAME ...] [--every STEPS] [--saves] [--cost] [--pictures FOLDER]
+        [--json]
 
 Trainings that diverge by themselves, and healthy ones, are recorded once, every signal in every
 step. Forecaster's own rules are then run over what was recorded, with the samples that they would
-have asked for. The rules were tuned on forecast_runs.py and forecast_unseen.py, and on one half of
-forecast_fresh.py (`--set fresh`), which was written by somebody who did not know them; its other
-half was run once, when tuning had ended. Beside it are rules of others, on the same losses,
-gradient norms and loss scales. `--saves` runs the divergences once more with
-`on_forecast="lower_lr"`, without and with going back, `--cost` times a step with and without,
-`--pictures` draws some runs.
+have asked for. The rules were tuned on forecast_runs.py, forecast_unseen.py and forecast_fresh.py,
+from which the trees were grown too (forecast_fit.py). forecast_blind.py (`--set blind`) was written
+by somebody who did not know them: one half of it was looked at, the other was run once, when tuning
+had ended. Beside it are rules of others, on the same losses, gradient norms and loss scales.
+`--saves` runs the divergences once more with `on_forecast="lower_lr"`, with and without going back,
+`--cost` times a step with and without, `--pictures` draws some runs.
 """
 
 from __future__ import annotations
@@ -363,7 +364,7 @@ def scenes_of(half: str, only: list[str], *, of: str = "first") -> list[Any]:
     return [scene for scene in found if not only or scene.name.split("-")[0] in only]
 
 
-def saved(scene: Any, end: int, *, goes_back: bool = False) -> dict[str, Any]:
+def saved(scene: Any, end: int, *, goes_back: bool) -> dict[str, Any]:
     """The same run with `on_forecast="lower_lr"`: whether it stays finite for longer, and learns.
 
     It learns if its last losses are below that of the first step.
@@ -621,8 +622,8 @@ def main() -> None:
         results[half] = {"rules": scores}
         if options.saves:
             results[half]["saves"] = {
-                'on_forecast="lower_lr"': savings(chosen, found, goes_back=False),
-                "and lower_lr_goes_back=True": savings(chosen, found, goes_back=True),
+                'on_forecast="lower_lr"': savings(chosen, found, goes_back=True),
+                "and lower_lr_goes_back=False": savings(chosen, found, goes_back=False),
             }
         if not options.json:
             tell(half, scores)

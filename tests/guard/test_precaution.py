@@ -428,6 +428,17 @@ def test_what_comes_back_is_waited_for_four_times_as_long(monkeypatch: pytest.Mo
     ]
 
 
+def test_rise_after_an_undo_is_answered_before_it_is_as_high_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def room(step: int) -> float:
+        return -10.0 if step < AT + 9 else 0.0 if step < AT + 140 else -1.0
+
+    tell(monkeypatch, divergence(), room=room)
+    guard, _ = run(LOWER, steps=AT + 200)
+    assert outcomes(guard) == [(AT, "lower_lr"), (AT + 128, "undo"), (AT + 140, "lower_lr")]
+
+
 def test_another_trend_much_later_is_undone_as_soon_as_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,7 +72,10 @@ class Precaution:
         self._went_back = False
         self._step = self._risen_at = 0  # of the last answer, and of the last rise
         self._undone_at: int | None = None
-        self._room = math.inf  # the least so far, in steps of `_RISE`
+        self._room = (
+            math.inf
+        )  # the least so far, in steps of `_RISE`; after an undo, that of a calm
+        self._calmly = math.inf  # the least in the second half of the calm that is under way
         self._calm = _CALM
 
     @property
@@ -152,7 +155,7 @@ class Precaution:
         """What was told goes on, or begins again."""
         if self._undone_at is not None and self._undone_at >= self._risen_at:
             self._calm *= _LONGER  # what was undone was needed
-        self._risen_at = step
+        self._risen_at, self._calmly = step, math.inf
 
     def _lower(self, *, goes_back: bool = False, is_urgent: bool = False) -> Done | Cannot:
         before = max(rates_of(self._optimizer), default=0.0)
@@ -273,9 +276,10 @@ class Precaution:
                     done = self._lower(goes_back=goes_back, is_urgent=True)
                     said = _later(about, step, "critical", "the trend goes on")
                     return _with(said, "lower_lr", done)
-        if step - max(self._risen_at, self._undone_at or 0) < self._calm:
-            return None
-        return self._finish(about, step)
+        calm = step - max(self._risen_at, self._undone_at or 0)
+        if room is not None and 2 * calm >= self._calm:
+            self._calmly = min(self._calmly, room)
+        return self._finish(about, step) if calm >= self._calm else None
 
     def _finish(self, about: Forecast, step: int) -> Forecast | None:
         self._times, self._went_back = 0, False
@@ -286,6 +290,8 @@ class Precaution:
         if measure.undo is not None:
             measure.undo()
         self._undone_at = step
+        if self._calmly < math.inf:  # what is beyond this, noise and all, is a new rise
+            self._room, self._calmly = self._calmly, math.inf
         is_all = not self._taken
         what = "what was done is undone" if is_all else "the last that was done is undone"
         detail = f"it has not risen since step {self._risen_at}"

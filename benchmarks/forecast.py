@@ -498,7 +498,7 @@ text {{ fill: #ddd }} .line {{ stroke: #555 }} .size {{ stroke: #abc }} .band {{
 
 
 def picture(trace: Trace, title: str) -> str | None:
-    """One run as SVG: the row that was told, when and what; None if nothing was told."""
+    """One run as SVG: the row that was told, or the loss, when and what; None if nothing was."""
     lead, alarm = lead_of(trace, forecasts(trace)) if trace.end is not None else (None, None)
     if lead is None or alarm is None or alarm.low is None or alarm.high is None:
         return None
@@ -553,9 +553,9 @@ def picture(trace: Trace, title: str) -> str | None:
 
 
 PICTURES = {
-    "half_creep-0-0": "A residual stream in float16: the output of one module",
+    "half_creep-2-5": "A residual stream in float16: the output of one module",
     "value_function-0-0": "A value function that learns from itself: its loss",
-    "growing_embedding-1-2": "An embedding that grows in float16",
+    "growing_embedding-2-4": "An embedding that grows in float16: the output of the model",
 }
 
 

@@ -620,11 +620,12 @@ def test_a_score_tells_of_divergences_of_kinds_that_it_was_not_learned_from(
 def test_trees_ask_for_what_is_measured_and_end_in_a_leaf() -> None:
     trees = learned().trees
     assert set(trees.feature.tolist()) <= set(range(len(FEATURES)))
-    at = np.arange(len(trees.value))
-    for _ in range(trees.depth):
-        at = trees.left[at]
-    assert (trees.left[at] == at).all()
-    assert (trees.right[at] == at).all()
+    for way in (trees.left, trees.right):
+        at = trees.roots
+        for _ in range(trees.depth):
+            at = way[at]
+        assert (trees.left[at] == at).all()
+        assert (trees.right[at] == at).all()
     assert learned().low < learned().left < learned().high
 
 

@@ -71,7 +71,7 @@ def rows_of(forecaster: Forecaster) -> set[str]:
 
 
 def is_measuring(forecaster: Forecaster) -> bool:
-    return forecaster._outputs._hooks is not None
+    return forecaster._outputs._hook is not None
 
 
 def empty_sequence(model: nn.Module) -> None:

@@ -63,7 +63,7 @@ class TrendRules:
 
     every: int = 32  # steps between two samples while all is quiet
     most_every: int = 128  # where a step is so short that a sample takes too large a part of it
-    share: float = 0.0017  # of the time; `Pace` keeps to it. torch's own hooks take more than that
+    share: float = 0.0014  # of the time; `Pace` keeps to it. torch's own hooks take more than that
     dense_early: int = 32  # at first every step is sampled, then every fourth
     warm_up: int = 48  # steps in which only an extreme trend is told
     alert: int = 8  # steps that are all sampled when something rises

@@ -18,7 +18,7 @@ from torch._C import _functorch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
-from stayfinite.detect.hooks import Attachment, together, wrapped
+from stayfinite.detect.hooks import Attachment
 from stayfinite.detect.memory import local, undisturbed
 from stayfinite.living import has_compiled
 from stayfinite.prevent.forecast.outlook import Row
@@ -53,7 +53,8 @@ class ModuleOutputs:
         self._only = None if model is None else {id(module) for module in model.modules()}
         self._failures = failures or Safely("stayfinite stops measuring what modules return")
         self._samplers: list[SignalSampler] = []
-        self._hooks: Attachment | None = None
+        self._hook: Any = None
+        self._replaced: tuple[_Replaced, ...] = ()
         self._compiler: Attachment | None = None
         # A container returns what its last child returned. Kept alive, logits would take memory.
         self._last: Callable[[], Any] = _nothing
@@ -61,10 +62,13 @@ class ModuleOutputs:
     def open(self, sampler: SignalSampler) -> None:
         """This sampler measures from now on."""
         self._samplers.append(sampler)
-        if self._hooks is None:
-            hook = Attachment(register_module_forward_hook(self._returned).remove)
-            softmax = wrapped(Tensor, "softmax", self._normalising)
-            self._hooks = together(hook, softmax, _before_export(self._remove_hooks))
+        if self._hook is None:
+            self._hook = register_module_forward_hook(self._returned)
+            if not self._replaced:
+                softmax = _Replaced(Tensor, "softmax", self._normalising)
+                self._replaced = (softmax, *_exports(self._remove_hooks))
+            for each in self._replaced:
+                each.put()
         if self._compiler is None:
             self._compiler = _before_compilation(weakref.WeakMethod(self._remove_hooks))
 
@@ -83,9 +87,11 @@ class ModuleOutputs:
             compiler.remove()
 
     def _remove_hooks(self) -> None:
-        hooks, self._hooks, self._last = self._hooks, None, _nothing
-        if hooks is not None:
-            hooks.remove()
+        hook, self._hook, self._last = self._hook, None, _nothing
+        if hook is not None:
+            hook.remove()
+            for each in self._replaced:
+                each.take_back()
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_recorded():
@@ -115,7 +121,7 @@ class ModuleOutputs:
 
     def _normalising(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def softmax(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            if not _is_recorded():
+            if self._samplers and not _is_recorded():
                 try:
                     self._note_logits(self_)
                 except Exception as error:
@@ -158,8 +164,36 @@ def _before_compilation(remove: Callable[[], Callable[[], None] | None]) -> Atta
     return Attachment(take_back)
 
 
-def _before_export(remove: Callable[[], None]) -> Attachment:
-    """They go when a model is exported, which begins with a reset, or given to torch.compile.
+class _Replaced:
+    """A function in the place of another one, made once and put there often.
+
+    `wrapped` of detect.hooks makes a new one each time, which takes as long as what is measured of
+    a tiny model. If somebody wrapped it again in the meantime, ours stays inside.
+    """
+
+    def __init__(
+        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._owner, self._name = owner, name
+        self._original = getattr(owner, name)
+        self._was_own = name in vars(owner)  # else found in a base class
+        self._ours = functools.wraps(self._original)(wrap(self._original))
+
+    def put(self) -> None:
+        if getattr(self._owner, self._name) is self._original:
+            setattr(self._owner, self._name, self._ours)
+
+    def take_back(self) -> None:
+        if getattr(self._owner, self._name) is not self._ours:
+            return
+        if self._was_own:
+            setattr(self._owner, self._name, self._original)
+        else:
+            delattr(self._owner, self._name)
+
+
+def _exports(remove: Callable[[], None]) -> list[_Replaced]:
+    """Hooks go when a model is exported, which begins with a reset, or given to torch.compile.
 
     With hooks the first fails, and the second warns of them.
     """
@@ -173,7 +207,7 @@ def _before_export(remove: Callable[[], None]) -> Attachment:
 
     dynamo = sys.modules.get("torch._dynamo")
     entries = [(torch, "compile")] if dynamo is None else [(torch, "compile"), (dynamo, "reset")]
-    return together(*(wrapped(owner, name, going) for owner, name in entries))
+    return [_Replaced(owner, name, going) for owner, name in entries]
 
 
 def _is_recorded() -> bool:

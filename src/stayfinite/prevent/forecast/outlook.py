@@ -15,7 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -713,6 +713,8 @@ class Outlook:
             self._has_trend = bool(found)
             return None
         first = min(telling, key=lambda trend: trend.left)
+        if first.room <= self.rules.brink:  # so near to the end a slope says little
+            first = replace(first, high=max(first.high, self.rules.brink_left))
         is_new = step > self._told_until
         pending, self._pending = self._pending, (first.row, step)
         is_confirmed = is_sure or (pending is not None and step - pending[1] <= self.pace.every)

@@ -20,14 +20,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from forecast_fresh import say_ends
 from forecast_runs import Scene, Training, adam, mlp, sgd
 from torch import Tensor, nn
 from torch.nn import functional
@@ -2013,50 +2012,5 @@ def scenes() -> Iterator[BlindScene]:
             yield BlindScene(make, variant, next(seeds), True, make.__name__, half, steps)
 
 
-def is_over(training: Training, loss: Tensor) -> bool:
-    """Whether the loss, a parameter or a gradient is not finite, or the scale is below 1.
-
-    A scaler makes gradients overflow on purpose, so they do not count where there is one.
-    """
-    if training.scaler is not None and training.scaler.get_scale() < 1:
-        return True
-    values = [loss]
-    for param in training.model.parameters():
-        values.append(param.detach())
-        if training.scaler is None and param.grad is not None:
-            values.append(param.grad)
-    return not all(bool(value.isfinite().all()) for value in values)
-
-
-def losses_of(scene: BlindScene) -> tuple[list[float], int | None]:
-    """A plain run: its losses, and the step at which it was over, None if it never was."""
-    training, losses = scene.training(), []
-    for step in range(scene.steps):
-        loss = training.step(step)
-        losses.append(float(loss))
-        if is_over(training, loss):
-            return losses, step
-    return losses, None
-
-
-def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
-    wrong = 0
-    for scene in scenes():
-        if names and not any(name in scene.name for name in names):
-            continue
-        began = time.process_time()
-        losses, end = losses_of(scene)
-        spent = f"{1000 * (time.process_time() - began) / len(losses):.2f} ms a step"
-        wrong += end != NONFINITE_AT.get(scene.name)
-        if end is not None:
-            line = f'    "{scene.name}": {end},  # {scene.kind}, {scene.half}, {spent}'
-        else:
-            first, last = statistics.fmean(losses[:20]), statistics.fmean(losses[-100:])
-            line = f"# {scene.name}, {scene.half}: finite, loss {first:.3g} to {last:.3g}, {spent}"
-        print(line, flush=True)
-    print(f"# {wrong} not as they should be")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    say_ends(scenes(), NONFINITE_AT, sys.argv[1:])

@@ -23,7 +23,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -1470,7 +1470,7 @@ def is_over(training: Training, loss: Tensor) -> bool:
     return not all(bool(value.isfinite().all()) for value in values)
 
 
-def losses_of(scene: FreshScene) -> tuple[list[float], int | None]:
+def losses_of(scene: Any) -> tuple[list[float], int | None]:
     """A plain run: its losses, and the step at which it was over, None if it never was."""
     training, losses = scene.training(), []
     for step in range(scene.steps):
@@ -1481,16 +1481,17 @@ def losses_of(scene: FreshScene) -> tuple[list[float], int | None]:
     return losses, None
 
 
-def main(names: list[str]) -> None:
+def say_ends(found: Iterable[Any], ends: Mapping[str, int], names: list[str]) -> None:
+    """Run each of them plainly, or those of these names, and print where it ends."""
     torch.set_num_threads(1)
     wrong = 0
-    for scene in scenes():
+    for scene in found:
         if names and not any(name in scene.name for name in names):
             continue
         began = time.process_time()
         losses, end = losses_of(scene)
         spent = f"{1000 * (time.process_time() - began) / len(losses):.2f} ms a step"
-        wrong += end != NONFINITE_AT.get(scene.name)
+        wrong += end != ends.get(scene.name)
         if end is not None:
             line = f'    "{scene.name}": {end},  # {scene.kind}, {scene.half}, {spent}'
         else:
@@ -1501,4 +1502,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    say_ends(scenes(), NONFINITE_AT, sys.argv[1:])

@@ -42,7 +42,7 @@ class Forecaster:
     """Watches signals of a training and says what will overflow or diverge, and in how many steps.
 
     Each attempted update is given to `stepped`, or seen between `attach()` and `close()`.
-    Every 16 steps it measures activations, gradients and updates on their device; the result is
+    Every 32 steps it measures activations, gradients and updates on their device; the result is
     read when it has arrived, so no step waits. While something rises, each step is measured.
     Each onset is reported once, to `on_forecast`, and kept in `forecasts`.
 

@@ -393,9 +393,7 @@ class Outlook:
         self._expected = math.inf  # the last step in which the end was expected
         self._alert_until = -1
         self._credit = float(self.rules.credit)
-        self._pending: tuple[int | None, int] | None = (
-            None  # of which row a trend was seen, and when
-        )
+        self._pending: tuple[int | None, int] | None = None  # the row of a trend, and when
         self._has_trend = False
         self._signals = np.zeros(0, dtype=np.int8)
         self._climbs = Climbs(self.rules)

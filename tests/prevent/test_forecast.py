@@ -636,6 +636,13 @@ def test_nothing_but_what_is_extreme_is_told_before_anybody_can_know() -> None:
         assert bool(both(rise, rise)) == is_told, slope
 
 
+@pytest.mark.parametrize("slope", [0.3, 0.4, 0.6])
+def test_what_climbs_in_the_first_steps_is_told_only_if_its_end_is_near(slope: float) -> None:
+    noise = random.Random(4)
+    rise = [slope * max(0, n - 6) + 0.05 * noise.random() for n in range(48)]
+    assert [trend for trend in both(rise, rise) if trend.row is not None and trend.left > 96] == []
+
+
 def test_fresh_benchmark_runs_end_where_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each half holds each kind and severity; quick divergences diverge, a healthy run does not."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))

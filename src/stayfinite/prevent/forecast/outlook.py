@@ -76,6 +76,7 @@ class TrendRules:
     slowest: float = 3.5  # an end is expected within so many times what the slope of now says
     surely: float = 4.0  # times the noise that has been risen in each half, beyond doubt
     horizon: int = 400
+    early_horizon: int = 96  # while it warms up
     extreme_rise: float = 6.0
     extreme_left: float = 12.0
     low: float = 0.3
@@ -701,18 +702,20 @@ class Outlook:
     def _told(self, step: int, found: list[Trend]) -> Trend | None:
         climbs = self._climbs
         is_sure = climbs.is_climbing or climbs.is_at_brink
+        rules = self.rules
+        horizon = rules.horizon if step >= rules.warm_up else rules.early_horizon
         telling = [
             trend
             for trend in found
             if self._is_plausible(trend)
-            and ((is_sure and trend.left <= self.rules.horizon) or self.is_telling(trend))
+            and ((is_sure and trend.left <= horizon) or self.is_telling(trend))
         ]
         if not telling:
             self._has_trend = bool(found)
             return None
         first = min(telling, key=lambda trend: trend.left)
-        if first.room <= self.rules.brink:  # so near to the end a slope says little
-            first = replace(first, high=max(first.high, self.rules.brink_left))
+        if first.room <= rules.brink:  # so near to the end a slope says little
+            first = replace(first, high=max(first.high, rules.brink_left))
         is_new = step > self._told_until
         pending, self._pending = self._pending, (first.row, step)
         is_confirmed = is_sure or (pending is not None and step - pending[1] <= self.pace.every)
@@ -720,7 +723,7 @@ class Outlook:
             self._look_closer(step)
             return None
         self._has_trend = True
-        self._told_until = step + self.rules.calm
+        self._told_until = step + rules.calm
         is_overdue = step > self._expected  # what was told has not come, and it still rises
         if not is_new and not is_overdue:
             return None

@@ -723,7 +723,8 @@ class Guard(StepListener):
         past, own, job = self.past, self.own_step, self.jobs.get(id(optimizer))
         is_good = not vetoed and not past.was_skipped
         if job is not None:
-            job.precaution.after_update()
+            with past.aside:
+                job.precaution.after_update()
         if job is not None and own is not None and own.is_repeated:
             own.attempted(is_good=is_good)
             past.was_skipped = False

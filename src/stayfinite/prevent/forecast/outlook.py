@@ -23,6 +23,7 @@ from stayfinite.prevent.forecast.divergence import LOSSES, Divergence, Learned, 
 from stayfinite.records import Forecast, Severity, Signal
 
 Array = np.ndarray
+_Known = float | None
 
 _LONG, _SHORT = 16, 12  # samples kept: those of every so many steps, and the last of any kind
 _FEW = 5  # samples that make a trend
@@ -65,7 +66,7 @@ class TrendRules:
     most_every: int = 128  # where a step is so short that a sample takes too large a part of it
     share: float = 0.0014  # of the time; `Pace` keeps to it. torch's own hooks take more than that
     dense_early: int = 32  # at first every step is sampled, then every fourth
-    warm_up: int = 48  # steps in which only an extreme trend is told
+    warm_up: int = 48  # steps in which a trend must be extreme, or a climb's end near
     alert: int = 8  # steps that are all sampled when something rises
     credit: int = 16  # such steps in reserve
     earned: float = 0.1  # that come back with each sample
@@ -76,7 +77,7 @@ class TrendRules:
     slowest: float = 3.5  # an end is expected within so many times what the slope of now says
     surely: float = 4.0  # times the noise that has been risen in each half, beyond doubt
     horizon: int = 400
-    early_horizon: int = 96  # while it warms up
+    early_horizon: int = 96  # of a climb, while it warms up
     extreme_rise: float = 6.0
     extreme_left: float = 12.0
     low: float = 0.3
@@ -920,11 +921,8 @@ def spike_of(
     )
 
 
-Known = float | None
-
-
 def foretold(
-    steps: Iterable[tuple[int, Known, Known, Known]],
+    steps: Iterable[tuple[int, _Known, _Known, _Known]],
     samples: Mapping[int, Sequence[tuple[str, float]]],
     rules: TrendRules | None = None,
 ) -> list[Forecast]:

@@ -29,7 +29,7 @@ from stayfinite.training import pairs_of
 _PROBED = 12  # parameters of which some elements are followed from one update to the next
 _PROBES = 32  # elements of each
 _MOST_CALLS = 64  # of one module in one step, as a cell of an RNN is called
-_MOST_ROWS = 50_000
+_MOST_ROWS = 50_000  # where modules are made anew in each step, so are rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ModuleOutputs:
             self._hook = register_module_forward_hook(self._returned)
             if not self._replaced:
                 softmax = _Replaced(Tensor, "softmax", self._normalising)
-                self._replaced = (softmax, *_exports(self._remove_hooks))
+                self._replaced = (softmax, *_export_entries(self._remove_hooks))
             for each in self._replaced:
                 each.put()
         if self._compiler is None:
@@ -117,7 +117,7 @@ class ModuleOutputs:
         asking = [sampler for sampler in self._samplers if sampler.wants(module)]
         ends = _ends(output) if asking else ()
         for sampler in asking:
-            sampler.returned(module, output.dtype, ends)
+            sampler.keep_output(module, output.dtype, ends)
 
     def _normalising(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def softmax(self_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class ModuleOutputs:
         if isinstance(logits, Tensor) and logits.dim() > 2 and _is_plain(logits):
             size = _largest(logits)
             for sampler in self._samplers:
-                sampler.normalised(logits.dtype, size)
+                sampler.keep_logits(logits.dtype, size)
 
 
 def _nothing() -> None:
@@ -192,7 +192,7 @@ class _Replaced:
             delattr(self._owner, self._name)
 
 
-def _exports(remove: Callable[[], None]) -> list[_Replaced]:
+def _export_entries(remove: Callable[[], None]) -> list[_Replaced]:
     """Hooks go when a model is exported, which begins with a reset, or given to torch.compile.
 
     With hooks the first fails, and the second warns of them.
@@ -277,15 +277,15 @@ class SignalSampler:
 
     def wants(self, module: nn.Module) -> bool:
         """Whether what this module returns is to be measured: of many calls, some are."""
-        if len(self.rows) >= _MOST_ROWS:  # modules that are made anew in each step
+        if len(self.rows) >= _MOST_ROWS:
             return False
         calls = self._calls[id(module)] = self._calls.get(id(module), 0) + 1
         return calls & (calls - 1) == 0 and calls <= _MOST_CALLS
 
-    def returned(self, module: nn.Module, dtype: torch.dtype, ends: tuple[Tensor, ...]) -> None:
+    def keep_output(self, module: nn.Module, dtype: torch.dtype, ends: tuple[Tensor, ...]) -> None:
         self._seen[self.number("activation", module, dtype)] = ends
 
-    def normalised(self, dtype: torch.dtype, size: Tensor) -> None:
+    def keep_logits(self, dtype: torch.dtype, size: Tensor) -> None:
         if len(self._logits) < _MOST_CALLS:
             self._logits.append((self.number("attention_logits", None, dtype), size))
 
